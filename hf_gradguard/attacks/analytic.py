@@ -86,8 +86,8 @@ def read_patches(
             "patches, and both were not shared. Take inverting_gradients."
         )
     kernel = _convolution(observation, projection).kernel_size
-    found = [name for name in shared if _is_added(observation, weight, name, kernel)]
-    if not found:
+    added_positions = [name for name in shared if _is_added(observation, weight, name, kernel)]
+    if not added_positions:
         raise ValueError(
             f"{' and '.join(shared)} are not added to what {projection} makes of the patches, so "
             "their gradients say nothing of them. Take inverting_gradients."
@@ -97,35 +97,43 @@ def read_patches(
     )
     gray = torch.full((1, *observation.input_shape[1:]), 0.5).to(space.mean)
     gray = (gray - space.mean) / space.std
-    middle = _patches(gray, kernel)
-    slopes, product = _both(observation.gradient, weight, found[0], len(middle))
-    ratio = _noise_to_signal(observation, weight, found[0], len(middle), space)
-    rounding = torch.finfo(observation.gradient[weight].dtype).eps * len(middle) ** 0.5
+    gray_patches = _patches(gray, kernel)
+    slopes, product = _slopes_and_product(
+        observation.gradient, weight, added_positions[0], len(gray_patches)
+    )
+    ratio = _noise_to_signal(observation, weight, added_positions[0], len(gray_patches), space)
+    rounding = torch.finfo(observation.gradient[weight].dtype).eps * len(gray_patches) ** 0.5
     if not slopes.any():
-        raise ValueError(f"The gradient of {found[0]} is zero, so it says nothing of the patches.")
-    solved, rank = solve_patches(slopes, product, middle, ratio, rounding)
+        raise ValueError(
+            f"The gradient of {added_positions[0]} is zero, so it says nothing of the patches."
+        )
+    solved, rank = solve_patches(slopes, product, gray_patches, ratio, rounding)
     sides = tuple(side // size * size for side, size in zip(gray.shape[2:], kernel, strict=True))
     gray[..., : sides[0], : sides[1]] = nn.functional.fold(
         solved.T[None], sides, kernel, stride=kernel
     )
     undecided = ""
-    if rank < len(middle):
+    if rank < len(gray_patches):
         undecided = (
-            f"The slopes at {len(middle)} patches, of {slopes.shape[1]} dimensions, are {rank} "
-            "independent ones: what lies between those is taken for gray."
+            f"The slopes at {len(gray_patches)} patches, of {slopes.shape[1]} dimensions, have "
+            f"rank {rank}: what lies between those is taken for gray."
         )
     return gray, undecided
 
 
 def solve_patches(
-    slopes: Tensor, product: Tensor, middle: Tensor, ratio: float = 0.0, rounding: float = 1e-12
+    slopes: Tensor,
+    product: Tensor,
+    mean_patches: Tensor,
+    ratio: float = 0.0,
+    rounding: float = 1e-12,
 ) -> tuple[Tensor, int]:
-    """X of ΔᵀX = G that is nearest to `middle`, and the rank of Δ.
+    """X of ΔᵀX = G that is nearest to `mean_patches`, and the rank of Δ.
 
     Args:
         slopes: Δ, `(N, H)`.
         product: G, `(H, P)`.
-        middle: What X is without a gradient, `(N, P)`.
+        mean_patches: What X is without a gradient, `(N, P)`.
         ratio: Variance of noise in G over that of X around its middle: adds to the squares of Δ's
             singular values.
         rounding: Of these those count as zero which are a smaller share of the largest.
@@ -137,11 +145,13 @@ def solve_patches(
         >>> bool((solved - patches).abs().max() < 1e-6), rank
         (True, 2)
     """
-    left, sizes, right = torch.linalg.svd(slopes.T, full_matrices=False)
-    rank = int((sizes > rounding * sizes.max()).sum())
-    left, sizes, right = left[:, :rank], sizes[:rank], right[:rank]
-    along = left.T @ (product - slopes.T @ middle)
-    solved: Tensor = middle + right.T @ ((sizes / (sizes.square() + ratio))[:, None] * along)
+    u, singular_values, vh = torch.linalg.svd(slopes.T, full_matrices=False)
+    rank = int((singular_values > rounding * singular_values.max()).sum())
+    u, singular_values, vh = u[:, :rank], singular_values[:rank], vh[:rank]
+    coefficients = u.T @ (product - slopes.T @ mean_patches)
+    solved: Tensor = mean_patches + vh.T @ (
+        (singular_values / (singular_values.square() + ratio))[:, None] * coefficients
+    )
     return solved, rank
 
 
@@ -156,7 +166,7 @@ def _patches(images: Tensor, kernel: tuple[int, ...]) -> Tensor:
     return nn.functional.unfold(images, kernel, stride=kernel)[0].T
 
 
-def _both(
+def _slopes_and_product(
     gradient: Mapping[str, Tensor], weight: str, positions: str, count: int
 ) -> tuple[Tensor, Tensor]:
     slopes = gradient[positions]
@@ -177,12 +187,12 @@ def _is_added(
     )
     with without_dropout(observation.model):
         gmap = observation.gradient_map(labels)
-        own = torch.rand(gmap.input.shape, generator=torch.Generator().manual_seed(0))
-        gradient = gmap.gradient_at(own.to(gmap.input))
+        random_image = torch.rand(gmap.input.shape, generator=torch.Generator().manual_seed(0))
+        gradient = gmap.gradient_at(random_image.to(gmap.input))
     if weight not in gradient or positions not in gradient:
         return False
-    patches = _patches(own.to(gmap.input).double(), kernel)
-    slopes, product = _both(gradient, weight, positions, len(patches))
+    patches = _patches(random_image.to(gmap.input).double(), kernel)
+    slopes, product = _slopes_and_product(gradient, weight, positions, len(patches))
     return bool((slopes.T @ patches - product).norm() < 0.05 * product.norm())
 
 
@@ -190,11 +200,11 @@ def _noise_to_signal(
     observation: Observation, weight: str, positions: str, count: int, space: PixelSpace
 ) -> float:
     """(σ² of G + N σ² of Δ · mean of x²) / variance of x, of pixels uniform in their range."""
-    known = observation.noise_variance
-    if known is None:
+    variance = observation.noise_variance
+    if variance is None:
         return 0.0
     in_product, in_slopes = (
-        float(known[name].mean()) if isinstance(known, Mapping) else float(known)
+        float(variance[name].mean()) if isinstance(variance, Mapping) else float(variance)
         for name in (weight, positions)
     )
     signal = float((1 / 12 / space.std.square()).mean())
@@ -237,17 +247,17 @@ class Analytic(Attack):
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
         started = time.perf_counter()
         undecided = ""
-        if (layer := _first(observation, _reads_all_pixels(observation))) is not None:
-            found = self._images(observation, *layer)
+        if (layer := _find_pixel_reader(observation, _reads_all_pixels(observation))) is not None:
+            images = self._images(observation, *layer)
         else:
             projection, positions = _patch_embedding(observation)
-            found, undecided = read_patches(observation, projection, positions)
-            space = PixelSpace(found, observation.image_mean, observation.image_std)
-            space.project_(found)
-            found = found.to(IMAGE.main_input(observation.placeholder()))
+            images, undecided = read_patches(observation, projection, positions)
+            space = PixelSpace(images, observation.image_mean, observation.image_std)
+            space.project_(images)
+            images = images.to(IMAGE.main_input(observation.placeholder()))
         seconds = time.perf_counter() - started
         return Reconstruction(
-            input=found, labels=observation.labels, seconds=seconds, undecided=undecided
+            input=images, labels=observation.labels, seconds=seconds, undecided=undecided
         )
 
     def _images(self, observation: Observation, name: str, layer: nn.Module) -> Tensor:
@@ -263,35 +273,35 @@ class Analytic(Attack):
             )
         if not observation.gradient[bias].any():
             raise ValueError(f"The gradient of {bias} is zero, so there is nothing to divide by.")
-        order = layer.bias.detach()
-        rows = layer_inputs(observation.gradient[weight], observation.gradient[bias], order)
+        biases = layer.bias.detach()
+        rows = divide_rows(observation.gradient[weight], observation.gradient[bias], biases)
         shape = (observation.batch_size, *observation.input_shape[1:])
         space = PixelSpace(
             observation.gradient[weight], observation.image_mean, observation.image_std
         )
-        images = self._chosen(space.plain(rows.view(-1, *shape[1:])), observation.batch_size)
-        found: Tensor = (images - space.mean) / space.std
-        return found
+        images = self._most_frequent(space.plain(rows.view(-1, *shape[1:])), observation.batch_size)
+        normalized: Tensor = (images - space.mean) / space.std
+        return normalized
 
-    def _chosen(self, images: Tensor, count: int) -> Tensor:
+    def _most_frequent(self, images: Tensor, count: int) -> Tensor:
         """`(B, C, H, W)` in [0, 1]: the readings that lie there, the most frequent first."""
         flat = images.flatten(1)
-        outside = (flat.clamp(0, 1) - flat).square().mean(1).sqrt()
-        order = outside.argsort()[: max(count, 512)]
-        flat, outside = flat[order].clamp(0, 1), outside[order]
+        excess = (flat.clamp(0, 1) - flat).square().mean(1).sqrt()
+        order = excess.argsort()[: max(count, 512)]
+        flat, excess = flat[order].clamp(0, 1), excess[order]
         distance = torch.cdist(flat, flat) / flat.shape[1] ** 0.5
         near = distance < self.tolerance
-        score = near.sum(1) - 1e3 * (outside > self.tolerance)
-        left, taken = torch.ones_like(outside, dtype=torch.bool), list[int]()
+        score = near.sum(1) - 1e3 * (excess > self.tolerance)
+        is_available, chosen = torch.ones_like(excess, dtype=torch.bool), list[int]()
         for place in score.argsort(descending=True, stable=True).tolist():
-            if left[place]:
-                taken.append(place)
-                left &= ~near[place]
-        taken = taken[:count] + [taken[0]] * (count - len(taken))
-        return flat[taken].view(-1, *images.shape[1:])
+            if is_available[place]:
+                chosen.append(place)
+                is_available &= ~near[place]
+        chosen = chosen[:count] + [chosen[0]] * (count - len(chosen))
+        return flat[chosen].view(-1, *images.shape[1:])
 
 
-def layer_inputs(weight: Tensor, bias: Tensor, order: Tensor) -> Tensor:
+def divide_rows(weight: Tensor, bias: Tensor, order: Tensor) -> Tensor:
     """`(K, in)`: what inputs of a linear layer its gradients give away.
 
     Args:
@@ -301,7 +311,7 @@ def layer_inputs(weight: Tensor, bias: Tensor, order: Tensor) -> Tensor:
 
     Example:
         >>> weight = torch.outer(torch.tensor([2.0, 0.0]), torch.tensor([3.0, 4.0]))
-        >>> layer_inputs(weight, torch.tensor([2.0, 0.0]), torch.tensor([0.0, 1.0])).tolist()
+        >>> divide_rows(weight, torch.tensor([2.0, 0.0]), torch.tensor([0.0, 1.0])).tolist()
         [[3.0, 4.0], [3.0, 4.0]]
     """
     steps = order.argsort()
@@ -311,7 +321,7 @@ def layer_inputs(weight: Tensor, bias: Tensor, order: Tensor) -> Tensor:
     return weights[used] / biases[used, None]
 
 
-def readable(model: nn.Module, shape: tuple[int, ...]) -> bool:
+def is_readable(model: nn.Module, shape: tuple[int, ...]) -> bool:
     """Whether there is something in a model for `Analytic` to read.
 
     Args:
@@ -319,20 +329,20 @@ def readable(model: nn.Module, shape: tuple[int, ...]) -> bool:
         shape: Of its input, `(B, C, H, W)`.
 
     Example:
-        >>> readable(image_observation.model, image_observation.input_shape)
+        >>> is_readable(image_observation.model, image_observation.input_shape)
         False
     """
     any_gradient = {name: p.detach() for name, p in model.named_parameters()}
     observation = Observation(model, any_gradient, (1, *shape[1:]))
-    if _first(observation, _reads_all_pixels(observation)) is not None:
+    if _find_pixel_reader(observation, _reads_all_pixels(observation)) is not None:
         return True
-    projection = _first(observation, is_patch_projection)
+    projection = _find_pixel_reader(observation, is_patch_projection)
     return projection is not None and bool(position_embeddings(observation, projection[0]))
 
 
 def _patch_embedding(observation: Observation) -> tuple[str, list[str]]:
     """The module that reads patches, and parameters that may be their position embeddings."""
-    projection = _first(observation, is_patch_projection)
+    projection = _find_pixel_reader(observation, is_patch_projection)
     positions = position_embeddings(observation, projection[0]) if projection else []
     if not projection or not positions:
         raise ValueError(
@@ -349,26 +359,30 @@ def _reads_all_pixels(observation: Observation) -> Callable[[nn.Module], bool]:
     return lambda module: isinstance(module, nn.Linear) and module.in_features == pixels
 
 
-def _first(
-    observation: Observation, wanted: Callable[[nn.Module], bool]
+def _find_pixel_reader(
+    observation: Observation, is_wanted: Callable[[nn.Module], bool]
 ) -> tuple[str, nn.Module] | None:
     """The first wanted module that reads the pixels as they are, found by running the model."""
     pixels = torch.rand(
         (1, *observation.input_shape[1:]), generator=torch.Generator().manual_seed(0)
     ).to(IMAGE.main_input(observation.placeholder()))
-    found: list[str] = []
+    reader_names: list[str] = []
     handles = []
     for name, module in observation.model.named_modules():
-        if wanted(module):
+        if is_wanted(module):
 
-            def look(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
+            def record_match(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
                 if args[0].numel() == pixels.numel() and bool(
                     (args[0].flatten() == pixels.flatten()).all()
                 ):
-                    found.append(name)
+                    reader_names.append(name)
 
-            handles.append(module.register_forward_pre_hook(look))
+            handles.append(module.register_forward_pre_hook(record_match))
     if handles:
         with hooked(handles), torch.no_grad(), without_dropout(observation.model):
             observation.model(**{**observation.placeholder(), IMAGE.key: pixels})
-    return (found[0], observation.model.get_submodule(found[0])) if found else None
+    return (
+        (reader_names[0], observation.model.get_submodule(reader_names[0]))
+        if reader_names
+        else None
+    )

@@ -122,13 +122,15 @@ class Observation:
             >>> bool(torch.allclose(seen.gradient["classifier.bias"], shared["classifier.bias"]))
             True
         """
-        local = LocalTraining.of(learning_rate, steps, batch_size, optimizer, optimizer_kwargs)
+        local = LocalTraining.from_settings(
+            learning_rate, steps, batch_size, optimizer, optimizer_kwargs
+        )
         return cls(
             model=with_weights(model, before),
-            gradient=local.gradient_behind(model, before, after),
+            gradient=local.mean_gradient_of(model, before, after),
             input_shape=tuple(input_shape),
             local=local,
-            **local.behind(grants),
+            **local.scale_grants(grants),
         )
 
     def __post_init__(self) -> None:
@@ -213,18 +215,18 @@ class Observation:
         ids = torch.full(self.input_shape, -1, dtype=torch.long, device=self.device)
         if self.tokenizer is None:
             return ids
-        before, after = self.frame
+        prefix_ids, suffix_ids = self.frame
         for row, present in zip(ids, self.tokens, strict=True):
-            places = present.nonzero().flatten()
+            positions = present.nonzero().flatten()
             row[~present] = (
                 self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else -1
             )
-            if len(places) > len(before) + len(after):
-                row[places[: len(before)]] = torch.tensor(
-                    before, dtype=torch.long, device=self.device
+            if len(positions) > len(prefix_ids) + len(suffix_ids):
+                row[positions[: len(prefix_ids)]] = torch.tensor(
+                    prefix_ids, dtype=torch.long, device=self.device
                 )
-                row[places[len(places) - len(after) :]] = torch.tensor(
-                    after, dtype=torch.long, device=self.device
+                row[positions[len(positions) - len(suffix_ids) :]] = torch.tensor(
+                    suffix_ids, dtype=torch.long, device=self.device
                 )
         return ids
 
@@ -247,11 +249,13 @@ class Observation:
         return GradientMap(self.model, batch, loss_fn=loss_fn)
 
     def _check_variances(self) -> None:
-        for grant, told in (
+        for grant, variances in (
             ("noise_variance", self.noise_variance),
             ("mechanism", None if self.mechanism is None else self.mechanism.variance),
         ):
-            missing = self.gradient.keys() - told.keys() if isinstance(told, Mapping) else ()
+            missing = (
+                self.gradient.keys() - variances.keys() if isinstance(variances, Mapping) else ()
+            )
             if missing:
                 raise ValueError(
                     f"{grant} has no variance for {min(missing)!r}, which was shared. Give that of "
@@ -365,7 +369,6 @@ class Attack:
     Attributes:
         name: What it is called, as in the registry.
         domains: What it works on: `"text"`, `"image"` or both.
-        does: Where it works on one domain only, what it does that the other has no place for.
         informed_by: What of an observation it makes use of if the server knows the defense:
             `"noise_variance"`, `"mechanism"`.
 
@@ -405,9 +408,11 @@ class Attack:
                 reconstruction of so many samples.
         """
         self.check_domain(observation)
-        found = self.reconstruct(observation, torch_generator(generator, observation.device))
-        _check_returned(self.name, found, observation.batch_size)
-        return found
+        reconstruction = self.reconstruct(
+            observation, torch_generator(generator, observation.device)
+        )
+        _check_returned(self.name, reconstruction, observation.batch_size)
+        return reconstruction
 
     @property
     def passes(self) -> float:
@@ -425,7 +430,7 @@ class Attack:
             content = observation.domain.content
             raise ValueError(
                 f"{self.name} is for {' and '.join(self.domains)}, but the input is {content}. "
-                f"For {content} take {_INSTEAD[observation.domain.name]}."
+                f"For {content} take {_SUBSTITUTES[observation.domain.name]}."
             )
 
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
@@ -451,15 +456,16 @@ def as_text(token_ids: list[list[int]], tokenizer: Any) -> list[str] | None:
     ]
 
 
-def _check_returned(name: str, found: Any, batch_size: int) -> None:
-    if not isinstance(found, Reconstruction):
-        raise TypeError(f"{name} returned {type(found).__name__}, and not a Reconstruction.")
-    for part in ("input", "token_ids", "text", "labels"):
-        value = getattr(found, part)
+def _check_returned(name: str, returned: Any, batch_size: int) -> None:
+    if not isinstance(returned, Reconstruction):
+        raise TypeError(f"{name} returned {type(returned).__name__}, and not a Reconstruction.")
+    for field_name in ("input", "token_ids", "text", "labels"):
+        value = getattr(returned, field_name)
         if value is not None and len(value) != batch_size:
             raise TypeError(
-                f"{name} returned {part} of {len(value)} samples, where the batch has {batch_size}."
+                f"{name} returned {field_name} of {len(value)} samples, but the batch has "
+                f"{batch_size}."
             )
 
 
-_INSTEAD = {"text": "tag", "image": "inverting_gradients"}
+_SUBSTITUTES = {"text": "tag", "image": "inverting_gradients"}

@@ -45,13 +45,13 @@ class EmbeddingRows(Attack):
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
         start = time.perf_counter()
         gradient, tied = _gradient(observation)
-        most = int(observation.tokens.sum())
+        max_tokens = int(observation.tokens.sum())
         norms = gradient.norm(dim=1)
         if tied:
-            tokens = _outside_head(gradient, most)
+            tokens = _outside_head(gradient, max_tokens)
             tokens = tokens[norms[tokens].argsort(descending=True)]
         else:
-            tokens = _standing_out(norms, most)
+            tokens = _standing_out(norms, max_tokens)
         ids = [tokens.tolist() for _ in range(observation.batch_size)]
         return Reconstruction(
             token_ids=ids,
@@ -88,42 +88,42 @@ def _gradient(observation: Observation) -> tuple[Tensor, bool]:
     return gradient, head is not None and getattr(head, "weight", None) is weight
 
 
-def _standing_out(norms: Tensor, most: int) -> Tensor:
-    """Rows that are not zero, largest first; of a noisy gradient at most `most`, and only what is
-    not like the bulk.
+def _standing_out(norms: Tensor, max_tokens: int) -> Tensor:
+    """Rows that are not zero, largest first; of a noisy gradient at most `max_tokens`, and only
+    what is not like the bulk.
     """
     order = norms.argsort(descending=True)
     count = int((norms > 0).sum())
-    if count > most:
+    if count > max_tokens:
         middle = norms.median()
         spread = (norms - middle).abs().median()
         # Noise on a whole vocabulary stays within some five of its deviations, each 1.5 medians of
         # |norm - median|.
-        count = max(1, min(most, int((norms > middle + 8 * spread).sum())))
+        count = max(1, min(max_tokens, int((norms > middle + 8 * spread).sum())))
     return order[:count]
 
 
-def _outside_head(gradient: Tensor, most: int) -> Tensor:
+def _outside_head(gradient: Tensor, max_tokens: int) -> Tensor:
     """Rows of a tied gradient that do not lie in the span of the head's inputs."""
     width = gradient.shape[1]
-    if most >= min(width, len(gradient) // 2):
+    if max_tokens >= min(width, len(gradient) // 2):
         raise ValueError(
             "The output head is tied to the token embeddings, and its part of the gradient has up "
-            f"to {most} directions, one per token, in {width} dimensions: too many to tell the "
-            "input's part from it. Use span."
+            f"to {max_tokens} directions, one per token, in {width} dimensions: too many to tell "
+            "the input's part from it. Use span."
         )
     norms = gradient.norm(dim=1)
     # Rows that were looked up, or are labels, are among the large ones: the smallest are the head's
     # alone.
-    unused = gradient[norms.argsort()[: max(2 * most, len(gradient) // 8)]]
+    unused = gradient[norms.argsort()[: max(2 * max_tokens, len(gradient) // 8)]]
     unused = unused[unused.norm(dim=1) > 0]
     if not len(unused):
-        return _standing_out(norms, most)
+        return _standing_out(norms, max_tokens)
     unused = unused / unused.norm(dim=1, keepdim=True)
-    space = row_space([unused], None, most)
-    outside = distances(gradient * space.columns, *space.directions()).clamp(min=1e-15)
-    outside[norms == 0] = 1e-15
-    values, order = outside.sort(descending=True)
+    space = row_space([unused], None, max_tokens)
+    distance_from_head = distances(gradient * space.columns, *space.directions()).clamp(min=1e-15)
+    distance_from_head[norms == 0] = 1e-15
+    values, order = distance_from_head.sort(descending=True)
     # Rows without input are outside by rounding errors only: cut at the widest gap.
-    ratios = values[:most] / values[1 : most + 1]
+    ratios = values[:max_tokens] / values[1 : max_tokens + 1]
     return order[: int(ratios.argmax()) + 1]

@@ -44,20 +44,20 @@ def _random_ids(observation: Observation, generator: torch.Generator) -> dict[st
     batch = observation.placeholder()
     size = observation.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     words = ordinary_ids(size, _special(observation)).to(observation.device)
-    which = torch.randint(
+    word_index = torch.randint(
         len(words), observation.input_shape, generator=generator, device=observation.device
     )
-    ids = torch.where(observation.known_ids() >= 0, batch["input_ids"], words[which])
-    return {**batch, "input_ids": _closed(observation, ids)}
+    ids = torch.where(observation.known_ids() >= 0, batch["input_ids"], words[word_index])
+    return {**batch, "input_ids": _with_end(observation, ids)}
 
 
 def _special(observation: Observation) -> list[int]:
     """Ids that are no words: of padding and ends, models make masks and places."""
-    found = {
+    special = {
         *special_ids(observation.model, observation.tokenizer),
         *special_ids(observation.model),
     }
-    return sorted(found | set(_ends(observation)))
+    return sorted(special | set(_ends(observation)))
 
 
 def _ends(observation: Observation) -> list[int]:
@@ -66,7 +66,7 @@ def _ends(observation: Observation) -> list[int]:
     return [] if end is None else list(end) if isinstance(end, list | tuple) else [int(end)]
 
 
-def _closed(observation: Observation, ids: Tensor) -> Tensor:
+def _with_end(observation: Observation, ids: Tensor) -> Tensor:
     """Texts with an end, where no special token of the tokenizer's is one: classifiers of
     encoder-decoders read their output there.
     """
@@ -78,16 +78,18 @@ def _closed(observation: Observation, ids: Tensor) -> Tensor:
 
 
 def _random_pixels(observation: Observation, generator: torch.Generator) -> dict[str, Tensor]:
-    like = IMAGE.main_input(observation.placeholder())
-    drawn = torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
-    return {IMAGE.key: drawn}
+    template = IMAGE.main_input(observation.placeholder())
+    pixels = torch.rand(
+        template.shape, generator=generator, device=template.device, dtype=template.dtype
+    )
+    return {IMAGE.key: pixels}
 
 
 _RANDOM = {"text": _random_ids, "image": _random_pixels}
 
 
 _DRAWS = 8
-_LAST = 128  # of a decoder's texts, of which one position counts
+_DECODER_TEXTS = 128  # drawn for a decoder, where one position of each counts
 
 
 def recover_labels(observation: Observation) -> Tensor:
@@ -106,7 +108,7 @@ def recover_labels(observation: Observation) -> Tensor:
     slope = last_layer_slope(observation)
     if observation.batch_size == 1:
         return slope.argmin()[None]
-    head = _Head.of(observation)
+    head = _Head.from_observation(observation)
     predictions = _predictions(observation, head, slope)
     # Σ_c n_c (P_c - e_c) = B slope for counts n, with P_c the mean prediction of class c's samples
     system = (predictions.T - torch.eye(len(slope), device=slope.device)).double()
@@ -129,19 +131,19 @@ def recover_labels_below(observation: Observation) -> Tensor:
         torch.Size([2])
     """
     _, classes = _last_parameter(observation)
-    own = {name.rpartition(".")[0] for name in _Head.names(observation)}
+    head_modules = {name.rpartition(".")[0] for name in _Head.names(observation)}
     names = [
         n
         for n in observation.gradient
-        if n.rpartition(".")[0] not in own and observation.gradient[n].any()
+        if n.rpartition(".")[0] not in head_modules and observation.gradient[n].any()
     ]
     if not names:
         raise ValueError("Nothing below the last layer was shared. Pass labels to the Observation.")
     module = names[-1].rpartition(".")[0]
     names = [name for name in names if name.rpartition(".")[0] == module]
     shared = torch.cat([observation.gradient[name].flatten() for name in names]).double()
-    generator, columns = _generator(observation), []
-    with _as_it_was(observation.model):
+    generator, columns = _seeded_generator(observation), []
+    with _evaluating(observation.model):
         for label in range(classes):
             total = torch.zeros_like(shared)
             for _ in range(_DRAWS):
@@ -173,7 +175,7 @@ def check_classes(observation: Observation) -> None:
         >>> check_classes(observation)
     """
     if (kind := label_kind(observation.model)) != "class":
-        raise ValueError(_NOT_READ[kind])
+        raise ValueError(_UNRECOVERABLE[kind])
 
 
 def last_layer_slope(observation: Observation) -> Tensor:
@@ -188,11 +190,11 @@ def last_layer_slope(observation: Observation) -> Tensor:
         >>> slope.shape, bool(slope.sum().abs() < 1e-5)
         (torch.Size([2]), True)
     """
-    last, classes = _last_parameter(observation)
+    last_parameter, classes = _last_parameter(observation)
     weight, bias = _Head.names(observation)
     if not {weight, bias} & observation.gradient.keys():
         raise ValueError(
-            f"The gradient of the last layer ({last}) was not shared. Pass labels to the "
+            f"The gradient of the last layer ({last_parameter}) was not shared. Pass labels to the "
             "Observation, or read the layer below (recover_labels_below)."
         )
     shared = _shared(observation)
@@ -203,20 +205,22 @@ def last_layer_slope(observation: Observation) -> Tensor:
         # Row c is (p - y)_c h. The label's entry is minus the sum of the others, so its row is the
         # longest, and it points away from them.
         return -(rows @ rows[rows.norm(dim=1).argmax()])
-    head = _Head.of(observation)
+    head = _Head.from_observation(observation)
     if head is None:
         if bias in shared:
             return shared[bias]
         raise ValueError(
-            f"The last layer ({last}) has no bias, and is no linear layer of the features. Pass "
-            "labels to the Observation."
+            f"The last layer ({last_parameter}) has no bias, and is no linear layer of the "
+            "features. Pass labels to the Observation."
         )
     if bias not in shared:
         return rows @ head.mean / head.mean.square().sum()
-    return _both(rows, shared[bias], head, _noise(shared))[0]
+    return _slope_and_features(rows, shared[bias], head, _noise(shared))[0]
 
 
-def _both(rows: Tensor, by_bias: Tensor, head: _Head, noise: Tensor) -> tuple[Tensor, Tensor]:
+def _slope_and_features(
+    rows: Tensor, by_bias: Tensor, head: _Head, noise: Tensor
+) -> tuple[Tensor, Tensor]:
     """The slope of weight and bias together, `(C,)`, and mean features of the batch, `(H,)`.
 
     What the batch's features are like is read off the weight's gradient by the slope, as far as it
@@ -229,8 +233,8 @@ def _both(rows: Tensor, by_bias: Tensor, head: _Head, noise: Tensor) -> tuple[Te
         mean = (ridge * head.mean + rows.T @ slope) / (size + ridge).clamp_min(1e-30)
         by_weight = rows @ mean / mean.square().sum().clamp_min(1e-30)
         spread = (head.features @ head.mean / head.mean.square().sum()).var() + 0.02
-        doubt = noise / mean.square().sum() + spread * by_weight.square().mean()
-        share = noise / (noise + doubt).clamp_min(1e-38)
+        uncertainty = noise / mean.square().sum() + spread * by_weight.square().mean()
+        share = noise / (noise + uncertainty).clamp_min(1e-38)
         slope = share * by_weight + (1 - share) * by_bias
     return slope, mean
 
@@ -239,15 +243,15 @@ def _shared(observation: Observation) -> Tensors:
     """What was shared of the last layer's weight and bias, by name: of one type, the more precise
     of the gradient's and the model's, and no less than float32.
     """
-    found = {
+    shared = {
         name: observation.gradient[name]
         for name in _Head.names(observation)
         if name in observation.gradient
     }
     models = [p.dtype for p in observation.model.parameters() if torch.is_floating_point(p)]
-    types = [*models, *(tensor.dtype for tensor in found.values())]
+    types = [*models, *(tensor.dtype for tensor in shared.values())]
     dtype = functools.reduce(torch.promote_types, types, torch.float32)
-    return {name: tensor.to(dtype) for name, tensor in found.items()}
+    return {name: tensor.to(dtype) for name, tensor in shared.items()}
 
 
 @dataclass(frozen=True)
@@ -270,44 +274,44 @@ class _Head:
         return f"{prefix}weight", f"{prefix}bias"
 
     @classmethod
-    def of(cls, observation: Observation) -> _Head | None:
+    def from_observation(cls, observation: Observation) -> _Head | None:
         """`None` if the last layer is not linear in features `(..., H)`."""
         layer = observation.model.get_submodule(_Head.names(observation)[0].rpartition(".")[0])
         if not isinstance(layer, nn.Linear):
             return None
-        found = _drawn(observation, layer)
-        like = next(iter(_shared(observation).values()))
-        return cls(layer, torch.cat(found).to(like)) if found else None
+        features = _random_features(observation, layer)
+        shared = next(iter(_shared(observation).values()))
+        return cls(layer, torch.cat(features).to(shared)) if features else None
 
 
-def _drawn(observation: Observation, layer: nn.Linear) -> list[Tensor]:
+def _random_features(observation: Observation, layer: nn.Linear) -> list[Tensor]:
     """Features in front of the last layer, each `(n, H)`, of inputs drawn at random."""
-    calls: list[tuple[Tensor, Tensor]] = []
-    found: list[Tensor] = []
-    noting = layer.register_forward_hook(
-        lambda _, args, output: calls.append((args[0].detach(), output))
+    head_calls: list[tuple[Tensor, Tensor]] = []
+    features: list[Tensor] = []
+    hook = layer.register_forward_hook(
+        lambda _, args, output: head_calls.append((args[0].detach(), output))
     )
-    generator, drawn, draws = _generator(observation), 0, _DRAWS
-    with noting, torch.no_grad(), _as_it_was(observation.model):
-        while drawn < draws:
-            drawn += 1
-            calls.clear()
+    generator, num_batches, needed_batches = _seeded_generator(observation), 0, _DRAWS
+    with hook, torch.no_grad(), _evaluating(observation.model):
+        while num_batches < needed_batches:
+            num_batches += 1
+            head_calls.clear()
             logits = observation.model(**random_inputs(observation, generator)).logits
-            for features, output in calls:
-                found.append(_that_count(features, output, logits))
-                if len(found[-1]) < output[..., 0].numel():
-                    draws = max(_DRAWS, _LAST // observation.batch_size)
-    return found
+            for head_inputs, output in head_calls:
+                features.append(_counted_features(head_inputs, output, logits))
+                if len(features[-1]) < output[..., 0].numel():
+                    needed_batches = max(_DRAWS, _DECODER_TEXTS // observation.batch_size)
+    return features
 
 
-def _that_count(features: Tensor, output: Tensor, logits: Tensor) -> Tensor:
+def _counted_features(features: Tensor, output: Tensor, logits: Tensor) -> Tensor:
     """Of features in front of the last layer those that logits come from, `(n, H)`: a decoder's
     head runs at every position, and only a text's last one counts.
     """
     if output.dim() == 3 and output.shape[::2] == logits.shape:
-        counts = torch.isclose(output.to(logits), logits[:, None]).all(-1)
-        if bool(counts.any(1).all()):
-            return features[counts]
+        is_counted = torch.isclose(output.to(logits), logits[:, None]).all(-1)
+        if bool(is_counted.any(1).all()):
+            return features[is_counted]
     return features.flatten(0, -2)
 
 
@@ -323,15 +327,15 @@ def _predictions(observation: Observation, head: _Head | None, slope: Tensor) ->
         return _mean_prediction(observation).expand(len(slope), -1)
     noise, mean, rows = _noise(shared), head.mean, shared[weight].flatten(1)
     if bias in shared:
-        mean = _both(rows, shared[bias], head, noise)[1]
+        mean = _slope_and_features(rows, shared[bias], head, noise)[1]
     features = mean.expand(len(slope), -1).clone()
-    present, between = slope < 0, mean.square().mean()
+    present, feature_power = slope < 0, mean.square().mean()
     ratio = rows[present] / slope[present, None]
-    trust = between / (between + noise / slope[present, None].square()).clamp_min(1e-38)
+    trust = feature_power / (feature_power + noise / slope[present, None].square()).clamp_min(1e-38)
     features[present] = features[present] + trust * (ratio - features[present])
     with torch.no_grad():
-        added = None if head.layer.bias is None else head.layer.bias.to(features)
-        logits = nn.functional.linear(features, head.layer.weight.to(features), added)
+        head_bias = None if head.layer.bias is None else head.layer.bias.to(features)
+        logits = nn.functional.linear(features, head.layer.weight.to(features), head_bias)
     return logits.softmax(-1)
 
 
@@ -354,13 +358,13 @@ def _as_labels(counts: Tensor, observation: Observation) -> Tensor:
     counts = counts.clamp_min(0) * (
         observation.batch_size / counts.clamp_min(0).sum().clamp_min(1e-12)
     )
-    whole = counts.floor()
-    for index in (counts - whole).argsort(descending=True, stable=True)[
-        : observation.batch_size - int(whole.sum())
+    label_counts = counts.floor()
+    for index in (counts - label_counts).argsort(descending=True, stable=True)[
+        : observation.batch_size - int(label_counts.sum())
     ]:
-        whole[index] += 1
+        label_counts[index] += 1
     return torch.repeat_interleave(
-        torch.arange(len(whole), device=observation.device), whole.long()
+        torch.arange(len(label_counts), device=observation.device), label_counts.long()
     )
 
 
@@ -369,18 +373,20 @@ def _last_parameter(observation: Observation) -> tuple[str, int]:
     check_classes(observation)
     classes = getattr(getattr(observation.model, "config", None), "num_labels", None)
     parameters = dict(observation.model.named_parameters())
-    last = next((name for name in reversed(parameters) if len(parameters[name]) == classes), None)
-    if last is None or classes is None:
+    last_parameter = next(
+        (name for name in reversed(parameters) if len(parameters[name]) == classes), None
+    )
+    if last_parameter is None or classes is None:
         raise ValueError(
             f"No parameter of {type(observation.model).__name__} has a row for each class, so "
             "labels "
             "cannot be read off its last layer. Pass labels to the Observation."
         )
-    return last, classes
+    return last_parameter, classes
 
 
 _LABELS = "and cannot be read off the last layer. Pass labels to the Observation."
-_NOT_READ = {
+_UNRECOVERABLE = {
     "several": f"A sample's labels are any number of classes, {_LABELS}",
     "number": f"Labels are numbers, {_LABELS}",
     "token": f"Every token has a label of its own, {_LABELS}",
@@ -389,15 +395,15 @@ _NOT_READ = {
 }
 
 
-def _generator(observation: Observation) -> torch.Generator:
+def _seeded_generator(observation: Observation) -> torch.Generator:
     return torch.Generator(device=observation.device).manual_seed(0)
 
 
 def _mean_prediction(observation: Observation) -> Tensor:
     """p̄ `(C,)` at random inputs."""
-    generator = _generator(observation)
+    generator = _seeded_generator(observation)
     total: Tensor | float = 0.0
-    with torch.no_grad(), _as_it_was(observation.model):
+    with torch.no_grad(), _evaluating(observation.model):
         for _ in range(_DRAWS):
             batch = random_inputs(observation, generator)
             total = total + observation.model(**batch).logits.softmax(-1).mean(0) / _DRAWS
@@ -406,7 +412,7 @@ def _mean_prediction(observation: Observation) -> Tensor:
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def _evaluating(model: nn.Module) -> Iterator[None]:
     """Without dropout; batch statistics are put back."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:

@@ -41,8 +41,9 @@ class Readers:
         pooled: Whether they read one input per text, and not one per position.
 
     Example:
-        >>> first = find_readers(observation)[0]
-        >>> [name.split(".")[-2] for name in first.names], first.mixing, first.positional
+        >>> readers = find_readers(observation)[0]
+        >>> names = [name.split(".")[-2] for name in readers.names]
+        >>> names, readers.mixing, readers.positional
         (['query', 'key', 'value'], 'none', True)
     """
 
@@ -56,9 +57,9 @@ class Readers:
 
     def gradients(self, observation: Observation) -> list[Tensor]:
         """δᵀX of every layer: `(out, in)`."""
-        return [self.like_rows(i, observation.gradient[name]) for i, name in enumerate(self.names)]
+        return [self.as_rows(i, observation.gradient[name]) for i, name in enumerate(self.names)]
 
-    def like_rows(self, index: int, tensor: Tensor) -> Tensor:
+    def as_rows(self, index: int, tensor: Tensor) -> Tensor:
         """A tensor in the shape of a layer's weight as `(out, in)`: GPT-2's Conv1D has it the other
         way round.
         """
@@ -69,18 +70,18 @@ class Readers:
         """How many tokens their gradients can tell apart, the smaller of rows and columns; and the
         rows.
         """
-        shapes = [self.like_rows(i, m.weight).shape for i, m in enumerate(self.modules)]  # type: ignore[arg-type]
+        shapes = [self.as_rows(i, m.weight).shape for i, m in enumerate(self.modules)]  # type: ignore[arg-type]
         rows = sum(shape[0] for shape in shapes)
         return min(rows, shapes[0][1]), rows
 
     @property
     def width(self) -> int:
         """H, the entries of what they read."""
-        return int(self.like_rows(0, self.modules[0].weight).shape[1])  # type: ignore[arg-type]
+        return int(self.as_rows(0, self.modules[0].weight).shape[1])  # type: ignore[arg-type]
 
-    def like(self, other: Readers) -> bool:
+    def has_shapes_of(self, readers: Readers) -> bool:
         """Whether these are the same layers of another block."""
-        return [m.weight.shape for m in self.modules] == [m.weight.shape for m in other.modules]
+        return [m.weight.shape for m in self.modules] == [m.weight.shape for m in readers.modules]
 
 
 def find_readers(observation: Observation) -> list[Readers]:
@@ -101,56 +102,68 @@ def find_readers(observation: Observation) -> list[Readers]:
         for module in observation.model.modules()
         if isinstance(module, (nn.Linear, Conv1D)) and id(module.weight) in names
     }
-    first, other = _two_tokens(observation)
-    tail = _closing(observation)
-    passes = [
-        _all_inputs(observation, list(modules), [*ids, *tail])
-        for ids in ([first] * 3, [first, other, first])
+    token, other_token = _two_tokens(observation)
+    closing_ids = _closing_ids(observation)
+    recorded_passes = [
+        _all_inputs(observation, list(modules), [*ids, *closing_ids])
+        for ids in ([token] * 3, [token, other_token, token])
     ]
-    length, calls = 3 + len(tail), Counter(module for module, _ in passes[0])
-    found: list[tuple[Tensor, Tensor, int, list[nn.Module]]] = []
-    for (module, call), before in passes[0].items():
-        after = passes[1].get((module, call), before)
-        if before.shape != after.shape or before.shape[:-1] not in ((1, length), (1,)):
+    length, calls = 3 + len(closing_ids), Counter(module for module, _ in recorded_passes[0])
+    layers_by_input: list[tuple[Tensor, Tensor, int, list[nn.Module]]] = []
+    for (module, call), inputs in recorded_passes[0].items():
+        changed_inputs = recorded_passes[1].get((module, call), inputs)
+        if inputs.shape != changed_inputs.shape or inputs.shape[:-1] not in ((1, length), (1,)):
             continue
-        for group in found:
-            same = group[2] == call and calls[group[3][0]] == calls[module]
-            if same and torch.equal(group[0], before[0]) and torch.equal(group[1], after[0]):
-                group[3].append(module)
+        for x, changed_x, layers_call, layers in layers_by_input:
+            same_call = layers_call == call and calls[layers[0]] == calls[module]
+            if (
+                same_call
+                and torch.equal(x, inputs[0])
+                and torch.equal(changed_x, changed_inputs[0])
+            ):
+                layers.append(module)
                 break
         else:
-            found.append((before[0], after[0], call, [module]))
+            layers_by_input.append((inputs[0], changed_inputs[0], call, [module]))
     groups = []
-    for before, after, call, members in found:
-        pooled = before.dim() == 1
-        changed = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    for inputs, changed_inputs, call, layers in layers_by_input:
+        pooled = inputs.dim() == 1
+        changed = [not torch.equal(a, b) for a, b in zip(inputs, changed_inputs, strict=True)]
         # What does not follow the tokens' places is a decoder's side of an encoder-decoder.
         if not (any(changed) if pooled else changed[1]):
             continue
         mixing = "full" if pooled or changed[0] else "causal" if changed[2] else "none"
         positional = not pooled and not torch.allclose(
-            before[0], before[2], rtol=1e-5, atol=1e-6 * float(before.abs().max())
+            inputs[0], inputs[2], rtol=1e-5, atol=1e-6 * float(inputs.abs().max())
         )
-        parts = tuple(members), tuple(modules[m] for m in members)
-        groups.append(Readers(*parts, mixing, positional, call, calls[members[0]], pooled))
+        names_of_layers = tuple(modules[layer] for layer in layers)
+        groups.append(
+            Readers(
+                tuple(layers), names_of_layers, mixing, positional, call, calls[layers[0]], pooled
+            )
+        )
     return groups
 
 
 def layer_inputs(
-    observation: Observation, readers: Readers, ids: Tensor, mask: Tensor | None = None, **more: Any
+    observation: Observation,
+    readers: Readers,
+    ids: Tensor,
+    mask: Tensor | None = None,
+    **model_kwargs: Any,
 ) -> Tensor:
     """What `readers` read when the model runs on candidates: `(B, T, H)`. The pass stops there.
 
     Args:
         ids: `(B, T)` token ids.
         mask: `(B, T)`; default: all ones.
-        more: For the model.
+        model_kwargs: For the model.
 
     Example:
         >>> layer_inputs(seen, find_readers(seen)[0], batch["input_ids"]).shape == gmap.input.shape
         True
     """
-    return all_inputs(observation, [readers], ids, mask, **more)[0]
+    return all_inputs(observation, [readers], ids, mask, **model_kwargs)[0]
 
 
 def all_inputs(
@@ -158,36 +171,36 @@ def all_inputs(
     groups: list[Readers],
     ids: Tensor,
     mask: Tensor | None = None,
-    **more: Any,
+    **model_kwargs: Any,
 ) -> list[Tensor]:
     """What several groups of layers read in one pass, which stops behind the last of them.
 
     Args:
         ids: `(B, T)` token ids.
         mask: `(B, T)`; default: all ones.
-        more: For the model.
+        model_kwargs: For the model.
 
     Example:
         >>> groups = find_readers(observation)[:2]
         >>> [x.shape == gmap.input.shape for x in all_inputs(seen, groups, batch["input_ids"])]
         [True, True]
     """
-    caught: dict[int, Tensor] = {}
+    recorded: dict[int, Tensor] = {}
     counts: Counter[nn.Module] = Counter()
 
-    def catch(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         for index, readers in enumerate(groups):
             if readers.modules[0] is module and readers.call == counts[module]:
-                caught[index] = args[0]
+                recorded[index] = args[0]
         counts[module] += 1
-        if len(caught) == len(groups):
+        if len(recorded) == len(groups):
             raise _Stop
 
     modules = dict.fromkeys(readers.modules[0] for readers in groups)
-    catching = hooked(module.register_forward_pre_hook(catch) for module in modules)
-    with catching, suppress(_Stop):
-        run(observation, ids, mask, **more)
-    return [caught[index] for index in range(len(groups))]
+    hooks = hooked(module.register_forward_pre_hook(record) for module in modules)
+    with hooks, suppress(_Stop):
+        run(observation, ids, mask, **model_kwargs)
+    return [recorded[index] for index in range(len(groups))]
 
 
 def is_causal_lm(model: nn.Module) -> bool:
@@ -197,14 +210,16 @@ def is_causal_lm(model: nn.Module) -> bool:
         >>> is_causal_lm(model)  # a classifier
         False
     """
-    return _name(model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return _class_name(model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 class _Stop(Exception):
     """Ends a forward pass whose rest is not needed."""
 
 
-def run(observation: Observation, ids: Tensor, mask: Tensor | None = None, **more: Any) -> None:
+def run(
+    observation: Observation, ids: Tensor, mask: Tensor | None = None, **model_kwargs: Any
+) -> None:
     """A forward pass of the model on candidates, without dropout, for what hooks see of it.
 
     Example:
@@ -221,19 +236,19 @@ def run(observation: Observation, ids: Tensor, mask: Tensor | None = None, **mor
         "attention_mask": torch.ones_like(ids) if mask is None else mask.long(),
     }
     # Translation models decode another text, which says nothing here; classifiers the same one.
-    if _name(observation.model) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values():
+    if _class_name(observation.model) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values():
         batch["decoder_input_ids"] = torch.full_like(
             ids[:, :1], ordinary_id(observation.model, observation.tokenizer)
         )
     with torch.no_grad(), without_dropout(observation.model):
-        observation.model(**batch, **more)
+        observation.model(**batch, **model_kwargs)
 
 
-def _name(model: nn.Module) -> str:
+def _class_name(model: nn.Module) -> str:
     return type(without_adapters(model)).__name__
 
 
-def _closing(observation: Observation) -> list[int]:
+def _closing_ids(observation: Observation) -> list[int]:
     """What a synthetic text must end with for the model to run to its end: classifiers of
     encoder-decoders read their output at the end-of-sequence token.
     """
@@ -260,12 +275,12 @@ def _all_inputs(
 def _two_tokens(observation: Observation) -> tuple[int, int]:
     """Two ids with different embeddings, neither of them special if possible."""
     weight: Tensor = TEXT.embedding(observation.model).weight  # type: ignore[assignment]
-    first = ordinary_id(observation.model, observation.tokenizer)
+    token = ordinary_id(observation.model, observation.tokenizer)
     padding = getattr(getattr(observation.model, "config", None), "pad_token_id", None)
-    distances = (weight.detach() - weight.detach()[first]).square().sum(1)
+    distances = (weight.detach() - weight.detach()[token]).square().sum(1)
     if padding is not None and 0 <= padding < len(distances):
         distances[padding] = -1
-    return first, int(distances.argmax())
+    return token, int(distances.argmax())
 
 
 def observed_length(observation: Observation) -> int | None:
@@ -288,10 +303,10 @@ def observed_length(observation: Observation) -> int | None:
     tokens = observation.domain.embedding(observation.model)
     if tokens is None:  # pixels
         return None
-    found = _positions(observation, tokens)
-    if found is None:
+    position_rows = _position_gradient(observation, tokens)
+    if position_rows is None:
         return None
-    gradient, offset = found
+    gradient, offset = position_rows
     norms = gradient.norm(dim=1)[offset:]
     size = observation.input_shape[1]
     floor = 1.5 * float(norms[size:].max()) if len(norms) > size else 0.0
@@ -327,15 +342,17 @@ def with_length(observation: Observation) -> Observation:
 
 def _is_pruned(observation: Observation) -> bool:
     words = getattr(observation.domain.embedding(observation.model), "weight", None)
-    own = {
+    token_embedding_names = {
         name for name, p in observation.model.named_parameters() if p is words
     }  # a tied head's as well
-    counted = [tensor for name, tensor in observation.gradient.items() if name not in own]
-    kept = sum(int(tensor.count_nonzero()) for tensor in counted)
-    return kept <= sum(tensor.numel() for tensor in counted) / 2
+    counted = [
+        tensor for name, tensor in observation.gradient.items() if name not in token_embedding_names
+    ]
+    nonzero = sum(int(tensor.count_nonzero()) for tensor in counted)
+    return nonzero <= sum(tensor.numel() for tensor in counted) / 2
 
 
-def _positions(observation: Observation, tokens: nn.Module) -> tuple[Tensor, int] | None:
+def _position_gradient(observation: Observation, tokens: nn.Module) -> tuple[Tensor, int] | None:
     """The gradient of the embedding that is read at consecutive rows, and the row of the first
     position.
     """
@@ -344,22 +361,22 @@ def _positions(observation: Observation, tokens: nn.Module) -> tuple[Tensor, int
         for name, p in observation.model.named_parameters()
         if name in observation.gradient
     }
-    caught: dict[nn.Module, Tensor] = {}
+    recorded: dict[nn.Module, Tensor] = {}
     modules = [
         m
         for m in observation.model.modules()
         if isinstance(m, nn.Embedding) and m is not tokens and id(m.weight) in names
     ]
 
-    def catch(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if args:
-            caught[module] = args[0]
+            recorded[module] = args[0]
 
     token = ordinary_id(observation.model, observation.tokenizer)
-    with hooked(module.register_forward_pre_hook(catch) for module in modules):
+    with hooked(module.register_forward_pre_hook(record) for module in modules):
         run(observation, torch.full((1, 3), token, device=observation.device))
-    for module, read in caught.items():
-        rows = read.flatten().tolist()
+    for module, position_ids in recorded.items():
+        rows = position_ids.flatten().tolist()
         if len(rows) == 3 and rows == list(range(rows[0], rows[0] + 3)):
             return observation.gradient[names[id(module.weight)]], int(rows[0])
     return None

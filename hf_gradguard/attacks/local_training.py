@@ -41,15 +41,15 @@ class LocalTraining:
     batch_size: int | None = None
 
     @classmethod
-    def of(
+    def from_settings(
         cls,
         learning_rate: float | Sequence[float],
         steps: int,
         batch_size: int | None,
         optimizer: str | Optimizer,
-        settings: Mapping[str, Any] | None,
+        optimizer_kwargs: Mapping[str, Any] | None,
     ) -> LocalTraining:
-        """As `Observation.from_update` is told of it.
+        """The arguments of `Observation.from_update`.
 
         Raises:
             ValueError: If there are not as many learning rates as steps.
@@ -61,50 +61,57 @@ class LocalTraining:
         )
         if len(rates) != steps or not rates:
             raise ValueError(f"There are {len(rates)} learning rates for {steps} steps.")
-        return cls(rates, make_optimizer(optimizer, settings), batch_size)
+        return cls(rates, make_optimizer(optimizer, optimizer_kwargs), batch_size)
 
-    def gradient_behind(
-        self, model: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+    def mean_gradient_of(
+        self,
+        model: nn.Module,
+        weights_before: Mapping[str, Tensor],
+        weights_after: Mapping[str, Tensor],
     ) -> Tensors:
         """The mean gradient that a change of weights says; see `difference` for what it raises."""
-        return mean_gradient(self.optimizer, self.rates, *difference(model, before, after))
+        return mean_gradient(
+            self.optimizer, self.rates, *difference(model, weights_before, weights_after)
+        )
 
-    def behind(self, grants: Mapping[str, Any]) -> dict[str, Any]:
+    def scale_grants(self, grants: Mapping[str, Any]) -> dict[str, Any]:
         """What is granted of an update's defense, as it is of the mean gradient."""
         scale = self.optimizer.linear(list(self.rates))[1]
-        found = dict(grants)
+        scaled = dict(grants)
         if (variance := grants.get("noise_variance")) is not None:
-            found["noise_variance"] = _over(variance, scale**2)
+            scaled["noise_variance"] = _divide_variance(variance, scale**2)
         mechanism: Mechanism | None = grants.get("mechanism")
         if mechanism is not None:
-            found["mechanism"] = replace(
+            scaled["mechanism"] = replace(
                 mechanism,
                 variance=None
                 if mechanism.variance is None
-                else _over(mechanism.variance, scale**2),
+                else _divide_variance(mechanism.variance, scale**2),
                 clip_norm=mechanism.clip_norm and mechanism.clip_norm / scale,
                 clip_coordinate=mechanism.clip_coordinate and mechanism.clip_coordinate / scale,
             )
-        return found
+        return scaled
 
-    def batches(self, whole: Batch) -> list[Batch]:
+    def batches(self, full_batch: Batch) -> list[Batch]:
         """What each step is on, of a batch of all samples."""
-        pieces = pieces_of(whole, self.batch_size)
+        pieces = pieces_of(full_batch, self.batch_size)
         return list(islice(cycle(pieces), len(self.rates)))
 
     def gradient_map(
-        self, model: nn.Module, whole: Batch, loss_fn: LossFunction | None
+        self, model: nn.Module, full_batch: Batch, loss_fn: LossFunction | None
     ) -> UpdateMap:
         """The map from candidates for all samples to the mean gradient of this training."""
         return MeanGradientMap(
             model,
-            self.batches(whole),
+            self.batches(full_batch),
             learning_rate=list(self.rates),
             optimizer=self.optimizer,
             loss_fn=loss_fn,
         )
 
-    def many(self, model: nn.Module, names: Sequence[str], seeds: Sequence[int]) -> ManyGradients:
+    def many_gradients(
+        self, model: nn.Module, names: Sequence[str], seeds: Sequence[int]
+    ) -> ManyGradients:
         """Mean gradients of many candidates for a client's only batch."""
         return _ManyTrainings(self, model, names, seeds)
 
@@ -129,15 +136,15 @@ class _ManyTrainings(ManyGradients):
                 second_order=False,
                 needs_input=False,
             )
-        found = gmap.gradient()
-        if not self._shares and not self.parameters.keys() <= found.keys():
+        gradient = gmap.gradient()
+        if not self._shares and not self.parameters.keys() <= gradient.keys():
             self._shares = True  # the client sent its embeddings, so it trained them
             return self._evaluate_one(batch, seed)
-        return {name: found[name] for name in self.parameters}
+        return {name: gradient[name] for name in self.parameters}
 
 
 def difference(
-    model: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+    model: nn.Module, weights_before: Mapping[str, Tensor], weights_after: Mapping[str, Tensor]
 ) -> tuple[Tensors, Tensors]:
     """The weights that an update changed, before it, and their change, by name.
 
@@ -150,25 +157,28 @@ def difference(
         >>> difference(model, before, after)[1]
         {'classifier.bias': tensor([1., 1.])}
     """
-    parameters, known = dict(model.named_parameters()), model.state_dict()
+    parameters, state = dict(model.named_parameters()), model.state_dict()
     start: Tensors = {}
     change: Tensors = {}
-    for name, tensor in after.items():
-        if name not in known or name not in before:
-            where = "weights before" if name in known else f"parameters of {type(model).__name__}"
-            raise ValueError(f"The update names {name!r}, which is not among the {where}.")
-        if not tensor.shape == before[name].shape == known[name].shape:
+    for name, tensor in weights_after.items():
+        if name not in state or name not in weights_before:
+            missing_from = (
+                "weights before" if name in state else f"parameters of {type(model).__name__}"
+            )
+            raise ValueError(f"The update names {name!r}, which is not among the {missing_from}.")
+        if not tensor.shape == weights_before[name].shape == state[name].shape:
             raise ValueError(
                 f"{name!r} has shape {tuple(tensor.shape)} after training, "
-                f"{tuple(before[name].shape)} before, and {tuple(known[name].shape)} in the model."
+                f"{tuple(weights_before[name].shape)} before, and {tuple(state[name].shape)} in "
+                "the model."
             )
         if name not in parameters:
             continue  # statistics
-        delta = tensor.detach().to(parameters[name].device) - before[name].detach().to(
+        delta = tensor.detach().to(parameters[name].device) - weights_before[name].detach().to(
             parameters[name].device
         )
         if delta.any():
-            start[name], change[name] = before[name].detach().to(delta.device), delta
+            start[name], change[name] = weights_before[name].detach().to(delta.device), delta
     if not change:
         raise ValueError("No weight changed: there is nothing in this update.")
     return start, change
@@ -181,16 +191,18 @@ def with_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
         >>> with_weights(model, model.state_dict()) is model
         True
     """
-    known: dict[str, Any] = model.state_dict()
-    mine = {name: weights[name].to(known[name].device) for name in weights if name in known}
-    if all(torch.equal(known[name], tensor) for name, tensor in mine.items()):
+    state: dict[str, Any] = model.state_dict()
+    new_weights = {name: weights[name].to(state[name].device) for name in weights if name in state}
+    if all(torch.equal(state[name], tensor) for name, tensor in new_weights.items()):
         return model
     copied = copy.deepcopy(model)
-    copied.load_state_dict(mine, strict=False)
+    copied.load_state_dict(new_weights, strict=False)
     return copied
 
 
-def _over(variance: float | Mapping[str, Tensor], scale: float) -> float | dict[str, Tensor]:
+def _divide_variance(
+    variance: float | Mapping[str, Tensor], scale: float
+) -> float | dict[str, Tensor]:
     if isinstance(variance, Mapping):
         return {name: tensor / scale for name, tensor in variance.items()}
     return variance / scale

@@ -316,7 +316,7 @@ def attack_together(
     try:
         observations = [upload.observation(attacker, modality) for upload, attacker in pairs]
         # One client's uploads have one seed, so that this equals attacking them one by one.
-        rankings = attack.together(observations, uploads[0].client.generator(_ATTACK))
+        rankings = attack.reconstruct_many(observations, uploads[0].client.generator(_ATTACK))
     except Exception:  # each gives its own reason
         return [upload.attack(attacker, modality) for upload, attacker in pairs]
     return [
@@ -437,7 +437,7 @@ def training_of(settings: AuditSettings) -> LocalTraining | None:
     if settings.learning_rate is None:
         return None
     # Weight decay is known and takes nothing from the message: transformers' default is none.
-    return LocalTraining.of(
+    return LocalTraining.from_settings(
         float(settings.learning_rate), settings.local_steps, settings.batch_size,
         settings.optimizer, {"weight_decay": 0.0},
     )  # fmt: skip
@@ -464,7 +464,7 @@ def observe(
     weights = {name: p.detach() for name, p in model.named_parameters() if name in message}
     # Attacks match gradients: dividing by what the optimizer multiplied leaves their mean.
     gradient = mean_gradient(local.optimizer, local.rates, weights, dict(message))
-    return Observation(model=model, gradient=gradient, local=local, **local.behind(knowledge))
+    return Observation(model=model, gradient=gradient, local=local, **local.scale_grants(knowledge))
 
 
 def in_gradient_unit(local: LocalTraining | None, settings: Mapping[str, Any]) -> dict[str, Any]:

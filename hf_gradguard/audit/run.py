@@ -17,7 +17,7 @@ from transformers import Trainer
 from transformers.utils import logging
 
 from ..attacks import Attack, make_attack
-from ..attacks.analytic import readable
+from ..attacks.analytic import is_readable
 from ..data.samples import Sample
 from ..defenses import Chain, Defense, chain, make_defense
 from ..gradient_map.domain import IMAGE, domain_of_model
@@ -200,8 +200,8 @@ def default_attacks(
     """
     domain = domain_of_model(model)
     # Closed-form recovery costs next to nothing, where the first layer allows it.
-    is_readable = domain is IMAGE and readable(model, tuple(IMAGE.main_input(batch).shape))
-    return attacks[domain.name] + (",analytic" if is_readable else "")
+    reads_pixels = domain is IMAGE and is_readable(model, tuple(IMAGE.main_input(batch).shape))
+    return attacks[domain.name] + (",analytic" if reads_pixels else "")
 
 
 # --- defenses and attacks by name

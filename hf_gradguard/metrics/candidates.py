@@ -76,26 +76,37 @@ def score_candidates(
     """
     check_bootstrap(bootstrap, confidence)
     rows = [np.asarray(row, dtype=float) for row in scores]
-    inside = [_inside(row, own) for row, own in zip(rows, members, strict=True)]
+    member_masks = [
+        _member_mask(row, is_member) for row, is_member in zip(rows, members, strict=True)
+    ]
     if not rows:
         raise ValueError("There is no message to score.")
-    odds = [membership_log_odds(row, own.sum()) for row, own in zip(rows, inside, strict=True)]
-    others = np.sort(np.concatenate([row[~own] for row, own in zip(odds, inside, strict=True)]))
-    limits = {name: _threshold(others, rate) for name, rate in FALSE_POSITIVES.items()}
-    told = [
-        _ranked(row, own, number)
-        | {name: float(sure[number] > limit) for name, limit in limits.items()}
-        for row, sure, own, numbers in zip(rows, odds, inside, members, strict=True)
+    odds = [
+        membership_log_odds(row, is_member.sum())
+        for row, is_member in zip(rows, member_masks, strict=True)
+    ]
+    other_odds = np.sort(
+        np.concatenate([row[~is_member] for row, is_member in zip(odds, member_masks, strict=True)])
+    )
+    limits = {name: _threshold(other_odds, rate) for name, rate in FALSE_POSITIVES.items()}
+    rows_of_members = [
+        _ranked(row, is_member, number)
+        | {name: float(message_odds[number] > limit) for name, limit in limits.items()}
+        for row, message_odds, is_member, numbers in zip(
+            rows, odds, member_masks, members, strict=True
+        )
         for number in numbers
     ]
-    plain = summarize(
-        told, [None] * len(told), [len(one) for one in members],
+    summary = summarize(
+        rows_of_members, [None] * len(rows_of_members), [len(numbers) for numbers in members],
         bootstrap=bootstrap, confidence=confidence, seed=seed,
     )  # fmt: skip
-    own_scores = np.concatenate([row[own] for row, own in zip(odds, inside, strict=True)])
+    member_odds = np.concatenate(
+        [row[is_member] for row, is_member in zip(odds, member_masks, strict=True)]
+    )
     return CandidateScores(
-        plain.per_sample, plain.mean, plain.interval, plain.matched,
-        curve=_curve(own_scores, others), false_positives=len(others),
+        summary.per_sample, summary.mean, summary.interval, summary.matched,
+        curve=_curve(member_odds, other_odds), false_positives=len(other_odds),
     )  # fmt: skip
 
 
@@ -119,17 +130,21 @@ def membership_log_odds(scores: Any, members: int) -> np.ndarray:
         >>> membership_log_odds([1000.0, 990.0, 0.0], members=2).round(3)
         array([ 505.,  495., -495.])
     """
-    given = np.asarray(scores, dtype=float)
-    odds, left = np.empty_like(given), int(members)
-    for alike in (given == np.inf, np.isfinite(given), given == -np.inf):  # the surest first
-        count = int(alike.sum())
-        if left <= 0 or count <= left:
-            odds[alike] = np.inf if left > 0 else -np.inf
+    log_scores = np.asarray(scores, dtype=float)
+    odds, remaining = np.empty_like(log_scores), int(members)
+    for is_group in (
+        log_scores == np.inf,
+        np.isfinite(log_scores),
+        log_scores == -np.inf,
+    ):  # the surest first
+        count = int(is_group.sum())
+        if remaining <= 0 or count <= remaining:
+            odds[is_group] = np.inf if remaining > 0 else -np.inf
         else:
             # Those of infinite scores are alike.
-            values = given[alike] if np.isfinite(given[alike]).all() else np.zeros(count)
-            odds[alike] = _of_finite(values, left, exclusive=members == 1)
-        left -= count
+            group = np.nan_to_num(log_scores[is_group], posinf=0.0, neginf=0.0)
+            odds[is_group] = _of_finite(group, remaining, exclusive=members == 1)
+        remaining -= count
     return odds
 
 
@@ -141,56 +156,60 @@ def _of_finite(scores: np.ndarray, members: int, exclusive: bool) -> np.ndarray:
         values, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
         return (values - _of_others(values, counts))[place]  # those that score alike stay so
     falling = np.sort(scores)[::-1]
-    best, rest = falling[:members], falling[members:]
+    top, others_scores = falling[:members], falling[members:]
 
     def excess(shift: float) -> float:
         """ln of the sum of p over the rest, less that of 1 - p over the best: in logarithms it
         rises everywhere, where the sum of all p is flat in floating point.
         """
-        return float(logsumexp(log_expit(rest + shift)) - logsumexp(log_expit(-(best + shift))))
+        return float(
+            logsumexp(log_expit(others_scores + shift)) - logsumexp(log_expit(-(top + shift)))
+        )
 
     return scores + brentq(excess, -falling[0] - _FAR, -falling[-1] + _FAR)
 
 
 def _of_others(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """For one candidate of each score, the logarithm of the sum of all others' likelihoods."""
-    whole = logsumexp(values, b=counts)
+    total = logsumexp(values, b=counts)
     if counts[-1] > 1:
-        return whole + np.log1p(-np.exp(values - whole))
+        return total + np.log1p(-np.exp(values - total))
     # The best may be all of the sum but its rounding.
-    rest = logsumexp(values[:-1], b=counts[:-1])
-    return np.append(whole + np.log1p(-np.exp(values[:-1] - whole)), rest)
+    without_best = logsumexp(values[:-1], b=counts[:-1])
+    return np.append(total + np.log1p(-np.exp(values[:-1] - total)), without_best)
 
 
-def _ranked(row: np.ndarray, own: np.ndarray, number: int) -> dict[str, float]:
+def _ranked(row: np.ndarray, is_member: np.ndarray, number: int) -> dict[str, float]:
     """The scores of one member among those of its message."""
-    value, rest = row[number], row[~own]
-    before = float((rest > value).sum() + (rest == value).sum() / 2)
-    return {"top1": float((row >= value).sum() <= own.sum()), "rank": 1 + before}
+    value, other_scores = row[number], row[~is_member]
+    rank_before = float((other_scores > value).sum() + (other_scores == value).sum() / 2)
+    return {"top1": float((row >= value).sum() <= is_member.sum()), "rank": 1 + rank_before}
 
 
-def _inside(row: np.ndarray, members: Sequence[int]) -> np.ndarray:
+def _member_mask(row: np.ndarray, members: Sequence[int]) -> np.ndarray:
     if np.isnan(row).any():
         raise ValueError("A score is no number.")
-    own = np.zeros(len(row), dtype=bool)
-    own[list(members)] = True
-    if not own.any() or own.all():
+    is_member = np.zeros(len(row), dtype=bool)
+    is_member[list(members)] = True
+    if not is_member.any() or is_member.all():
         raise ValueError(
             "Each message needs a candidate that was in it, and one that was not: there is nothing "
             "to tell apart."
         )
-    return own
+    return is_member
 
 
-def _threshold(others: np.ndarray, rate: float) -> float:
+def _threshold(other_odds: np.ndarray, rate: float) -> float:
     """The least number that at most such a share of sorted scores is above."""
-    allowed = int(rate * len(others))
-    return float(others[len(others) - 1 - allowed])
+    allowed = int(rate * len(other_odds))
+    return float(other_odds[len(other_odds) - 1 - allowed])
 
 
-def _curve(members: np.ndarray, others: np.ndarray) -> list[tuple[float, float]]:
-    values = np.unique(np.concatenate([members, others]))[::-1]
+def _curve(members: np.ndarray, other_odds: np.ndarray) -> list[tuple[float, float]]:
+    values = np.unique(np.concatenate([members, other_odds]))[::-1]
     high = np.searchsorted(np.sort(members), values, side="left")
-    false = np.searchsorted(others, values, side="left")
-    points = [(1 - f / len(others), 1 - t / len(members)) for f, t in zip(false, high, strict=True)]
+    false = np.searchsorted(other_odds, values, side="left")
+    points = [
+        (1 - f / len(other_odds), 1 - t / len(members)) for f, t in zip(false, high, strict=True)
+    ]
     return [(0.0, 0.0), *((float(x), float(y)) for x, y in points)]

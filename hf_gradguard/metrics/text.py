@@ -116,8 +116,10 @@ def score_text(
                     "so there is nothing to recover. Leave it out, with its prediction."
                 )
         order = match(np.array([[_similarity(p, t) for p in predicted] for t in true]))
-        found = [[] if i is None else predicted[i] for i in order]
-        rows += [_score(ours, theirs) for ours, theirs in zip(found, true, strict=True)]
+        matched_predictions = [[] if i is None else predicted[i] for i in order]
+        rows += [
+            _score(ours, theirs) for ours, theirs in zip(matched_predictions, true, strict=True)
+        ]
         matched += order
     sizes = [len(true) for _, true in pairs]
     return summarize(rows, matched, sizes, bootstrap=bootstrap, confidence=confidence, seed=seed)
@@ -177,8 +179,8 @@ def words(text: str) -> list[str]:
     """
     return [
         word
-        for part in unicodedata.normalize("NFKC", text).casefold().split()
-        for word in _WORD.findall(part)
+        for chunk in unicodedata.normalize("NFKC", text).casefold().split()
+        for word in _WORD.findall(chunk)
     ]
 
 

@@ -43,7 +43,7 @@ def measure(args) -> dict:
     torch.testing.assert_close(ours[:25], theirs[:25], rtol=1e-3, atol=0)
     cases = {
         "one sentence": (lambda: attack(observations[0]), 1),
-        "eight sentences together": (lambda: attack.together(observations), 8),
+        "eight sentences together": (lambda: attack.reconstruct_many(observations), 8),
     }
     report: dict = {"threads": 1, "length": LENGTH, "cases": {}}
     for label, (run, count) in cases.items():

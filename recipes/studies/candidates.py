@@ -125,7 +125,7 @@ class CandidateStudy(Study):
                 )  # fmt: skip
         texts, labels = ([row[key] for row in candidates] for key in ("sentence", "label"))
         attack = make_attack("candidates", candidates=texts, labels=labels)
-        results = attack.together(observations, torch.Generator().manual_seed(number))
+        results = attack.reconstruct_many(observations, torch.Generator().manual_seed(number))
         yield from zip(places, [result.scores for result in results], strict=True)
 
 

@@ -269,7 +269,7 @@ class Texts(EveryDefense):
         if cell["attack"] == "span":
             return self.scored([self.span_token_ids(attack, o) for o in observations])
         generator = torch.Generator().manual_seed(cell["seed"])
-        return self.scored([r.token_ids for r in attack.together(observations, generator)])
+        return self.scored([r.token_ids for r in attack.reconstruct_many(observations, generator)])
 
     def span_token_ids(self, span, observation: Observation) -> list[list[int]]:
         """None where a pruning left nothing of the layers that span reads."""
@@ -327,7 +327,8 @@ class Images(EveryDefense):
         attack = attack_of(cell["attack"], **settings)
         generator = torch.Generator().manual_seed(cell["seed"])
         guesses = [
-            r.input.nan_to_num(0.5) for r in attack.together(observations[:count], generator)
+            r.input.nan_to_num(0.5)
+            for r in attack.reconstruct_many(observations[:count], generator)
         ]
         weight = {name: value for name, value in settings.items() if name == "total_variation"}
         return self.scored(guesses) | weight

@@ -12,7 +12,7 @@ import torch
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Attack, Observation, make_attack
-from hf_gradguard.attacks.uploads import gathered
+from hf_gradguard.attacks.uploads import accumulate_uploads
 from hf_gradguard.defenses import Defense, Message
 from hf_gradguard.metrics import score_candidates, score_images, score_text
 from hf_gradguard.randomness import Stream
@@ -131,7 +131,7 @@ def says_nothing(message: Message) -> bool:
 def attack_each(attack: Attack, observations: Observations, generator: torch.Generator) -> list:
     """What an attack makes of messages together."""
     telling = [observation for observation in observations if observation is not None]
-    results = iter(attack.together(telling, generator) if telling else ())
+    results = iter(attack.reconstruct_many(telling, generator) if telling else ())
     return [None if observation is None else next(results) for observation in observations]
 
 
@@ -190,7 +190,7 @@ def accumulate(
             for place, following in enumerate(sequel):
                 yield see(following, message_of(stage, following, cell["seed"], number, place))
 
-    return [gathered(uploads(number, batch)) for number, batch in enumerate(batches)]
+    return [accumulate_uploads(uploads(number, batch)) for number, batch in enumerate(batches)]
 
 
 def rank_texts(cell: dict, texts: list[dict], observations: Observations) -> dict:

@@ -119,7 +119,7 @@ class PredictsAttacks(Study):
             attack = make_attack("tag", steps=cell["steps"])
         else:
             attack = attack_of("inverting_gradients", steps=cell["steps"], patience=5, **INVERTING)
-        results = attack.together(observations, torch.Generator().manual_seed(sample))
+        results = attack.reconstruct_many(observations, torch.Generator().manual_seed(sample))
         for point, result in zip(points, results, strict=True):
             guess = result.input if tokenizer else result.input.clamp(0, 1)
             point["rmse"] = (guess - gmap.input).square().mean().sqrt()

@@ -154,7 +154,9 @@ class Epochs(Study):
             "inverting_gradients": attack_of("inverting_gradients", **inverting),
         }
         for name, attack in attacks.items():
-            results = attack.together(observations[:count], torch.Generator().manual_seed(0))
+            results = attack.reconstruct_many(
+                observations[:count], torch.Generator().manual_seed(0)
+            )
             for result, image in zip(results, images[:count], strict=True):
                 guess = result.input.nan_to_num(0.5).clamp(0, 1)
                 metrics[name].append(float((guess - image).square().mean().sqrt()))

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.attacks.analytic import layer_inputs
+from hf_gradguard.attacks.analytic import divide_rows
 from hf_gradguard.metrics import score_images
 
 CONSTRUCTIONS = (
@@ -263,7 +263,7 @@ def tokens_read(planted: Planted, plan: dict) -> float:
     labels = torch.arange(len(ids)) % 2
     gradient = GradientMap(model, {**batch, "labels": labels}, second_order=False).gradient()
     layer = model.get_submodule(planted.layer)
-    rows = layer_inputs(
+    rows = divide_rows(
         gradient[f"{planted.layer}.weight"], gradient[f"{planted.layer}.bias"], layer.bias
     )
     # every token at every place, as the layer reads it where attention adds nothing

@@ -186,7 +186,7 @@ def attack_images(cell: dict, defense, batches: list[dict]) -> dict:
         observations.append(Observation(model, shared, input_shape=tuple(images[0].shape)))
     settings = smoothed(cell["settings"], observations[count:], images[count:])
     attack = make_attack("inverting_gradients", **settings)
-    results = attack.together(observations[:count], torch.Generator().manual_seed(0))
+    results = attack.reconstruct_many(observations[:count], torch.Generator().manual_seed(0))
     psnr = score_images([result.input for result in results], images[:count]).per_sample["psnr"]
     means = {"cosine": cosines, "distance": distances, "norm": norms}
     means = {name: statistics.mean(values[:count]) for name, values in means.items()}

@@ -294,7 +294,7 @@ class Texts(RefinerStudy):
                 Observation(self.model, shared, input_shape=(1, LENGTH), **knowledge)
             )
         attack = attack_of(cell["attack"], **cell["settings"])
-        results = attack.together(observations, torch.Generator().manual_seed(cell["seed"]))
+        results = attack.reconstruct_many(observations, torch.Generator().manual_seed(cell["seed"]))
         texts = [batch["input_ids"].tolist() for batch in batches]
         token_ids = [result.token_ids for result in results]
         scores = score_texts(token_ids, texts, tokenizer=self.tokenizer)

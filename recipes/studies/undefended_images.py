@@ -63,7 +63,7 @@ class Images(Study):
         batches, observations = self.observed(cell["data"], cell["samples"])
         attack = attack_of(cell["attack"], **cell["settings"])
         generator = torch.Generator().manual_seed(cell["seed"])
-        reconstructions = attack.together(observations, generator)
+        reconstructions = attack.reconstruct_many(observations, generator)
         right = [
             bool((recover_labels(observation) == batch["labels"]).all())
             for observation, batch in zip(observations, batches, strict=True)
@@ -213,7 +213,7 @@ class DeepPrior(Study):
         ]
         attack, started = make_attack(cell["attack"], **cell["settings"]), time.perf_counter()
         generator = torch.Generator().manual_seed(cell["seed"])
-        reconstructions = attack.together(observations, generator)
+        reconstructions = attack.reconstruct_many(observations, generator)
         seconds, count = time.perf_counter() - started, len(batches)
         guesses = [guess.input.nan_to_num(0.5) for guess in reconstructions]
         scores = score_images(guesses, [batch["pixel_values"] for batch in batches])

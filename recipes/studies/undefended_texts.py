@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack, recover_labels
-from hf_gradguard.attacks.span.attack import heard_positions
+from hf_gradguard.attacks.span.attack import attended_positions
 from hf_gradguard.metrics import score_text
 
 from ..study import Study
@@ -193,7 +193,7 @@ def by_length(attack, observations: list[Observation], seed: int) -> list[list[l
             number for number, other_length in enumerate(lengths) if other_length == length
         ]
         generator = torch.Generator().manual_seed(seed)
-        results = attack.together([observations[number] for number in same_length], generator)
+        results = attack.reconstruct_many([observations[number] for number in same_length], generator)
         token_ids |= {n: result.token_ids for n, result in zip(same_length, results, strict=True)}
     return [token_ids[number] for number in range(len(observations))]
 
@@ -299,7 +299,7 @@ def observe(
         model, gradient, tuple(batch["input_ids"].shape), attention_mask=batch["attention_mask"],
         tokenizer=tokenizer if special else None,
     )  # fmt: skip
-    attended = heard_positions(observation).sum(1).tolist()
+    attended = attended_positions(observation).sum(1).tolist()
     return observation, [row[:count] for row, count in zip(ids, attended, strict=True)]
 
 
@@ -319,7 +319,7 @@ def aligned(
 
 def span_tokens(observation: Observation, ids: torch.Tensor) -> dict:
     """How many tokens of one text are right, of those that the loss depends on."""
-    attended = int(heard_positions(observation).sum())
+    attended = int(attended_positions(observation).sum())
     start = time.process_time()
     token_ids = make_attack("span")(observation).token_ids[0][:attended]
     seconds = time.process_time() - start
@@ -427,7 +427,7 @@ class Lora(SpanStudy):
         try:
             return span_tokens(observation, batch["input_ids"])
         except ValueError:
-            return {"right": None, "of": int(heard_positions(observation).sum())}
+            return {"right": None, "of": int(attended_positions(observation).sum())}
 
     def batch(self, text: str, task: str) -> dict[str, torch.Tensor]:
         batch = dict(self.tokenizer([text], return_tensors="pt"))

@@ -470,7 +470,7 @@ def test_messages_that_were_clipped_otherwise_are_not_attacked_together() -> Non
     model, list_ = small("bert")
     one = seen_by(model, batch_of([list_[3]], [1]), mechanism=Mechanism(clip_sample=1.0))
     with pytest.raises(ValueError, match="clipped alike"):
-        make_attack("candidates", candidates=list_).together(
+        make_attack("candidates", candidates=list_).reconstruct_many(
             [one, replace(one, mechanism=Mechanism())]
         )
 
@@ -487,7 +487,7 @@ def test_pure_noise_names_nobody() -> None:
         observations.append(
             replace(seen, gradient=noise, mechanism=mechanism if number % 2 else None)
         )
-    found = make_attack("candidates", candidates=list_).together(observations, torch_rng())
+    found = make_attack("candidates", candidates=list_).reconstruct_many(observations, torch_rng())
     for own in (found[::2], found[1::2]):
         ranks = torch.tensor(
             [one.ranking.tolist().index(i % 10) + 1.0 for i, one in enumerate(own)]
@@ -509,7 +509,9 @@ def test_together_is_each_by_itself() -> None:
     observations.append(seen_by(model, batch_of(list_[3:6], [1, 1, 0]), LAWS["gaussian"]))
     observations.append(seen_by(model, batch_of(list_[3:6], [1, 1, 1]), LAWS["gaussian"]))
     attack = make_attack("candidates", candidates=list_)
-    for found, seen in zip(attack.together(observations, torch_rng()), observations, strict=True):
+    for found, seen in zip(
+        attack.reconstruct_many(observations, torch_rng()), observations, strict=True
+    ):
         alone = attack(seen, torch_rng())
         torch.testing.assert_close(found.scores, alone.scores, rtol=1e-5, atol=1e-5)
         assert len(found.token_ids) == seen.batch_size
@@ -527,7 +529,9 @@ def test_what_earlier_messages_left_out_together_is_each_by_itself() -> None:
             batch = batch_of([list_[i] for i in members], labels)
             observations.append(seen_by(model, batch, defense))
     attack = make_attack("candidates", candidates=list_, labels=[1, 0, 1, 1, 0, 0, 1, 0])
-    for found, seen in zip(attack.together(observations, torch_rng()), observations, strict=True):
+    for found, seen in zip(
+        attack.reconstruct_many(observations, torch_rng()), observations, strict=True
+    ):
         alone = attack(seen, torch_rng())
         assert found.ranking.shape == alone.ranking.shape
         torch.testing.assert_close(found.scores, alone.scores, rtol=1e-5, atol=1e-5)
@@ -544,7 +548,7 @@ def test_texts_are_cut_to_the_length_of_each_message() -> None:
         seen_by(model, batch_of([list_[9]], [1]), LAWS["none"]),
     ]
     attack = make_attack("candidates", candidates=list_)
-    found = attack.together(observations, torch_rng())
+    found = attack.reconstruct_many(observations, torch_rng())
     assert [set(one.ranking[:2].tolist()) for one in found[:2]] == [{2, 7}, {4, 8}]
     assert found[2].ranking[0] == 9
     assert [one.token_ids[0] for one in found[2:]] == [list_[9]]
@@ -597,7 +601,9 @@ def test_single_texts_of_other_lengths_together_are_each_by_itself(name: str) ->
         defense.prepare(model, None)
         observations.append(seen_by(model, batch_of([text], [label]), defense))
     attack = make_attack("candidates", candidates=list_, labels=[1, 0, 0, 1, 1, 1, 1, 0])
-    for found, seen in zip(attack.together(observations, torch_rng()), observations, strict=True):
+    for found, seen in zip(
+        attack.reconstruct_many(observations, torch_rng()), observations, strict=True
+    ):
         alone = attack(seen, torch_rng())
         torch.testing.assert_close(found.scores, alone.scores, rtol=1e-5, atol=1e-5)
 
@@ -607,13 +613,13 @@ def test_of_other_models_or_kinds_of_training_are_not_attacked_together() -> Non
     seen = seen_by(model, batch_of(texts(2, length=5), [1, 0]))
     attack = make_attack("candidates", candidates=texts(8, length=5))
     with pytest.raises(ValueError, match="one model"):
-        attack.together([seen, replace(seen, model=copy.deepcopy(model))])
+        attack.reconstruct_many([seen, replace(seen, model=copy.deepcopy(model))])
     local = LocalTraining((0.1, 0.1), make_optimizer("sgd"))
     with pytest.raises(ValueError, match="kind of local training"):
-        attack.together([seen, replace(seen, local=local)])
+        attack.reconstruct_many([seen, replace(seen, local=local)])
     one = seen_by(model, batch_of(texts(1, length=5), [1]), local=local)
     with pytest.raises(ValueError, match="to first order"):
-        attack.together([replace(seen, local=local), one])
+        attack.reconstruct_many([replace(seen, local=local), one])
 
 
 # --- several uploads

@@ -148,7 +148,7 @@ def test_smooth_images_are_read_together() -> None:
     """Measured: 24 and 25 dB, where gray has 10."""
     model, truth = lenet(16), [smooth(16), smooth(16, 1.0)]
     seen = [observed(model, plain) for plain in truth]
-    found = make_attack("deep_image_prior", steps=40).together(seen, seeded())  # type: ignore[attr-defined]
+    found = make_attack("deep_image_prior", steps=40).reconstruct_many(seen, seeded())  # type: ignore[attr-defined]
     read = [psnr(one.input, plain) for one, plain in zip(found, truth, strict=True)]
     gray = [psnr((0.5 - RANGE.mean) / RANGE.std + 0 * plain, plain) for plain in truth]
     assert all(one > other + 8 for one, other in zip(read, gray, strict=True))

@@ -20,7 +20,7 @@ from hf_gradguard.attacks.candidates.fitted import (
     accumulate,
     spans_of,
 )
-from hf_gradguard.attacks.uploads import gathered
+from hf_gradguard.attacks.uploads import accumulate_uploads
 from hf_gradguard.defenses.mechanism import Fitted
 from hf_gradguard.defenses.message import Message
 from hf_gradguard.gradient_map.per_sample.span import Granularity, Powers, SampleSpan
@@ -46,7 +46,7 @@ def bases_of(made: GradientMap, names: list[list[str]], factors: Granularity) ->
     for group in names:
         matrix = torch.cat([dense[frozenset(group)][name] for name in group])
         left, sizes, _ = torch.linalg.svd(matrix / matrix.norm(dim=0).clamp(min=1e-30), False)
-        found.append(left[:, sizes > 1e-3])  # vectors that are nearly alike have a ridge
+        found.append(left[:, sizes > 1e-3])  # vectors that are nearly can_average have a ridge
     return found
 
 
@@ -163,8 +163,8 @@ def test_later_messages_are_read_as_well() -> None:
                 model, dict(message), (2, 8), both["labels"], mechanism=defense.mechanism(message)
             )
         )
-    assert len(read(gathered(uploads), batches[0])) == 1 + LATER_MESSAGES
-    assert len(read(gathered(uploads[:2]), batches[0])) == 2
+    assert len(read(accumulate_uploads(uploads), batches[0])) == 1 + LATER_MESSAGES
+    assert len(read(accumulate_uploads(uploads[:2]), batches[0])) == 2
 
 
 def test_more_tokens_than_a_layer_is_wide_are_not_read() -> None:

@@ -18,7 +18,7 @@ from hf_gradguard.attacks.candidates.regression import (
     MatchedFilter,
     WhitenedMessage,
 )
-from hf_gradguard.attacks.uploads import alike, gathered, own_entries
+from hf_gradguard.attacks.uploads import accumulate_uploads, can_average, single_batch_entries
 from hf_gradguard.audit.client import average_of
 from hf_gradguard.defenses.mechanism import Mechanism
 from hf_gradguard.randomness import Stream
@@ -115,7 +115,7 @@ def test_what_is_gathered_is_the_sum_of_as_many_gradients_as_it_says() -> None:
     words = [torch.randint(4, 24, (5,), generator=drawn).tolist() for _ in range(32)]
     gradients, uploads = _uploads(model, words, 8, ratio=0.7)
     at = 3
-    whole = gathered(uploads, at)
+    whole = accumulate_uploads(uploads, at)
     assert whole.mechanism is not None
     assert whole.mechanism.batches is not None
     counts = set()
@@ -138,7 +138,7 @@ def test_what_is_gathered_goes_on_from_what_is_known_of_the_batches_before() -> 
     model, _ = make_task("bert")
     words = [[5, 6, 7, 8, 9], [6, 7, 8, 9, 5], [7, 8, 9, 5, 6], [8, 9, 5, 6, 7]] * 6
     _, uploads = _uploads(model, words, 6, ratio=0.7)
-    whole, early = gathered(uploads, 4), gathered(uploads[:3], 2)
+    whole, early = accumulate_uploads(uploads, 4), accumulate_uploads(uploads[:3], 2)
     assert early.mechanism is not None
     assert early.mechanism.batches is not None
     sent = {name: y != 0 for name, y in uploads[2].gradient.items()}
@@ -148,7 +148,7 @@ def test_what_is_gathered_goes_on_from_what_is_known_of_the_batches_before() -> 
         replace(uploads[3], mechanism=replace(uploads[3].mechanism, batches=known)),
         *uploads[4:],
     ]
-    again = gathered(late, 1)
+    again = accumulate_uploads(late, 1)
     assert whole.mechanism is not None
     assert again.mechanism is not None
     for name, count in (whole.mechanism.batches or {}).items():
@@ -161,9 +161,9 @@ def test_uploads_are_gathered_with_their_law() -> None:
     model, _ = make_task("bert")
     _, uploads = _uploads(model, [[5, 6, 7, 8, 9]] * 8, 2, ratio=0.7)
     with pytest.raises(ValueError, match="no upload at 2"):
-        gathered(uploads, 2)
+        accumulate_uploads(uploads, 2)
     with pytest.raises(ValueError, match=r"mechanism=defense\.mechanism"):
-        gathered([uploads[0], replace(uploads[1], mechanism=None)])
+        accumulate_uploads([uploads[0], replace(uploads[1], mechanism=None)])
 
 
 def test_who_knows_which_entries_are_alone_names_all_members() -> None:
@@ -183,11 +183,11 @@ def test_who_knows_which_entries_are_alone_names_all_members() -> None:
         error = {name: g - sent[name] for name, g in v.items()}
         uploads.append(Observation(model, sent, (4, 5), labels=labels, mechanism=mechanism))
     attack = make_attack("candidates", candidates=[*words[:4], *words[24:]])
-    whole = gathered(uploads, at=5)
-    own = own_entries(whole)
+    whole = accumulate_uploads(uploads, index=5)
+    own = single_batch_entries(whole)
     assert own is not None
     assert sum(int((y != 0).sum()) for y in own.gradient.values()) > 40
-    before, known = attack.together([uploads[5], whole], torch_rng())
+    before, known = attack.reconstruct_many([uploads[5], whole], torch_rng())
     assert set(known.ranking[:4].tolist()) == {0, 1, 2, 3}
     assert set(before.ranking[:4].tolist()) != {0, 1, 2, 3}
 
@@ -201,14 +201,14 @@ def test_every_entry_is_of_as_many_batches_as_a_client_asks_for(name: str) -> No
         _, uploads = _uploads(model, words, 9, name, ratio=0.6, min_batches=least)
         found = []
         for at in range(10 - least):
-            whole = gathered(uploads, at)
+            whole = accumulate_uploads(uploads, at)
             sent = {n: y != 0 for n, y in uploads[at].gradient.items()}
             found += [
                 int(whole.mechanism.batches[n][mask].min())
                 for n, mask in sent.items()
                 if mask.any()
             ]
-            assert (own_entries(whole) is None) == (least > 1)
+            assert (single_batch_entries(whole) is None) == (least > 1)
         assert min(found) == least
 
 
@@ -217,12 +217,12 @@ def test_fitted_messages_keep_later_ones_in_their_law() -> None:
     drawn = torch_rng(1)
     words = [torch.randint(4, 24, (5,), generator=drawn).tolist() for _ in range(32)]
     _, uploads = _uploads(model, words[:16], 4, "refiner", samples=12)
-    whole = gathered(uploads, 1)
+    whole = accumulate_uploads(uploads, 1)
     torch.testing.assert_close(whole.gradient, uploads[1].gradient, rtol=0, atol=0)
     assert whole.mechanism is not None
     for later, upload in zip(whole.mechanism.later_messages, uploads[2:], strict=True):
         torch.testing.assert_close(later, upload.gradient, rtol=0, atol=0)
-    assert not alike(whole, whole)
+    assert not can_average(whole, whole)
     twice = rescale(whole, whole.mechanism, 2.0)[1]
     assert twice is not None
     bias = "classifier.bias"

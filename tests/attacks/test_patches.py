@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.attacks.analytic import readable, solve_patches
+from hf_gradguard.attacks.analytic import is_readable, solve_patches
 from hf_gradguard.audit import audit, summarize
 
 SIZES = {
@@ -75,7 +75,7 @@ def test_patches_by_hand() -> None:
 )
 def test_one_image_is_read_exactly(kind: str, changes: dict[str, Any]) -> None:
     model, pixels = model_of(kind, **changes), image()
-    assert readable(model, (1, 3, 16, 16))
+    assert is_readable(model, (1, 3, 16, 16))
     assert error(seen_of(model, pixels), pixels) < 1e-6
     assert error(seen_of(model, pixels, labels=None), pixels) < 1e-6
 
@@ -90,7 +90,7 @@ def test_one_image_is_read_exactly(kind: str, changes: dict[str, Any]) -> None:
 )
 def test_what_adds_no_positions_is_refused(kind: str, changes: dict[str, Any]) -> None:
     model = model_of(kind, **changes)
-    assert not readable(model, (1, 3, 16, 16))
+    assert not is_readable(model, (1, 3, 16, 16))
     with pytest.raises(ValueError, match=r"no position embeddings .* Take inverting_gradients"):
         make_attack("analytic")(seen_of(model, image()))
 

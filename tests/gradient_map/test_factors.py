@@ -14,13 +14,12 @@ from hf_gradguard import GradientMap
 from hf_gradguard.attacks.matching.objectives import (
     TagDistance,
     cosine_distance,
-    layerwise_cosine_distance,
     squared_distance,
 )
 from hf_gradguard.gradient_map.vectorized import Factors, linear_layers
 
-OBJECTIVES = [squared_distance, cosine_distance, layerwise_cosine_distance, TagDistance(0.1)]
-NAMES = ["squared", "cosine", "layerwise", "tag"]
+OBJECTIVES = [squared_distance, cosine_distance, TagDistance(0.1)]
+NAMES = ["squared", "cosine", "tag"]
 
 
 def dense(gradient: Any) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, set_seed
 
 from hf_gradguard.attacks import make_attack
-from hf_gradguard.attacks.analytic import layer_inputs
+from hf_gradguard.attacks.analytic import divide_rows
 from hf_gradguard.leakage import check_received
 from hf_gradguard.training.exchange.start import say_received
 from recipes.studies.malicious_models import BUILT, CONSTRUCTIONS, HONEST, leaks
@@ -143,7 +143,7 @@ def test_layer_inputs_by_hand() -> None:
     first, second = torch.tensor([1.0, 2.0]), torch.tensor([5.0, -1.0])
     delta = torch.tensor([[2.0, 0.0], [1.0, 3.0], [0.0, 3.0]])  # (unit, sample)
     weight, bias = delta @ torch.stack([first, second]), delta.sum(1)
-    rows = layer_inputs(weight, bias, torch.tensor([0.0, 0.5, 1.0]))
+    rows = divide_rows(weight, bias, torch.tensor([0.0, 0.5, 1.0]))
     for true in (first, second):
         assert (rows - true).norm(dim=1).min() < 1e-6
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...metrics import membership_log_odds
 from ...randomness import Stream, torch_generator
 from ..base import Attack, Observation, Reconstruction, as_text
-from ..uploads import alike, average
+from ..uploads import average, can_average
 from .inputs import Entries, at_places, make_entries
 from .scorer import Scorer
 
@@ -109,7 +109,7 @@ class Candidates(Attack):
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Ranked:
         return self._rank([[observation]], generator)[0]
 
-    def together(
+    def reconstruct_many(
         self, observations: Sequence[Observation], generator: Stream | torch.Generator | None = None
     ) -> list[Ranked]:
         """Attack several observations at one model, each by itself: every candidate's gradient is
@@ -186,7 +186,7 @@ def _at_same_weights(observations: Sequence[Observation]) -> list[list[Observati
     groups: list[list[Observation]] = []
     for observation in observations:
         for group in groups:
-            if group[0].model is observation.model and alike(group[0], observation):
+            if group[0].model is observation.model and can_average(group[0], observation):
                 group.append(observation)
                 break
         else:

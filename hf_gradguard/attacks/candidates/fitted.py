@@ -295,7 +295,7 @@ def _span_of(
             return None
         tried = [_labeled(samples, row, label) for label in classes]
         spans = [SampleSpan(synthetic.of_batch(batch)).powers(mechanism.factors) for batch in tried]
-        powers_within = [float(within(_as_one(message)).sum()) for within in spans]
+        powers_within = [float(span(_as_one(message)).sum()) for span in spans]
         best = powers_within.index(max(powers_within))
         samples, span = tried[best], spans[best]
     return span

@@ -21,7 +21,7 @@ from ...gradient_map import Tensors
 from ...gradient_map.per_sample.span import Powers
 from ...gradient_map.vectorized import ManyGradients, has_draws
 from ..base import Observation
-from ..uploads import own_entries
+from ..uploads import single_batch_entries
 from .fitted import Fits, SpanCoordinates, accumulate, draw_span_with_shares, spans_of
 from .inputs import Entries, evenly, place_of
 from .likelihood import (
@@ -210,7 +210,7 @@ class Scorer:
         """Of candidates: an update of several samples is compared to first order."""
         model = observation.model
         if observation.local is not None and observation.batch_size == 1:
-            return observation.local.many(model, self.names, seeds)
+            return observation.local.many_gradients(model, self.names, seeds)
         return ManyGradients(model, self.names, seeds, vectorized=self.attack.vectorized)
 
     def _rescale(self, observations: Sequence[Observation]) -> None:
@@ -321,16 +321,16 @@ class Scorer:
                 continue
             for message, weights in self._whitened(i, centers[i], sizes):
                 # Where all coordinates weigh 1, one filter serves all messages.
-                alike = [
+                matching_groups = [
                     group
                     for group in groups
                     if self.sums[group.indices[0]] == self.sums[i]
                     and group.weights is None
                     and weights is None
                 ]
-                if alike:
-                    alike[0].indices.append(i)
-                    alike[0].messages.append(message)
+                if matching_groups:
+                    matching_groups[0].indices.append(i)
+                    matching_groups[0].messages.append(message)
                 else:
                     groups.append(_FilterGroup(weights, [i], [message]))
         count = len(self.pool.batches)
@@ -348,17 +348,22 @@ class Scorer:
         observation, mechanism, floor = (
             self.observations[i], self.mechanisms[i], self._floor(self.observations[i])
         )  # fmt: skip
-        exact = own_entries(observation) if self._has_others(i) else None
-        ways: list[tuple[Any, Tensors | None, float | None]] = []
-        if exact is not None:
-            ways.append((exact.mechanism, *weigh_by_noise(exact, exact.mechanism, center, floor)))
+        single_batch = single_batch_entries(observation) if self._has_others(i) else None
+        weightings: list[tuple[Any, Tensors | None, float | None]] = []
+        if single_batch is not None:
+            weightings.append(
+                (
+                    single_batch.mechanism,
+                    *weigh_by_noise(single_batch, single_batch.mechanism, center, floor),
+                )
+            )
         else:
-            ways.append((mechanism, *weigh_by_noise(observation, mechanism, center, floor)))
-        if self._has_others(i) and (exact is None or not self._suffices(exact)):
-            ways.append((mechanism, weigh_beside_others(observation, mechanism, sizes), None))
+            weightings.append((mechanism, *weigh_by_noise(observation, mechanism, center, floor)))
+        if self._has_others(i) and (single_batch is None or not self._suffices(single_batch)):
+            weightings.append((mechanism, weigh_beside_others(observation, mechanism, sizes), None))
         return [
-            (to_filter(observation, known, center, weights, variance), weights)
-            for known, weights, variance in ways
+            (to_filter(observation, message_mechanism, center, weights, variance), weights)
+            for message_mechanism, weights, variance in weightings
         ]
 
     def _fitted(

@@ -73,7 +73,7 @@ class GradientMatching(MatchingSettings, Attack):
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
         return self._match([with_length(observation)], generator)[0]
 
-    def together(
+    def reconstruct_many(
         self, observations: Sequence[Observation], generator: Stream | torch.Generator | None = None
     ) -> list[Reconstruction]:
         """Attack several observations at once, each by itself: faster than one after the other.
@@ -96,28 +96,28 @@ class GradientMatching(MatchingSettings, Attack):
         started = time.perf_counter()
         with without_dropout(observations[0].model):
             problem = self.problem(observations)
-            found = descend(self, problem, generator, started)
+            descents = descend(self, problem, generator, started)
         seconds = time.perf_counter() - started
         results = []
         for number, observation in enumerate(observations):
-            own = found[number * self.restarts :][: self.restarts]
-            best = min(own, key=lambda one: float(one.objective))
+            own_descents = descents[number * self.restarts :][: self.restarts]
+            best = min(own_descents, key=lambda descent: float(descent.objective))
             results.append(_reconstruction(problem, observation, best, seconds))
         return results
 
 
 def _reconstruction(
-    problem: Problem, observation: Observation, found: Descended, seconds: float
+    problem: Problem, observation: Observation, descent: Descended, seconds: float
 ) -> Reconstruction:
-    ids = problem.space.decode(found.x)
+    ids = problem.space.decode(descent.x)
     return Reconstruction(
-        input=found.x,
+        input=descent.x,
         token_ids=ids,
         text=None if ids is None else as_text(ids, observation.tokenizer),
-        labels=found.labels.argmax(-1) if problem.soft else found.labels,
-        objective=float(found.objective),
+        labels=descent.labels.argmax(-1) if problem.soft else descent.labels,
+        objective=float(descent.objective),
         seconds=seconds,
-        history=found.history.tolist(),
+        history=descent.history.tolist(),
     )
 
 
@@ -377,7 +377,12 @@ class Lamp(GradientMatching):
         return value
 
     def between_steps(
-        self, problem: Problem, step: int, x: Tensor, first: int, generator: torch.Generator
+        self,
+        problem: Problem,
+        step: int,
+        x: Tensor,
+        first_candidate: int,
+        generator: torch.Generator,
     ) -> None:
         if (step + 1) % self.every:
             return
@@ -385,7 +390,9 @@ class Lamp(GradientMatching):
             moved = torch.stack(
                 [x[k], *(self._rearranged(problem, x[k], generator) for _ in range(self.moves))]
             )
-            scores = torch.stack([self._score(problem, one, first + k) for one in moved])
+            scores = torch.stack(
+                [self._score(problem, arrangement, first_candidate + k) for arrangement in moved]
+            )
             x[k] = moved[scores.nan_to_num(torch.inf).argmin()]
 
     def _score(self, problem: Problem, x: Tensor, candidate: int) -> Tensor:
@@ -418,9 +425,9 @@ class Lamp(GradientMatching):
             elif kind == 1:
                 order.insert(draw(len(order)), order.pop(i))
             elif kind == 2:
-                span, rest = order[i : j + 1], order[:i] + order[j + 1 :]
-                at = draw(len(rest) + 1)
-                order = rest[:at] + span + rest[at:]
+                span, remaining = order[i : j + 1], order[:i] + order[j + 1 :]
+                insertion = draw(len(remaining) + 1)
+                order = remaining[:insertion] + span + remaining[insertion:]
             else:
                 order = order[i:] + order[:i]
         moved = x.clone()

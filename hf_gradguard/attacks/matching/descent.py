@@ -114,10 +114,10 @@ class MatchingSettings:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
-            if getattr(self, name) not in known:
+        for name, choices in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
+            if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"{name} must be one of {', '.join(known)}, but is {getattr(self, name)!r}."
+                    f"{name} must be one of {', '.join(choices)}, but is {getattr(self, name)!r}."
                 )
         if not isinstance(self.start, Tensor) and self.start not in (None, *STARTS):
             raise ValueError(
@@ -178,9 +178,14 @@ class MatchingSettings:
         return value
 
     def between_steps(
-        self, problem: Problem, step: int, x: Tensor, first: int, generator: torch.Generator
+        self,
+        problem: Problem,
+        step: int,
+        x: Tensor,
+        first_candidate: int,
+        generator: torch.Generator,
     ) -> None:
-        """What happens to candidates after a step, in place: to those from number `first` on."""
+        """What happens to candidates after a step, in place: to those from `first_candidate` on."""
 
     def rate(self, step: int) -> float:
         """The schedule: the share of the learning rate that a step takes."""
@@ -325,11 +330,11 @@ def descend(
     """
     if attack.prior is not None:
         network = problem.network(generator)
-        drawn = _Descent(attack, problem, network.draw().detach(), slice(None), network)
-        return drawn.run(problem.slopes, generator, started)
+        descent = _Descent(attack, problem, network.draw().detach(), slice(None), network)
+        return descent.run(problem.slopes, generator, started)
     x = problem.start(attack.start, generator)
     if attack.optimizer == "lbfgs":  # whose line search is each candidate's own
-        return _descend_apart(attack, problem, x, generator, started)
+        return _descend_separately(attack, problem, x, generator, started)
     descent = _Descent(attack, problem, x, slice(None))
     return descent.run(problem.slopes, generator, started)
 
@@ -357,28 +362,32 @@ class _Descent:
         self, slopes_at: SlopesAt, generator: torch.Generator, started: float
     ) -> list[Descended]:
         """Follows `slopes_at` for as long as the settings say."""
-        attack, first = self.attack, self.rows.start or 0
+        attack, first_candidate = self.attack, self.rows.start or 0
         leaves = self.network.weights if self.network else [self.x]
         leaves = [*leaves, self.labels] if self.problem.soft else leaves
         optimizer = OPTIMIZERS[attack.optimizer](leaves, attack.learning_rate)
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, attack.rate)
         evaluate = functools.partial(self._evaluate, slopes_at)
-        least, since = (math.inf, math.inf), 0
+        best_progress, steps_since = (math.inf, math.inf), 0
         bar = logging.tqdm(
-            range(attack.steps), desc=attack.name, disable=not attack.progress or first > 0
+            range(attack.steps),
+            desc=attack.name,
+            disable=not attack.progress or first_candidate > 0,
         )
         for step in bar:
             optimizer.step(evaluate)
             rate.step()
             self.problem.space.project_(self.x)
-            attack.between_steps(self.problem, step, self.x, first, generator)
+            attack.between_steps(self.problem, step, self.x, first_candidate, generator)
             if step % 20 == 0:
                 bar.set_postfix(objective=f"{float(self.best.min()):.4g}")
-            now = self._reached()
-            least, since = (now, 0) if now < least else (least, since + 1)
-            if self._over().all():
+            progress = self._progress()
+            best_progress, steps_since = (
+                (progress, 0) if progress < best_progress else (best_progress, steps_since + 1)
+            )
+            if self._is_over().all():
                 break
-            if attack.patience is not None and since >= attack.patience:
+            if attack.patience is not None and steps_since >= attack.patience:
                 break
             if (
                 attack.time_budget is not None
@@ -392,49 +401,49 @@ class _Descent:
         )
         return [Descended(*row) for row in rows]
 
-    def _reached(self) -> tuple[float, float]:
+    def _progress(self) -> tuple[float, float]:
         """How many candidates were never finite, and what the others' best add up to: less is
         better.
         """
-        found = torch.isfinite(self.best)
-        return float((~found).sum()), float(self.best[found].sum())
+        is_finite = torch.isfinite(self.best)
+        return float((~is_finite).sum()), float(self.best[is_finite].sum())
 
-    def _over(self) -> Tensor:
+    def _is_over(self) -> Tensor:
         """`(K,)`: who is at the tolerance, or diverged, which does not concern the others."""
         diverged = ~torch.isfinite(self.x.flatten(1)).all(1)
         return diverged | (self.best <= self.attack.tolerance)
 
     def _evaluate(self, slopes_at: SlopesAt) -> float:
         if self.network:
-            drawn = self.network.draw()
-            self.x.copy_(drawn.detach())
-        values, slopes, others = slopes_at(self.x, self.labels, self.rows)
-        penalty = self.attack.penalty(self.problem, at := self.x.detach().requires_grad_())
+            images = self.network.draw()
+            self.x.copy_(images.detach())
+        values, slopes, label_slopes = slopes_at(self.x, self.labels, self.rows)
+        penalty = self.attack.penalty(self.problem, point := self.x.detach().requires_grad_())
         if isinstance(penalty, Tensor):
             values = values + penalty.detach()
-            slopes = slopes + torch.autograd.grad(penalty.sum(), at)[0]
+            slopes = slopes + torch.autograd.grad(penalty.sum(), point)[0]
         better = values < self.best
-        for kept, new in (
+        for stored, current in (
             (self.best_x, self.x),
             (self.best, values),
             (self.best_labels, self.labels),
         ):
-            kept.copy_(torch.where(better.view(-1, *[1] * (kept.dim() - 1)), new, kept))
+            stored.copy_(torch.where(better.view(-1, *[1] * (stored.dim() - 1)), current, stored))
         slopes = (slopes.sign() if self.attack.signed else slopes) * self.problem.space.free
         if self.network:
             weights = self.network.weights
-            by_weight = torch.autograd.grad(drawn, weights, slopes)
+            by_weight = torch.autograd.grad(images, weights, slopes)
             for weight, slope in zip(weights, by_weight, strict=True):
                 weight.grad = slope
         else:
             self.x.grad = slopes.contiguous()  # as L-BFGS reads it; of channels last it is not
         if self.problem.soft:
-            self.labels.grad = others["labels"]
+            self.labels.grad = label_slopes["labels"]
         self.history.append(values)
         return float(values.sum())
 
 
-def _descend_apart(
+def _descend_separately(
     attack: MatchingSettings,
     problem: Problem,
     x: Tensor,
@@ -445,49 +454,54 @@ def _descend_apart(
     vectorized = True
 
     def run(
-        k: int, own: torch.Generator, ask: Callable[[tuple[Tensor, Tensor]], Slopes]
+        k: int, run_generator: torch.Generator, ask: Callable[[tuple[Tensor, Tensor]], Slopes]
     ) -> list[Descended]:
         def slopes_at(x: Tensor, labels: Tensor, rows: slice) -> Slopes:
             return ask((x.detach(), labels.detach()))
 
-        return _Descent(attack, problem, x, slice(k, k + 1)).run(slopes_at, own, started)
+        return _Descent(attack, problem, x, slice(k, k + 1)).run(slopes_at, run_generator, started)
 
-    def evaluate(numbers: list[int], asked: list[tuple[Tensor, Tensor]]) -> list[Slopes]:
+    def evaluate(numbers: list[int], questions: list[tuple[Tensor, Tensor]]) -> list[Slopes]:
         nonlocal vectorized
         if vectorized and len(numbers) > 1:
-            every = len(numbers) == len(x)
-            rows = slice(None) if every else torch.tensor(numbers, device=x.device)
+            all_run = len(numbers) == len(x)
+            rows = slice(None) if all_run else torch.tensor(numbers, device=x.device)
             try:
-                xs, labels = (torch.cat(parts) for parts in zip(*asked, strict=True))
-                found = problem.slopes(xs, labels, rows)
+                xs, labels = (torch.cat(columns) for columns in zip(*questions, strict=True))
+                slopes = problem.slopes(xs, labels, rows)
             except RuntimeError as error:
-                if not _only_together(error):
+                if not _is_about_vectorizing(error):
                     raise
                 vectorized = False  # the same numbers, in more time
             else:
-                return [_row(found, i) for i in range(len(numbers))]
+                return [_row(slopes, i) for i in range(len(numbers))]
         return [
-            problem.slopes(*one, slice(k, k + 1)) for k, one in zip(numbers, asked, strict=True)
+            problem.slopes(*question, slice(k, k + 1))
+            for k, question in zip(numbers, questions, strict=True)
         ]
 
     seeds = torch.randint(2**62, (len(x),), generator=generator, device=generator.device).tolist()
-    owns = [torch.Generator(device=generator.device).manual_seed(seed) for seed in seeds]
-    runs = [functools.partial(run, k, own) for k, own in enumerate(owns)]
-    return [found for alone in in_lockstep(runs, evaluate) for found in alone]
+    generators = [torch.Generator(device=generator.device).manual_seed(seed) for seed in seeds]
+    runs = [functools.partial(run, k, run_generator) for k, run_generator in enumerate(generators)]
+    return [slopes for descents in in_lockstep(runs, evaluate) for slopes in descents]
 
 
-def _only_together(error: RuntimeError) -> bool:
+def _is_about_vectorizing(error: RuntimeError) -> bool:
     """Whether an error is about running several at once: no memory for it, which on the CPU has no
     class of its own, or a model that torch cannot vectorize.
     """
-    said = str(error)
-    memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said
+    message = str(error)
+    memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in message
     return memory or any(
-        word in said for word in ("vmap", "functorch", "torch.func", "etc) transform")
+        word in message for word in ("vmap", "functorch", "torch.func", "etc) transform")
     )
 
 
-def _row(found: Slopes, i: int) -> Slopes:
-    values, slopes, others = found
+def _row(slopes: Slopes, i: int) -> Slopes:
+    values, input_slopes, label_slopes = slopes
     row = slice(i, i + 1)
-    return values[row], slopes[row], {name: other[row] for name, other in others.items()}
+    return (
+        values[row],
+        input_slopes[row],
+        {name: by_label[row] for name, by_label in label_slopes.items()},
+    )

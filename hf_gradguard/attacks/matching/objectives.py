@@ -44,26 +44,11 @@ def cosine_distance(candidate: Candidate, shared: Tensors) -> Tensor:
         >>> cosine_distance({"w": torch.tensor([0.0, 4.0])}, {"w": torch.tensor([1.0, 0.0])})
         tensor(1.)
     """
-    there = inverse_norm(candidate[name] for name in shared)
-    here = inverse_norm(shared.values())
+    candidate_scale = inverse_norm(candidate[name] for name in shared)
+    shared_scale = inverse_norm(shared.values())
     return _distance(
-        {n: candidate[n] * there for n in shared}, {n: g * here for n, g in shared.items()}, 0.5
-    )
-
-
-def layerwise_cosine_distance(candidate: Candidate, shared: Tensors) -> Tensor:
-    """Σ over tensors of 1 - cosine: every tensor counts alike, however small its gradient.
-
-    Example:
-        >>> shared = {"w": torch.tensor([1.0, 0.0]), "b": torch.tensor([1e-3])}
-        >>> layerwise_cosine_distance({"w": shared["w"], "b": -shared["b"]}, shared)
-        tensor(2.)
-    """
-    there = {name: inverse_norm([candidate[name]]) for name in shared}
-    here = {name: inverse_norm([g]) for name, g in shared.items()}
-    return _distance(
-        {n: candidate[n] * there[n] for n in shared},
-        {n: g * here[n] for n, g in shared.items()},
+        {n: candidate[n] * candidate_scale for n in shared},
+        {n: g * shared_scale for n, g in shared.items()},
         0.5,
     )
 
@@ -111,10 +96,14 @@ def _distance(
     absolute: Mapping[str, float] | None = None,
 ) -> Tensor:
     """Σ_names a ‖Δ‖² + b_name ‖Δ‖₁."""
-    weights, tensors = [], []
+    weights: list[float] = []
+    tensors: list[tuple[Tensor, ...]] = []
     for name, g in shared.items():
-        mine = candidate[name]
-        tensors.append((mine.left, mine.right, g) if isinstance(mine, Factors) else (mine, g))
+        estimate = candidate[name]
+        if isinstance(estimate, Factors):
+            tensors.append((estimate.left, estimate.right, g))
+        else:
+            tensors.append((estimate, g))
         weights.append(absolute[name] if absolute else 0.0)
     sizes = [len(group) for group in tensors]
     value: Tensor = _Distance.apply(
@@ -149,8 +138,10 @@ class _Distance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         slopes = iter(ctx.saved_tensors)
-        each = [[*(upstream * next(slopes) for _ in range(size - 1)), None] for size in ctx.sizes]
-        return None, None, None, *(slope for group in each for slope in group)
+        gradients = [
+            [*(upstream * next(slopes) for _ in range(size - 1)), None] for size in ctx.sizes
+        ]
+        return None, None, None, *(slope for group in gradients for slope in group)
 
     @staticmethod
     def vmap(
@@ -172,29 +163,32 @@ def _compare(
     remaining = iter(tensors)
     values, slopes = [], []
     for weight, size in zip(weights, sizes, strict=True):
-        *mine, g = (next(remaining) for _ in range(size))
+        *estimate, g = (next(remaining) for _ in range(size))
         # On a CPU small tensors go together, large ones one by one, so that what is made of each
         # stays in its cache.
-        together = max(1, _CACHED // g[0].numel()) if g.device.type == "cpu" else len(g)
-        if together >= len(g):
-            value, *slope = _compare_group(square, weight, *mine, g)
+        chunk_size = max(1, _CACHED // g[0].numel()) if g.device.type == "cpu" else len(g)
+        if chunk_size >= len(g):
+            value, *slope = _compare_group(square, weight, *estimate, g)
         else:
-            chunks = zip(*(tensor.split(together) for tensor in (*mine, g)), strict=True)
-            parts = [_compare_group(square, weight, *chunk) for chunk in chunks]
-            value, *slope = (torch.cat(part) for part in zip(*parts, strict=True))
+            chunks = zip(*(tensor.split(chunk_size) for tensor in (*estimate, g)), strict=True)
+            chunk_results = [_compare_group(square, weight, *chunk) for chunk in chunks]
+            value, *slope = (torch.cat(column) for column in zip(*chunk_results, strict=True))
         values.append(value)
         slopes += slope
     return torch.stack(values).sum(0), *slopes
 
 
 def _compare_group(square: float, weight: float, *tensors: Tensor) -> tuple[Tensor, ...]:
-    *mine, g = tensors
-    difference = torch.baddbmm(g, mine[0].mT, mine[1], beta=-1) if len(mine) == 2 else mine[0] - g
+    *estimate, g = tensors
+    factored = len(estimate) == 2
+    difference = (
+        torch.baddbmm(g, estimate[0].mT, estimate[1], beta=-1) if factored else estimate[0] - g
+    )
     flat = difference.flatten(1)
     slope = flat.sign().mul_(weight).add_(flat, alpha=2 * square) if weight else flat * (2 * square)
     value = torch.linalg.vecdot(slope, flat) - square * torch.linalg.vecdot(flat, flat)
     slope = slope.view(difference.shape)
-    return (value, mine[1] @ slope.mT, mine[0] @ slope) if len(mine) == 2 else (value, slope)
+    return (value, estimate[1] @ slope.mT, estimate[0] @ slope) if factored else (value, slope)
 
 
 _CACHED = 2**18

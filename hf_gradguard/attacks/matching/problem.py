@@ -67,17 +67,19 @@ class Problem:
         clip_coordinate: float | None = None,
     ) -> None:
         _check_together(observations)
-        self.observation = first = observations[0]
+        self.observation = reference = observations[0]
         self.objective = objective
         self.clip_norm, self.clip_coordinate = clip_norm, clip_coordinate
-        self.soft = first.labels is None and optimize_labels
+        self.soft = reference.labels is None and optimize_labels
         labels = [_labels(observation, self.soft) for observation in observations]
         self.labels = torch.stack(labels).repeat_interleave(restarts, 0)
-        self.gmap: GradientMap = first.gradient_map(
+        self.gmap: GradientMap = reference.gradient_map(
             self.labels[0], loss_fn=soft_label_loss if self.soft else None
         )
-        self.shared = [name for name in self.gmap.parameters if name in first.gradient]
-        self.names = [name for name in self.shared if not any(part in name for part in leave_out)]
+        self.shared = [name for name in self.gmap.parameters if name in reference.gradient]
+        self.names = [
+            name for name in self.shared if not any(excluded in name for excluded in leave_out)
+        ]
         if not self.names:
             raise ValueError(
                 "No gradient is left to match: what was shared is the token embeddings' alone "
@@ -87,26 +89,26 @@ class Problem:
             _weights(observation, self.names, match_nonzero, clip_coordinate is not None)
             for observation in observations
         ]
-        self.weighted = any(own is not None for own in weights)
-        each = [
-            self._compared(observation, own)
-            for observation, own in zip(observations, weights, strict=True)
+        self.weighted = any(weight is not None for weight in weights)
+        targets = [
+            self._compared(observation, weight)
+            for observation, weight in zip(observations, weights, strict=True)
         ]
         self.extras: Tensors = {
-            name: torch.stack([shared[name] for shared in each]).repeat_interleave(restarts, 0)
-            for name in each[0]
+            name: torch.stack([shared[name] for shared in targets]).repeat_interleave(restarts, 0)
+            for name in targets[0]
         }
-        self.space: SearchSpace = SPACES[first.domain.name](first, self.gmap.input)
+        self.space: SearchSpace = SPACES[reference.domain.name](reference, self.gmap.input)
 
     def start(self, start: Any, generator: torch.Generator) -> Tensor:
         """The first candidates, `(K, *input.shape)`."""
-        like = self.gmap.input
-        return self.space.start(start, (len(self.labels), *like.shape), like, generator)
+        template = self.gmap.input
+        return self.space.start(start, (len(self.labels), *template.shape), template, generator)
 
     def network(self, generator: torch.Generator) -> DeepPrior:
         """What draws candidates `(K, *input.shape)`, each by networks of its own."""
-        like = self.gmap.input
-        return self.space.network((len(self.labels), *like.shape), like, generator)
+        template = self.gmap.input
+        return self.space.network((len(self.labels), *template.shape), template, generator)
 
     def slopes(self, x: Tensor, labels: Tensor, rows: slice | Tensor) -> Slopes:
         """dist(g(x̂), shared) of the candidates `rows`, `(K,)`, and its derivatives by `x` and by
@@ -132,10 +134,10 @@ class Problem:
         shared = {name: observation.gradient[name].to(types[name]) for name in self.names}
         if not self.weighted:
             return shared
-        own = weights or {name: torch.ones_like(tensor) for name, tensor in shared.items()}
-        own = {name: tensor.to(types[name]) for name, tensor in own.items()}
-        shared = {name: tensor * own[name] for name, tensor in shared.items()}
-        return shared | {f"weight {name}": tensor for name, tensor in own.items()}
+        own_weights = weights or {name: torch.ones_like(tensor) for name, tensor in shared.items()}
+        own_weights = {name: tensor.to(types[name]) for name, tensor in own_weights.items()}
+        shared = {name: tensor * own_weights[name] for name, tensor in shared.items()}
+        return shared | {f"weight {name}": tensor for name, tensor in own_weights.items()}
 
     def _distance(self, gradient: Candidate, extras: Tensors) -> Tensor:
         shared = {name: extras[name] for name in self.names}
@@ -170,13 +172,13 @@ def soft_label_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 
 def _check_together(observations: Sequence[Observation]) -> None:
-    first = observations[0]
-    for other in observations[1:]:
+    reference = observations[0]
+    for observation in observations[1:]:
         if (
-            other.model is not first.model
-            or other.input_shape != first.input_shape
-            or not torch.equal(other.tokens, first.tokens)
-            or other.gradient.keys() != first.gradient.keys()
+            observation.model is not reference.model
+            or observation.input_shape != reference.input_shape
+            or not torch.equal(observation.tokens, reference.tokens)
+            or observation.gradient.keys() != reference.gradient.keys()
         ):
             raise ValueError(
                 "Observations that are attacked together must be of one model, input shape and "
@@ -211,18 +213,24 @@ def _weights(
     if clipped:
         weights = {name: torch.ones_like(observation.gradient[name]) for name in names}
     if isinstance(observation.noise_variance, Mapping):
-        known = {name: observation.noise_variance[name] for name in names}
-        variance = {n: v.to(torch.promote_types(v.dtype, torch.float32)) for n, v in known.items()}
+        variances = {name: observation.noise_variance[name] for name in names}
+        variance = {
+            n: v.to(torch.promote_types(v.dtype, torch.float32)) for n, v in variances.items()
+        }
         mean = sum(float(v.sum()) for v in variance.values()) / sum(
             v.numel() for v in variance.values()
         )
         weights = {name: (mean / v.clamp_min(1e-4 * mean)).sqrt() for name, v in variance.items()}
     if match_nonzero:
-        kept = {
+        is_shared = {
             name: (observation.gradient[name] != 0).to(observation.gradient[name].dtype)
             for name in names
         }
-        weights = kept if weights is None else {name: weights[name] * kept[name] for name in names}
+        weights = (
+            is_shared
+            if weights is None
+            else {name: weights[name] * is_shared[name] for name in names}
+        )
     return weights
 
 

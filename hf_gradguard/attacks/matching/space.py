@@ -39,11 +39,11 @@ class Vocabulary:
 
     def __init__(self, observation: Observation) -> None:
         self.module: nn.Module = TEXT.embedding(observation.model)
-        self.known = observation.known_ids()
+        self.known_ids = observation.known_ids()
         with torch.no_grad():
             weight: Tensor = self.module.weight  # type: ignore[assignment]
-            every = torch.arange(len(weight), device=weight.device)
-            self.matrix = torch.cat([self.embed(chunk) for chunk in every.split(8192)])
+            all_ids = torch.arange(len(weight), device=weight.device)
+            self.matrix = torch.cat([self.embed(chunk) for chunk in all_ids.split(8192)])
         self.norms = self.matrix.norm(dim=1)
         self.allowed = self.norms > 0
         if observation.tokenizer is not None:
@@ -73,14 +73,14 @@ class Vocabulary:
             self.candidates[(chunk @ self._directions.T).argmax(1)] for chunk in flat.split(1024)
         ]
         ids = torch.cat(best).view(x.shape[:-1])
-        return torch.where(self.known >= 0, self.known, ids)
+        return torch.where(self.known_ids >= 0, self.known_ids, ids)
 
     def random(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Ids drawn uniformly from the tokens that may stand anywhere; known tokens as they are."""
-        at = torch.randint(
+        index = torch.randint(
             len(self.candidates), shape, generator=generator, device=self.candidates.device
         )
-        return torch.where(self.known >= 0, self.known, self.candidates[at])
+        return torch.where(self.known_ids >= 0, self.known_ids, self.candidates[index])
 
 
 CODE, WIDTH, LEAST = 16, 32, 8
@@ -98,7 +98,7 @@ class DeepPrior:
     Args:
         pixels: The range of pixels.
         shape: Of the candidates, `(K, B, C, H, W)`.
-        like: A tensor of their device and type.
+        template: A tensor of their device and type.
         generator: Source of inputs and weights.
 
     Attributes:
@@ -118,7 +118,7 @@ class DeepPrior:
         self,
         pixels: PixelSpace,
         shape: tuple[int, ...],
-        like: Tensor,
+        template: Tensor,
         generator: torch.Generator,
     ) -> None:
         *counts, channels, height, width = shape
@@ -132,12 +132,12 @@ class DeepPrior:
         while len(self.sizes) == 1 or min(self.sizes[0]) > LEAST:
             high, wide = self.sizes[0]
             self.sizes.insert(0, ((high + 1) // 2, (wide + 1) // 2))
-        place: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+        place: dict[str, Any] = {"device": template.device, "dtype": template.dtype}
 
         def uniform(outputs: int, inputs: int, side: int) -> Tensor:  # as torch's layers start
             kernel = (self.networks * outputs, inputs, side, side)
-            drawn = torch.rand(kernel, generator=generator, **place)
-            return (2 * drawn - 1) / math.sqrt(inputs * side**2)
+            draws = torch.rand(kernel, generator=generator, **place)
+            return (2 * draws - 1) / math.sqrt(inputs * side**2)
 
         code = (1, self.networks * CODE, *self.sizes[0])
         self.code = 0.5 * torch.randn(code, generator=generator, **place)
@@ -183,35 +183,35 @@ class SearchSpace(ABC):
     usual: ClassVar[str]
 
     def start(
-        self, start: Any, shape: tuple[int, ...], like: Tensor, generator: torch.Generator
+        self, start: Any, shape: tuple[int, ...], template: Tensor, generator: torch.Generator
     ) -> Tensor:
         """The first candidates.
 
         Args:
             start: One of `STARTS`, a tensor in the shape of the input, or `None`.
             shape: `(K, *input.shape)`.
-            like: The placeholder's input, which has the known tokens in their places.
+            template: The placeholder's input, which has the known tokens in their places.
             generator: Source of the draws.
 
         Raises:
             ValueError: If the tensor has another shape, or the domain has no such start.
         """
         if not isinstance(start, Tensor):
-            return self.draw(start or self.usual, shape, like, generator)
-        if start.shape != like.shape:
+            return self.draw(start or self.usual, shape, template, generator)
+        if start.shape != template.shape:
             raise ValueError(
-                f"start has shape {tuple(start.shape)}, the input {tuple(like.shape)}."
+                f"start has shape {tuple(start.shape)}, the input {tuple(template.shape)}."
             )
-        return start.to(like).expand(shape).clone()
+        return start.to(template).expand(shape).clone()
 
     @abstractmethod
     def draw(
-        self, start: str, shape: tuple[int, ...], like: Tensor, generator: torch.Generator
+        self, start: str, shape: tuple[int, ...], template: Tensor, generator: torch.Generator
     ) -> Tensor:
         """Random candidates: `start` by its name."""
 
     def network(
-        self, shape: tuple[int, ...], like: Tensor, generator: torch.Generator
+        self, shape: tuple[int, ...], template: Tensor, generator: torch.Generator
     ) -> DeepPrior:
         """A deep prior that draws candidates of that shape.
 
@@ -245,7 +245,7 @@ class Tokens(SearchSpace):
 
     Args:
         observation: An observation of text.
-        like: The placeholder's input.
+        template: The placeholder's input.
 
     Raises:
         ValueError: If every token is known.
@@ -258,31 +258,31 @@ class Tokens(SearchSpace):
 
     usual = "normal"
 
-    def __init__(self, observation: Observation, like: Tensor) -> None:
+    def __init__(self, observation: Observation, template: Tensor) -> None:
         self.vocabulary = Vocabulary(observation)
         self.present = observation.tokens
-        self.free = (self.vocabulary.known < 0)[..., None]
+        self.free = (self.vocabulary.known_ids < 0)[..., None]
         if not self.free.any():
             raise ValueError(
                 "Every token of this shape is special or padding: there is nothing to reconstruct."
             )
 
     def start(
-        self, start: Any, shape: tuple[int, ...], like: Tensor, generator: torch.Generator
+        self, start: Any, shape: tuple[int, ...], template: Tensor, generator: torch.Generator
     ) -> Tensor:
-        return torch.where(self.free, super().start(start, shape, like, generator), like)
+        return torch.where(self.free, super().start(start, shape, template, generator), template)
 
     def draw(
-        self, start: str, shape: tuple[int, ...], like: Tensor, generator: torch.Generator
+        self, start: str, shape: tuple[int, ...], template: Tensor, generator: torch.Generator
     ) -> Tensor:
         if start == "uniform":
             raise ValueError(
                 "A text has no range to start uniformly in. Take start='normal' or 'tokens'."
             )
         if start == "tokens":
-            return self.vocabulary.embed(self.vocabulary.random(shape[:-1], generator)).to(like)
+            return self.vocabulary.embed(self.vocabulary.random(shape[:-1], generator)).to(template)
         scale = self.vocabulary.matrix[self.vocabulary.candidates].std()
-        return _normal(shape, like, generator) * scale
+        return _normal(shape, template, generator) * scale
 
     def decode(self, x: Tensor) -> list[list[int]]:
         rows = zip(self.vocabulary.nearest(x), self.present, strict=True)
@@ -298,7 +298,7 @@ class Pixels(SearchSpace):
 
     Args:
         observation: An observation of images.
-        like: The placeholder's input.
+        template: The placeholder's input.
 
     Example:
         >>> space = Pixels(image_observation, image_gmap.input)
@@ -310,23 +310,23 @@ class Pixels(SearchSpace):
 
     usual = "uniform"
 
-    def __init__(self, observation: Observation, like: Tensor) -> None:
-        self.range = PixelSpace(like, observation.image_mean, observation.image_std)
+    def __init__(self, observation: Observation, template: Tensor) -> None:
+        self.range = PixelSpace(template, observation.image_mean, observation.image_std)
         self.free = torch.ones((), dtype=torch.bool, device=observation.device)
 
     def draw(
-        self, start: str, shape: tuple[int, ...], like: Tensor, generator: torch.Generator
+        self, start: str, shape: tuple[int, ...], template: Tensor, generator: torch.Generator
     ) -> Tensor:
         if start == "tokens":
             raise ValueError("Images have no tokens. Take start='normal' or 'uniform'.")
         if start == "uniform":
-            return self.range.noise(shape, like, generator)
-        return _normal(shape, like, generator)
+            return self.range.noise(shape, template, generator)
+        return _normal(shape, template, generator)
 
     def network(
-        self, shape: tuple[int, ...], like: Tensor, generator: torch.Generator
+        self, shape: tuple[int, ...], template: Tensor, generator: torch.Generator
     ) -> DeepPrior:
-        return DeepPrior(self.range, shape, like, generator)
+        return DeepPrior(self.range, shape, template, generator)
 
     def project_(self, x: Tensor) -> None:
         self.range.project_(x)
@@ -342,5 +342,5 @@ class Pixels(SearchSpace):
 SPACES: dict[str, type[Tokens] | type[Pixels]] = {"text": Tokens, "image": Pixels}
 
 
-def _normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator, device=like.device, dtype=like.dtype)
+def _normal(shape: tuple[int, ...], template: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, device=template.device, dtype=template.dtype)

@@ -25,11 +25,11 @@ from ..base import Attack, Observation, Reconstruction, as_text
 from ..layer_inputs import Readers, find_readers, is_causal_lm, with_length
 from .decoder import extend
 from .encoder import assemble
-from .row_space import RowSpace, Search, complete, row_space, vectors
+from .row_space import NearestTokens, RowSpace, complete, row_space, vectors
 from .texts import View
 
 
-def heard_positions(observation: Observation) -> Tensor:
+def attended_positions(observation: Observation) -> Tensor:
     """Positions whose inputs the loss depends on: all tokens but, in a causal language model, each
     text's last.
 
@@ -37,21 +37,21 @@ def heard_positions(observation: Observation) -> Tensor:
         ValueError: If there are none.
 
     Example:
-        >>> bool((heard_positions(observation) <= observation.tokens).all())
+        >>> bool((attended_positions(observation) <= observation.tokens).all())
         True
     """
-    heard = observation.tokens.clone()
+    attended = observation.tokens.clone()
     if is_causal_lm(observation.model):
-        for row in heard:
+        for row in attended:
             row[row.nonzero()[-1:]] = False
-    if not heard.any():
+    if not attended.any():
         raise ValueError(
             "No position is left to look for: the texts have no tokens that the loss depends on."
         )
-    return heard
+    return attended
 
 
-def largest_rank(known: Tensor, wanted: Tensor, positional: bool) -> int:
+def largest_rank(known_ids: Tensor, is_unknown: Tensor, positional: bool) -> int:
     """The most linearly independent inputs that there can be: equal tokens at equal positions count
     once.
 
@@ -60,12 +60,14 @@ def largest_rank(known: Tensor, wanted: Tensor, positional: bool) -> int:
         >>> largest_rank(known, known < 0, positional=True)
         4
     """
-    at = torch.arange(known.shape[1], device=known.device).expand_as(known)
-    pairs = torch.stack([at if positional else torch.zeros_like(at), known], -1)[known >= 0]
-    return len(pairs.unique(dim=0)) + int(wanted.sum())
+    positions = torch.arange(known_ids.shape[1], device=known_ids.device).expand_as(known_ids)
+    pairs = torch.stack([positions if positional else torch.zeros_like(positions), known_ids], -1)[
+        known_ids >= 0
+    ]
+    return len(pairs.unique(dim=0)) + int(is_unknown.sum())
 
 
-def places_to_search(wanted: Tensor, positional: bool) -> tuple[Tensor, Tensor]:
+def places_to_search(is_unknown: Tensor, positional: bool) -> tuple[Tensor, Tensor]:
     """Where to look, and for how many tokens at each. Without positions everything is in one
     place.
 
@@ -77,32 +79,32 @@ def places_to_search(wanted: Tensor, positional: bool) -> tuple[Tensor, Tensor]:
         [[0], [3]]
     """
     if not positional:
-        total = wanted.sum().reshape(1)
+        total = is_unknown.sum().reshape(1)
         return torch.zeros_like(total)[total > 0], total[total > 0]
-    counts = wanted.sum(0)
+    counts = is_unknown.sum(0)
     return counts.nonzero().flatten(), counts[counts > 0]
 
 
 def fill(
-    wanted: Tensor,
-    known: Tensor,
-    found: dict[int, list[int]],
+    is_unknown: Tensor,
+    known_ids: Tensor,
+    candidate_ids: dict[int, list[int]],
     positional: bool,
     decided: bool = True,
-    again: bool = False,
+    may_repeat: bool = False,
 ) -> Tensor:
     """Rows of ids from what was found at each place.
 
     Args:
-        wanted: `(B, T)`, true where a token is looked for.
-        known: `(B, T)` known ids, -1 elsewhere.
-        found: Ids by place, the best first; under 0 alone if there are no positions.
+        is_unknown: `(B, T)`, true where a token is looked for.
+        known_ids: `(B, T)` known ids, -1 elsewhere.
+        candidate_ids: Ids by place, the best first; under 0 alone if there are no positions.
         positional: Whether there are.
         decided: Whether a later step tells which sentence a token is of, or there is but one.
             If nothing tells whose token it is, they go to the sentences by their ids, so that the
             result does not hang on rounding errors.
-        again: Whether, where a place has more sentences than tokens were found, these stand there
-            several times: then that is all there was.
+        may_repeat: Whether, where a place has more sentences than tokens were found, these stand
+            there several times: then that is all there was.
 
     Returns:
         `(B, T)` ids: those known and, in the order found, those at each position; -1 where there
@@ -114,22 +116,22 @@ def fill(
         [[2, 9], [2, 7]]
         >>> fill(known < 0, known, {1: [9, 7, 8]}, positional=True, decided=False).tolist()
         [[2, 7], [2, 9]]
-        >>> fill(known < 0, known, {1: [9]}, positional=True, again=True).tolist()
+        >>> fill(known < 0, known, {1: [9]}, positional=True, may_repeat=True).tolist()
         [[2, 9], [2, 9]]
     """
 
-    def first(ids: list[int], count: int) -> list[int]:
-        return (ids * (count // max(1, len(ids)) + 1 if again else 1))[:count]
+    def take(ids: list[int], count: int) -> list[int]:
+        return (ids * (count // max(1, len(ids)) + 1 if may_repeat else 1))[:count]
 
-    rows = known.clone()
+    rows = known_ids.clone()
     if not positional:
-        bag = first(found.get(0, []), int(wanted.sum()))
-        slots = wanted.nonzero()[: len(bag)]
+        bag = take(candidate_ids.get(0, []), int(is_unknown.sum()))
+        slots = is_unknown.nonzero()[: len(bag)]
         rows[slots[:, 0], slots[:, 1]] = torch.tensor(bag, dtype=torch.long, device=rows.device)
         return rows
-    for place, ids in found.items():
-        slots = wanted[:, place].nonzero().flatten()
-        tokens = first(ids, len(slots))
+    for place, ids in candidate_ids.items():
+        slots = is_unknown[:, place].nonzero().flatten()
+        tokens = take(ids, len(slots))
         rows[slots[: len(tokens)], place] = torch.tensor(
             tokens if decided else sorted(tokens), dtype=torch.long, device=rows.device
         )
@@ -193,49 +195,70 @@ class Span(Attack):
         start = time.perf_counter()
         observation = with_length(observation)
         groups = find_readers(observation)
-        first = _first(groups)
-        behind = _behind(observation, groups, first)
-        heard = heard_positions(observation)
-        known = observation.known_ids().masked_fill(~heard, -1)
-        wanted = heard & (known < 0)
-        space = self.row_space(observation, first, largest_rank(known, wanted, first.positional))
-        places = places_to_search(wanted, first.positional)
-        found = Search(observation, first, space, *places, known).nearest(
+        unmixed = _need_first_readers(groups)
+        mixed = _mixed_readers(observation, groups, unmixed)
+        attended = attended_positions(observation)
+        known_ids = observation.known_ids().masked_fill(~attended, -1)
+        is_unknown = attended & (known_ids < 0)
+        space = self.row_space(
+            observation, unmixed, largest_rank(known_ids, is_unknown, unmixed.positional)
+        )
+        places = places_to_search(is_unknown, unmixed.positional)
+        candidate_ids = NearestTokens(observation, unmixed, space, *places, known_ids).nearest(
             self.shortlist, self.threshold
         )
-        found = _without_frame(observation, found)
+        candidate_ids = _without_frame(observation, candidate_ids)
         undecided = ""
-        if behind and behind[0].mixing == "causal":
-            widest = max(behind, key=lambda g: g.size)
-            view = View(widest, self.row_space(observation, widest, int(heard.sum())))
-            rows = extend(observation, view, heard, known, found, self.beams)
+        if mixed and mixed[0].mixing == "causal":
+            widest = max(mixed, key=lambda g: g.size)
+            view = View(widest, self.row_space(observation, widest, int(attended.sum())))
+            rows = extend(observation, view, attended, known_ids, candidate_ids, self.beams)
         else:
-            views = self._views(observation, behind, heard)
-            again = self.threshold is None
-            rows = fill(wanted, known, found, first.positional, decided=bool(views), again=again)
-            if views and (observation.batch_size > 1 or not first.positional):
-                if not first.positional:
-                    found = dict.fromkeys(range(observation.input_shape[1]), found.get(0, []))
-                rows = assemble(observation, views, heard, known, found, rows, View(first, space))
+            views = self._views(observation, mixed, attended)
+            may_repeat = self.threshold is None
+            rows = fill(
+                is_unknown,
+                known_ids,
+                candidate_ids,
+                unmixed.positional,
+                decided=bool(views),
+                may_repeat=may_repeat,
+            )
+            if views and (observation.batch_size > 1 or not unmixed.positional):
+                if not unmixed.positional:
+                    candidate_ids = dict.fromkeys(
+                        range(observation.input_shape[1]), candidate_ids.get(0, [])
+                    )
+                rows = assemble(
+                    observation,
+                    views,
+                    attended,
+                    known_ids,
+                    candidate_ids,
+                    rows,
+                    View(unmixed, space),
+                )
             else:
-                undecided = _undecided(observation, first)
+                undecided = _undecided(observation, unmixed)
         ids = [row[present].tolist() for row, present in zip(rows, observation.tokens, strict=True)]
         return Reconstruction(
             token_ids=ids,
             text=as_text(ids, observation.tokenizer),
             labels=observation.labels,
-            objective=_objective(observation, first, space, rows),
+            objective=_objective(observation, unmixed, space, rows),
             seconds=time.perf_counter() - start,
             undecided=" ".join(filter(None, (undecided, _repeated(ids)))),
         )
 
-    def _views(self, observation: Observation, behind: list[Readers], heard: Tensor) -> list[View]:
+    def _views(
+        self, observation: Observation, mixed: list[Readers], attended: Tensor
+    ) -> list[View]:
         """The layers that tell whether a whole text is right, in the order in which they run."""
         views = []
-        for readers in behind:
-            rank = len(heard) if readers.pooled else int(heard.sum()) * readers.calls
+        for readers in mixed:
+            rank = len(attended) if readers.pooled else int(attended.sum()) * readers.calls
             view = View(readers, self.row_space(observation, readers, rank))
-            if rank < readers.size[0] and view.tells:
+            if rank < readers.size[0] and view.is_informative:
                 views.append(view)
         return views[:VIEWS] + [v for v in views[VIEWS:] if v.readers.pooled]
 
@@ -270,45 +293,51 @@ def first_readers(groups: list[Readers]) -> Readers | None:
     return max(unmixed, key=lambda g: (-g.calls, g.size[0], g.width)) if unmixed else None
 
 
-def _first(groups: list[Readers]) -> Readers:
-    if (found := first_readers(groups)) is None:
+def _need_first_readers(groups: list[Readers]) -> Readers:
+    if (unmixed := first_readers(groups)) is None:
         raise ValueError(
             "No gradient was shared of a linear layer that reads tokens before attention mixes "
             "them (in most models the first block's query, key and value), or it is zero: span has "
             "nothing to search. Attack by gradient matching, e.g. tag."
         )
-    return found
+    return unmixed
 
 
-def _behind(observation: Observation, groups: list[Readers], first: Readers) -> list[Readers]:
+def _mixed_readers(
+    observation: Observation, groups: list[Readers], unmixed: Readers
+) -> list[Readers]:
     """The readers of mixed inputs from after the first to its like in the next block, and those of
     whole texts behind the last.
     """
-    behind = [g for g in groups[groups.index(first) + 1 :] if g.mixing != "none"]
-    last = next((i for i, g in enumerate(behind) if g.calls == 1 and g.like(first)), len(behind))
+    mixed = [g for g in groups[groups.index(unmixed) + 1 :] if g.mixing != "none"]
+    next_block = next(
+        (i for i, g in enumerate(mixed) if g.calls == 1 and g.has_shapes_of(unmixed)), len(mixed)
+    )
     # An encoder-decoder's output is read where its text ends, which is nowhere in wrong ones.
-    pooled = [] if is_encoder_decoder(observation.model) else [g for g in behind if g.pooled]
-    return [g for g in behind[: last + 1] if not g.pooled] + pooled
+    pooled = [] if is_encoder_decoder(observation.model) else [g for g in mixed if g.pooled]
+    return [g for g in mixed[: next_block + 1] if not g.pooled] + pooled
 
 
-def _without_frame(observation: Observation, found: dict[int, list[int]]) -> dict[int, list[int]]:
+def _without_frame(
+    observation: Observation, candidate_ids: dict[int, list[int]]
+) -> dict[int, list[int]]:
     """Where lengths are known, the special tokens around a text stand at their places alone."""
     if observation.tokenizer is None or observation.attention_mask is None:
-        return found
-    before, after = observation.frame
-    frame = {*before, *after, observation.tokenizer.pad_token_id}
-    return {place: [t for t in tokens if t not in frame] for place, tokens in found.items()}
+        return candidate_ids
+    prefix_ids, suffix_ids = observation.frame
+    frame = {*prefix_ids, *suffix_ids, observation.tokenizer.pad_token_id}
+    return {place: [t for t in tokens if t not in frame] for place, tokens in candidate_ids.items()}
 
 
-def _undecided(observation: Observation, first: Readers) -> str:
+def _undecided(observation: Observation, unmixed: Readers) -> str:
     """What is left open where no gradient behind the attention tells a right text from others."""
     open_ = [
-        part
-        for part, holds in (
-            ("in which order the tokens were", not first.positional),
+        open_question
+        for open_question, is_open in (
+            ("in which order the tokens were", not unmixed.positional),
             ("of which sentence a token is", observation.batch_size > 1),
         )
-        if holds
+        if is_open
     ]
     return f"No gradient behind the first attention tells {' nor '.join(open_)}." if open_ else ""
 
@@ -328,21 +357,21 @@ def _variances(observation: Observation, readers: Readers) -> list[Tensor] | Non
     variance = observation.noise_variance
     if variance is None:
         return None
-    parts = []
+    variances = []
     for index, name in enumerate(readers.names):
         value = variance[name] if isinstance(variance, Mapping) else torch.tensor(float(variance))
-        parts.append(
-            readers.like_rows(
+        variances.append(
+            readers.as_rows(
                 index, value.to(observation.device).expand(observation.gradient[name].shape)
             )
         )
-    return parts
+    return variances
 
 
 def _objective(observation: Observation, readers: Readers, space: RowSpace, rows: Tensor) -> float:
     """Share of the gradient's norm that what was found does not span."""
-    at = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
-    pairs = torch.stack([at, rows], -1)[rows >= 0].unique(dim=0)
+    positions = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
+    pairs = torch.stack([positions, rows], -1)[rows >= 0].unique(dim=0)
     if not len(pairs):
         return 1.0
     places = pairs[:, 0] if readers.positional else torch.zeros_like(pairs[:, 0])

@@ -19,12 +19,12 @@ from .row_space import distances
 from .texts import Text, View, choose
 
 
-def endings(
+def inputs_of_endings(
     observation: Observation,
     readers: Readers,
     prefixes: Sequence[Text],
     tokens: Sequence[int],
-    keeps: bool,
+    uses_cache: bool,
 ) -> Tensor:
     """What `readers` read of P prefixes with each of K tokens behind them, `(P K, T + 1, H)`: of
     the first prefix with all tokens, then of the next.
@@ -32,46 +32,53 @@ def endings(
     Args:
         prefixes: Of T tokens each.
         tokens: K tokens.
-        keeps: Whether the model can keep what it needs of a prefix; else all of it runs K times.
+        uses_cache: Whether the model can keep what it needs of a prefix; else all of it runs K
+            times.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
         >>> readers = find_readers(observation)[1]
-        >>> endings(observation, readers, [(5, 6, 7)], [8, 9], keeps=False).shape
+        >>> inputs_of_endings(observation, readers, [(5, 6, 7)], [8, 9], uses_cache=False).shape
         torch.Size([2, 4, 32])
     """
-    if not prefixes[0] or not keeps:
+    if not prefixes[0] or not uses_cache:
         rows = [[*prefix, token] for prefix in prefixes for token in tokens]
         return layer_inputs(observation, readers, torch.tensor(rows, device=observation.device))
     past = DynamicCache(config=observation.model.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
-    once = torch.tensor(prefixes, device=observation.device)
-    before = layer_inputs(observation, readers, once, past_key_values=past, use_cache=True)
+    prefix_ids = torch.tensor(prefixes, device=observation.device)
+    prefix_inputs = layer_inputs(
+        observation, readers, prefix_ids, past_key_values=past, use_cache=True
+    )
     past.batch_repeat_interleave(len(tokens))
-    last = torch.tensor(tokens, device=observation.device).repeat(len(prefixes))[:, None]
-    mask = last.new_ones(len(last), once.shape[1] + 1)
-    behind = layer_inputs(observation, readers, last, mask, past_key_values=past, use_cache=True)
-    return torch.cat([before.repeat_interleave(len(tokens), 0), behind], dim=1)
+    token_ids = torch.tensor(tokens, device=observation.device).repeat(len(prefixes))[:, None]
+    mask = token_ids.new_ones(len(token_ids), prefix_ids.shape[1] + 1)
+    token_inputs = layer_inputs(
+        observation, readers, token_ids, mask, past_key_values=past, use_cache=True
+    )
+    return torch.cat([prefix_inputs.repeat_interleave(len(tokens), 0), token_inputs], dim=1)
 
 
-def keeps_the_past(observation: Observation, readers: Readers) -> bool:
+def can_use_cache(observation: Observation, readers: Readers) -> bool:
     """Whether the model reads a text's end alike when it has kept the rest: tried out on a text of
     random words.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
-        >>> keeps_the_past(observation, find_readers(observation)[1])  # an encoder
+        >>> can_use_cache(observation, find_readers(observation)[1])  # an encoder
         False
     """
     base = without_adapters(observation.model)
     if "past_key_values" not in inspect.signature(base.forward).parameters:
         return False
-    one = ordinary_id(base, observation.tokenizer)
-    whole, parts = (
-        endings(observation, readers, [(one, one, one + 1)], [one], keeps=keeps)
-        for keeps in (False, True)
+    token = ordinary_id(base, observation.tokenizer)
+    full_inputs, cached_inputs = (
+        inputs_of_endings(
+            observation, readers, [(token, token, token + 1)], [token], uses_cache=uses_cache
+        )
+        for uses_cache in (False, True)
     )
-    return whole.shape == parts.shape and torch.allclose(
-        whole, parts, rtol=1e-4, atol=1e-5 * float(whole.abs().max())
+    return full_inputs.shape == cached_inputs.shape and torch.allclose(
+        full_inputs, cached_inputs, rtol=1e-4, atol=1e-5 * float(full_inputs.abs().max())
     )
 
 
@@ -81,19 +88,19 @@ DEFICIENT = 8  # times as many prefixes where the first tokens of a text cannot 
 def extend(
     observation: Observation,
     view: View,
-    heard: Tensor,
-    known: Tensor,
-    found: dict[int, list[int]],
+    attended: Tensor,
+    known_ids: Tensor,
+    candidate_ids: dict[int, list[int]],
     beams: int,
 ) -> Tensor:
     """A decoder's sentences, from left to right.
 
     Args:
         view: The next layers, whose input at a position depends on the tokens up to there.
-        heard: `(B, T)`, true at the tokens that the gradient depends on; right-padded.
-        known: `(B, T)` known ids, -1 elsewhere.
-        found: Candidates by position, the best first; under 0 alone if the model has no absolute
-            positions.
+        attended: `(B, T)`, true at the tokens that the gradient depends on; right-padded.
+        known_ids: `(B, T)` known ids, -1 elsewhere.
+        candidate_ids: Candidates by position, the best first; under 0 alone if the model has no
+            absolute positions.
         beams: Prefixes to keep a sentence.
 
     Returns:
@@ -111,58 +118,58 @@ def extend(
         >>> extend(seen, view, seen.tokens, seen.known_ids(), found, beams=1).shape
         torch.Size([2, 8])
     """
-    lengths = heard.sum(1).tolist()
-    if any(not bool(row[:length].all()) for row, length in zip(heard, lengths, strict=True)):
+    lengths = attended.sum(1).tolist()
+    if any(not bool(row[:length].all()) for row, length in zip(attended, lengths, strict=True)):
         raise ValueError("span extends a decoder's texts from their first token: pad on the right.")
-    levels = _prefixes(observation, view, heard, known, found, beams)
+    levels = _prefixes(observation, view, attended, known_ids, candidate_ids, beams)
     candidates = []
-    for wanted, length in zip(known.tolist(), lengths, strict=True):
+    for known_text, length in zip(known_ids.tolist(), lengths, strict=True):
         while not levels[length]:  # candidates ran out: as far as they went
             length -= 1
         fitting = {
             text: score
             for text, score in levels[length].items()
-            if all(k in (-1, token) for k, token in zip(wanted, text, strict=False))
+            if all(k in (-1, token) for k, token in zip(known_text, text, strict=False))
         }
         candidates.append(fitting or levels[length])
-    rows = torch.full_like(known, -1)
-    for row, best in zip(rows, choose(observation, [view], candidates), strict=True):
-        row[: len(best)] = torch.tensor(best, dtype=torch.long, device=rows.device)
+    rows = torch.full_like(known_ids, -1)
+    for row, text in zip(rows, choose(observation, [view], candidates), strict=True):
+        row[: len(text)] = torch.tensor(text, dtype=torch.long, device=rows.device)
     return rows
 
 
 def _prefixes(
     observation: Observation,
     view: View,
-    heard: Tensor,
-    known: Tensor,
-    found: dict[int, list[int]],
+    attended: Tensor,
+    known_ids: Tensor,
+    candidate_ids: dict[int, list[int]],
     beams: int,
 ) -> list[dict[Text, float]]:
     """The best prefixes of every length, with the sums of their tokens' distances."""
-    lengths = heard.sum(1).tolist()
+    lengths = attended.sum(1).tolist()
     low_rank = view.readers.size[0] < view.readers.width  # LoRA
-    deficient = low_rank and len(view.directions) < int(heard.sum())
+    deficient = low_rank and len(view.directions) < int(attended.sum())
     beams = beams * DEFICIENT if deficient else beams
-    keeps = keeps_the_past(observation, view.readers)
-    distances_of = functools.partial(_last_distances, observation, view, deficient, keeps)
+    uses_cache = can_use_cache(observation, view.readers)
+    distances_of = functools.partial(_last_distances, observation, view, deficient, uses_cache)
     levels: list[dict[Text, float]] = [{(): 0.0}]
     for place in range(max(lengths)):
-        going = sum(length > place for length in lengths)
-        unknown = int(((known[:, place] < 0) & heard[:, place]).sum())
-        tokens = found.get(0 if list(found) == [0] else place, [])
-        certain = known[heard[:, place], place]
-        tokens = sorted({*certain[certain >= 0].tolist(), *(tokens if unknown else [])})
+        unfinished = sum(length > place for length in lengths)
+        unknown = int(((known_ids[:, place] < 0) & attended[:, place]).sum())
+        tokens = candidate_ids.get(0 if list(candidate_ids) == [0] else place, [])
+        known_tokens = known_ids[attended[:, place], place]
+        tokens = sorted({*known_tokens[known_tokens >= 0].tolist(), *(tokens if unknown else [])})
         longer = [(*prefix, token) for prefix in levels[-1] for token in tokens]
         scores = distances_of([*levels[-1]], tokens)
         totals = {p: levels[-1][p[:-1]] + s for p, s in zip(longer, scores, strict=True)}
         ranked = sorted(totals.items(), key=lambda item: item[1])
         # One token, repeated, reads the same everywhere unless positions are absolute, and is then
         # as near as the truth. It takes no other's place, and is not dropped: it may be the truth.
-        kept: list[tuple[Text, float]] = []
+        best: list[tuple[Text, float]] = []
         for repeats in (False, True):
-            kept += [item for item in ranked if _repeats(item[0]) == repeats][: beams * going]
-        levels.append(dict(kept))
+            best += [item for item in ranked if _repeats(item[0]) == repeats][: beams * unfinished]
+        levels.append(dict(best))
     return levels
 
 
@@ -174,7 +181,7 @@ def _last_distances(
     observation: Observation,
     view: View,
     deficient: bool,
-    keeps: bool,
+    uses_cache: bool,
     prefixes: list[Text],
     tokens: list[int],
 ) -> list[float]:
@@ -184,20 +191,25 @@ def _last_distances(
     2012).
     """
     scores: list[float] = []
-    together = max(1, 256 // max(1, len(tokens)))
-    parts = [
-        (prefixes[first : first + together], tokens[start : start + 256])
-        for first in range(0, len(prefixes), together)
-        for start in range(0, len(tokens), 256)
+    prefixes_per_chunk = max(1, 256 // max(1, len(tokens)))
+    chunks = [
+        (prefixes[i : i + prefixes_per_chunk], tokens[j : j + 256])
+        for i in range(0, len(prefixes), prefixes_per_chunk)
+        for j in range(0, len(tokens), 256)
     ]
-    for some, last in parts:
-        x = endings(observation, view.readers, some, last, keeps).double() * view.space.columns
+    for chunk_prefixes, chunk_tokens in chunks:
+        x = (
+            inputs_of_endings(
+                observation, view.readers, chunk_prefixes, chunk_tokens, uses_cache
+            ).double()
+            * view.space.columns
+        )
         if deficient and x.shape[1] > 1:
             size = x[:, -1].square().sum(1)
             x = x - ((x @ view.directions.T) * view.trust) @ view.directions
-            before = torch.linalg.qr(x[:, :-1].mT).Q
-            rest = x[:, -1] - (before @ (before.mT @ x[:, -1, :, None]))[:, :, 0]
-            scores += (rest.square().sum(1) / size).tolist()
+            prefix_basis = torch.linalg.qr(x[:, :-1].mT).Q
+            residual = x[:, -1] - (prefix_basis @ (prefix_basis.mT @ x[:, -1, :, None]))[:, :, 0]
+            scores += (residual.square().sum(1) / size).tolist()
         else:
             scores += distances(x[:, -1], view.directions, view.trust).clamp(min=0).tolist()
     return scores

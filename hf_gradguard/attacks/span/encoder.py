@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from ..base import Observation
-from .texts import NEAR, Explained, Text, View, choose, outside, vectors_of
+from .texts import NEAR, Explained, Text, View, choose, distance_outside, vectors_of
 
 SWEEPS, ROUNDS = 40, 4
-MORE, EVERY = 12, 1024  # rounds, and texts that are all tried, where nothing but rounding is noise
+ROUNDS_NOISELESS, MOST_ENUMERATED = (
+    12,
+    1024,
+)  # rounds, and texts that are all tried, where nothing but rounding is noise
 NEAREST = 4  # texts of all those tried that run through the whole model
 STARTS = 4  # at most for each sentence that is looked for
 
@@ -27,21 +30,21 @@ STARTS = 4  # at most for each sentence that is looked for
 def assemble(
     observation: Observation,
     views: Sequence[View],
-    heard: Tensor,
-    known: Tensor,
-    found: dict[int, list[int]],
+    attended: Tensor,
+    known_ids: Tensor,
+    candidate_ids: dict[int, list[int]],
     filled: Tensor,
-    first: View,
+    unmixed: View,
 ) -> Tensor:
     """An encoder's sentences.
 
     Args:
         views: Layers whose input depends on the whole sentence.
-        heard: `(B, T)`, true at tokens.
-        known: `(B, T)` known ids, -1 elsewhere.
-        found: Candidates by position, the best first.
+        attended: `(B, T)`, true at tokens.
+        known_ids: `(B, T)` known ids, -1 elsewhere.
+        candidate_ids: Candidates by position, the best first.
         filled: `(B, T)` the surest tokens of every position, in no order.
-        first: The layers in front of the attention: their span is explained by tokens at their
+        unmixed: The layers in front of the attention: their span is explained by tokens at their
             places, whatever stands beside them.
 
     Returns:
@@ -59,69 +62,81 @@ def assemble(
         >>> sorted(rows.tolist()) == sorted(ids.tolist())
         True
     """
-    pools = _pools(observation, views, heard, known, found, first)
-    rows = known.clone()
-    for index, text in enumerate(choose(observation, [first, *views], pools)):
-        rows[index, heard[index]] = torch.tensor(text, dtype=torch.long, device=rows.device)
-    near = _near(observation, views, heard, rows)
+    pools = _pools(observation, views, attended, known_ids, candidate_ids, unmixed)
+    rows = known_ids.clone()
+    for index, text in enumerate(choose(observation, [unmixed, *views], pools)):
+        rows[index, attended[index]] = torch.tensor(text, dtype=torch.long, device=rows.device)
+    near = _near(observation, views, attended, rows)
     distinct = len(rows[near].unique(dim=0))
     if distinct == len(rows):
         return rows
     # Noise, or a text that was not found, or one that is there twice: all tokens of a place are
     # used before nearer texts are, but for those that are as near as only right ones are.
-    others = exchange(observation, views, heard, known < 0, filled)
-    nearer = _near(observation, views, heard, others)
+    exchanged = exchange(observation, views, attended, known_ids < 0, filled)
+    nearer = _near(observation, views, attended, exchanged)
     if (
         bool(near.all())
         and not bool(nearer.all())
-        and _uses_all(observation, first, heard, rows, others)
+        and _uses_all(observation, unmixed, attended, rows, exchanged)
     ):
         return rows
-    if first.readers.positional and int(nearer.sum()) >= distinct:
-        return others
-    return min((others, rows), key=lambda each: misfit(observation, views, heard, each))
+    if unmixed.readers.positional and int(nearer.sum()) >= distinct:
+        return exchanged
+    return min((exchanged, rows), key=lambda texts: misfit(observation, views, attended, texts))
 
 
 def _uses_all(
-    observation: Observation, first: View, heard: Tensor, rows: Tensor, others: Tensor
+    observation: Observation, unmixed: View, attended: Tensor, rows: Tensor, exchanged: Tensor
 ) -> bool:
     """Whether texts leave no token over that others use: they explain as much of what the first
     layers read, to within half a token.
     """
-    mine, theirs = (misfit(observation, [first], heard, each) for each in (rows, others))
-    return mine < theirs + 0.5
+    of_rows, of_exchanged = (
+        misfit(observation, [unmixed], attended, texts) for texts in (rows, exchanged)
+    )
+    return of_rows < of_exchanged + 0.5
 
 
 def _pools(
     observation: Observation,
     views: Sequence[View],
-    heard: Tensor,
-    known: Tensor,
-    found: dict[int, list[int]],
-    first: View,
+    attended: Tensor,
+    known_ids: Tensor,
+    candidate_ids: dict[int, list[int]],
+    unmixed: View,
 ) -> list[dict[Text, float]]:
     """For each row the whole sentences that may be there, with their distances."""
     patterns: dict[tuple[tuple[bool, ...], Text], list[int]] = {}
-    for index, (present, given) in enumerate(zip(heard.tolist(), known.tolist(), strict=True)):
-        patterns.setdefault((tuple(present), tuple(given)), []).append(index)
-    pools: list[dict[Text, float]] = [{} for _ in heard]
-    surest = len(heard) if first.readers.positional else max(map(len, found.values()), default=0)
-    left = {(place, token) for place, tokens in found.items() for token in tokens}
-    for (present, given), indices in patterns.items():
-        pool = _Descent(observation, views, present, given, found, surest).sentences(
-            left, len(indices)
+    for index, (present, known_text) in enumerate(
+        zip(attended.tolist(), known_ids.tolist(), strict=True)
+    ):
+        patterns.setdefault((tuple(present), tuple(known_text)), []).append(index)
+    pools: list[dict[Text, float]] = [{} for _ in attended]
+    surest = (
+        len(attended)
+        if unmixed.readers.positional
+        else max(map(len, candidate_ids.values()), default=0)
+    )
+    unused = {(place, token) for place, tokens in candidate_ids.items() for token in tokens}
+    for (present, known_text), indices in patterns.items():
+        pool = _Descent(observation, views, present, known_text, candidate_ids, surest).sentences(
+            unused, len(indices)
         )
         for index in indices:
             pools[index] = pool
     return pools
 
 
-def _near(observation: Observation, views: Sequence[View], heard: Tensor, rows: Tensor) -> Tensor:
+def _near(
+    observation: Observation, views: Sequence[View], attended: Tensor, rows: Tensor
+) -> Tensor:
     """`(B,)`: whether each text is as near as only right ones are."""
-    return outside(observation, views, rows, heard) < NEAR * heard.sum(1)
+    return distance_outside(observation, views, rows, attended) < NEAR * attended.sum(1)
 
 
-def misfit(observation: Observation, views: Sequence[View], heard: Tensor, rows: Tensor) -> float:
+def misfit(
+    observation: Observation, views: Sequence[View], attended: Tensor, rows: Tensor
+) -> float:
     """What texts `(B, T)` leave outside the views' spans, and unexplained of them; in dimensions.
 
     Example:
@@ -138,21 +153,25 @@ def misfit(observation: Observation, views: Sequence[View], heard: Tensor, rows:
     """
     explained = Explained(views)
     ids = rows.clamp(min=0)
-    texts = [row[present].tolist() for row, present in zip(ids, heard, strict=True)]
+    texts = [row[present].tolist() for row, present in zip(ids, attended, strict=True)]
     for vectors in vectors_of(observation, views, texts):
-        explained.take(vectors)
-    return float(outside(observation, views, rows, heard).sum()) + explained.left
+        explained.add(vectors)
+    return float(distance_outside(observation, views, rows, attended).sum()) + explained.total
 
 
 def exchange(
-    observation: Observation, views: Sequence[View], heard: Tensor, wanted: Tensor, rows: Tensor
+    observation: Observation,
+    views: Sequence[View],
+    attended: Tensor,
+    is_unknown: Tensor,
+    rows: Tensor,
 ) -> Tensor:
     """Swap tokens at a position between sentences while they get nearer the views' spans.
 
     Args:
         views: Layers whose input depends on the whole sentence.
-        heard: `(B, T)`, true at tokens.
-        wanted: `(B, T)`, true where ids are not known beforehand.
+        attended: `(B, T)`, true at tokens.
+        is_unknown: `(B, T)`, true where ids are not known beforehand.
         rows: `(B, T)` ids to start from.
 
     Returns:
@@ -170,24 +189,32 @@ def exchange(
         True
     """
     rows = rows.clone()
-    current = outside(observation, views, rows, heard)
+    current = distance_outside(observation, views, rows, attended)
     for _ in range(SWEEPS // 5):
         changed = False
         for place in range(rows.shape[1]):
-            there = wanted[:, place].nonzero().flatten().tolist()
-            found = [
-                (i, j) for i in there for j in there if i < j and rows[i, place] != rows[j, place]
+            text_indices = is_unknown[:, place].nonzero().flatten().tolist()
+            text_pairs = [
+                (i, j)
+                for i in text_indices
+                for j in text_indices
+                if i < j and rows[i, place] != rows[j, place]
             ]
-            if not found:
+            if not text_pairs:
                 continue
-            pairs = torch.tensor(found, device=rows.device)
+            pairs = torch.tensor(text_pairs, device=rows.device)
             swapped = rows[pairs]  # (pairs, 2, T)
             swapped[:, :, place] = rows[pairs.flip(1), place]
-            new = outside(observation, views, swapped.flatten(0, 1), heard[pairs].flatten(0, 1))
-            gains = (current[pairs] - new.view(-1, 2)).sum(1)
+            new_distances = distance_outside(
+                observation, views, swapped.flatten(0, 1), attended[pairs].flatten(0, 1)
+            )
+            gains = (current[pairs] - new_distances.view(-1, 2)).sum(1)
             best = int(gains.argmax())
             if gains[best] > 1e-9 * current.sum():
-                rows[pairs[best]], current[pairs[best]] = swapped[best], new.view(-1, 2)[best]
+                rows[pairs[best]], current[pairs[best]] = (
+                    swapped[best],
+                    new_distances.view(-1, 2)[best],
+                )
                 changed = True
         if not changed:
             break
@@ -202,80 +229,85 @@ class _Descent:
         observation: Observation,
         views: Sequence[View],
         present: tuple[bool, ...],
-        given: Text,
-        found: dict[int, list[int]],
+        known_text: Text,
+        candidate_ids: dict[int, list[int]],
         surest: int,
     ) -> None:
         self.observation, self.views, self.surest = observation, views, surest
         self.mask = torch.tensor(present, device=observation.device)
-        self.given = torch.tensor(given, device=observation.device)
+        self.known_text = torch.tensor(known_text, device=observation.device)
         self.tokens = {
-            place: torch.tensor(found[place], device=observation.device)
+            place: torch.tensor(candidate_ids[place], device=observation.device)
             for place in range(len(present))
-            if present[place] and given[place] < 0 and found.get(place)
+            if present[place] and known_text[place] < 0 and candidate_ids.get(place)
         }
 
-    def sentences(self, left: set[tuple[int, int]], count: int) -> dict[Text, float]:
+    def sentences(self, unused: set[tuple[int, int]], count: int) -> dict[Text, float]:
         """Whole sentences with their distances.
 
         Args:
-            left: `(place, token)` that no sentence uses so far; what is found here is taken out.
+            unused: `(place, token)` that no sentence uses so far; what is found here is taken out.
             count: How many are looked for.
         """
         pool: dict[Text, float] = {}
         near = NEAR * int(self.mask.sum())
-        for rows, far in self._tries(left, count):
-            for row, distance in zip(rows, far.tolist(), strict=True):
+        for rows, distances in self._tries(unused, count):
+            for row, distance in zip(rows, distances.tolist(), strict=True):
                 text = tuple(row[self.mask].tolist())
                 pool[text] = min(distance, pool.get(text, distance))
                 if distance < near:
-                    left -= {(place, int(row[place])) for place in self.tokens}
+                    unused -= {(place, int(row[place])) for place in self.tokens}
             if sum(distance < near for distance in pool.values()) >= count:
                 break
         right = {text: distance for text, distance in pool.items() if distance < near}
         return right if len(right) >= count else pool
 
-    def _tries(self, left: set[tuple[int, int]], count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _tries(self, unused: set[tuple[int, int]], count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Texts and their distances, from other starts each time. Which start leads where depends
         on rounding: where that is all the noise, all texts come last if they are few.
         """
         exact = any(view.space.ends for view in self.views)
-        for turn in range((MORE if exact else ROUNDS) if self.tokens else 1):
-            starts, anchor = self._starts(left, turn, STARTS * count)
+        for turn in range((ROUNDS_NOISELESS if exact else ROUNDS) if self.tokens else 1):
+            starts, anchor = self._starts(unused, turn, STARTS * count)
             yield self.descend(starts, anchor, count if turn == 0 else None)
-        if exact and self.tokens and math.prod(map(len, self.tokens.values())) <= EVERY:
-            rows = self._every()
-            far = self._far(rows, self.views)
-            nearest = far.argsort()[:count]
-            yield rows[nearest], far[nearest]
+        if exact and self.tokens and math.prod(map(len, self.tokens.values())) <= MOST_ENUMERATED:
+            rows = self._all_texts()
+            distances = self._distances(rows, self.views)
+            nearest = distances.argsort()[:count]
+            yield rows[nearest], distances[nearest]
 
-    def _every(self) -> Tensor:
+    def _all_texts(self) -> Tensor:
         """`(N, T)`: all texts of these tokens."""
         chosen = torch.cartesian_prod(*self.tokens.values()).view(-1, len(self.tokens))
-        rows = self.given.clamp(min=0).repeat(len(chosen), 1)
+        rows = self.known_text.clamp(min=0).repeat(len(chosen), 1)
         rows[:, list(self.tokens)] = chosen.to(rows.dtype)
         return rows
 
-    def _starts(self, left: set[tuple[int, int]], turn: int, most: int) -> tuple[Tensor, int]:
+    def _starts(
+        self, unused: set[tuple[int, int]], turn: int, max_starts: int
+    ) -> tuple[Tensor, int]:
         """`(S, T)` texts to start from: one for each of the surest tokens that are left over at the
         place that has the fewest to choose from; and that place.
         """
-        row = self.given.clamp(min=0)
+        row = self.known_text.clamp(min=0)
         if not self.tokens:
             return row[None], -1
-        over = {
-            place: [token for token in tokens.tolist() if (place, token) in left] or tokens.tolist()
+        remaining = {
+            place: [token for token in tokens.tolist() if (place, token) in unused]
+            or tokens.tolist()
             for place, tokens in self.tokens.items()
         }
-        anchor = min(over, key=lambda place: (len(self.tokens[place]) < 2, len(self.tokens[place])))
-        over[anchor] = over[anchor][:most]
-        starts = row.repeat(len(over[anchor]), 1)
-        for place, tokens in over.items():
+        anchor = min(
+            remaining, key=lambda place: (len(self.tokens[place]) < 2, len(self.tokens[place]))
+        )
+        remaining[anchor] = remaining[anchor][:max_starts]
+        starts = row.repeat(len(remaining[anchor]), 1)
+        for place, tokens in remaining.items():
             starts[:, place] = torch.tensor(
                 [tokens[(i + turn * place) % len(tokens)] for i in range(len(starts))],
                 device=row.device,
             )
-        starts[:, anchor] = torch.tensor(over[anchor], device=row.device)
+        starts[:, anchor] = torch.tensor(remaining[anchor], device=row.device)
         return starts, anchor
 
     def descend(self, rows: Tensor, anchor: int, count: int | None) -> tuple[Tensor, Tensor]:
@@ -288,34 +320,36 @@ class _Descent:
         What reads whole texts runs the whole model, and comes last.
         """
         rows = rows.clone()
-        few = {p: tokens[: self.surest] for p, tokens in self.tokens.items() if p != anchor}
-        within = _within(self.views)
-        stages = [(self.views[:1], few)] if count is not None else []
-        stages += [(within, self.tokens)] if within else []
+        surest_tokens = {
+            p: tokens[: self.surest] for p, tokens in self.tokens.items() if p != anchor
+        }
+        position_views = _position_views(self.views)
+        stages = [(self.views[:1], surest_tokens)] if count is not None else []
+        stages += [(position_views, self.tokens)] if position_views else []
         for views, choice in stages:
-            rows, best = self._settle(rows, self._far(rows, views), views, choice)
+            rows, distances = self._descend_by(rows, self._distances(rows, views), views, choice)
             if count is not None:
-                rows = rows[best.argsort()[: count + 1]].unique(dim=0)
-        return self._settle(rows, self._far(rows, self.views), self.views, self.tokens)
+                rows = rows[distances.argsort()[: count + 1]].unique(dim=0)
+        return self._descend_by(rows, self._distances(rows, self.views), self.views, self.tokens)
 
-    def _far(self, rows: Tensor, views: Sequence[View]) -> Tensor:
-        return outside(self.observation, views, rows, self.mask.expand_as(rows))
+    def _distances(self, rows: Tensor, views: Sequence[View]) -> Tensor:
+        return distance_outside(self.observation, views, rows, self.mask.expand_as(rows))
 
-    def _settle(
-        self, rows: Tensor, best: Tensor, views: Sequence[View], choice: dict[int, Tensor]
+    def _descend_by(
+        self, rows: Tensor, distances: Tensor, views: Sequence[View], choice: dict[int, Tensor]
     ) -> tuple[Tensor, Tensor]:
         for _ in range(SWEEPS):
-            before = rows.clone()
+            previous = rows.clone()
             for place, tokens in choice.items():
                 if len(tokens) > 1:
                     tried = rows[:, None].repeat(1, len(tokens), 1)
                     tried[:, :, place] = tokens
-                    self._improve(rows, best, tried, views)
-            if torch.equal(rows, before) and choice is self.tokens:
-                self._reorder(rows, best, views)
-            if torch.equal(rows, before):
+                    self._improve(rows, distances, tried, views)
+            if torch.equal(rows, previous) and choice is self.tokens:
+                self._reorder(rows, distances, views)
+            if torch.equal(rows, previous):
                 break
-        return rows, best
+        return rows, distances
 
     def _reorder(self, rows: Tensor, best: Tensor, views: Sequence[View]) -> None:
         """The best exchange of two places' tokens in each text, or move of one to another place, if
@@ -334,24 +368,24 @@ class _Descent:
             tried[:, :, places] = rows[:, torch.tensor(orders, device=rows.device)]
             self._improve(rows, best, tried, views)
 
-    def _improve(self, rows: Tensor, best: Tensor, tried: Tensor, views: Sequence[View]) -> None:
+    def _improve(self, rows: Tensor, current: Tensor, tried: Tensor, views: Sequence[View]) -> None:
         """Put the nearest of the texts tried, `(S, K, T)`, in place of a row that is farther. Of
         many the whole model runs on those alone that are nearest within its first block.
         """
-        within = _within(views)
-        if within and tried.shape[1] > NEAREST:
-            far = self._far(tried.flatten(0, 1), within).view(tried.shape[:2])
-            some = far.topk(NEAREST, largest=False).indices
-            tried = tried[torch.arange(len(rows), device=rows.device)[:, None], some]
-        far, which = self._far(tried.flatten(0, 1), views).view(len(rows), -1).min(1)
-        better = far < best * (1 - 1e-9)
+        position_views = _position_views(views)
+        if position_views and tried.shape[1] > NEAREST:
+            distances = self._distances(tried.flatten(0, 1), position_views).view(tried.shape[:2])
+            nearest = distances.topk(NEAREST, largest=False).indices
+            tried = tried[torch.arange(len(rows), device=rows.device)[:, None], nearest]
+        distances, which = self._distances(tried.flatten(0, 1), views).view(len(rows), -1).min(1)
+        better = distances < current * (1 - 1e-9)
         rows[better] = tried[better, which[better]]
-        best[better] = far[better]
+        current[better] = distances[better]
 
 
-def _within(views: Sequence[View]) -> list[View]:
+def _position_views(views: Sequence[View]) -> list[View]:
     """Those that read positions, near the model's start, where others read whole texts at its
     end.
     """
-    within = [view for view in views if not view.readers.pooled]
-    return within if len(within) < len(views) else []
+    position_views = [view for view in views if not view.readers.pooled]
+    return position_views if len(position_views) < len(views) else []

@@ -42,9 +42,9 @@ def complete(matrix: Tensor, rank: int, iterations: int = 30) -> Tensor:
     bound = matrix[~missing].abs().min()
     filled = matrix.double()
     for _ in range(iterations):
-        left, values, right = torch.linalg.svd(filled, full_matrices=False)
-        low = (left[:, :rank] * values[:rank]) @ right[:rank]
-        filled = torch.where(missing, low.clamp(-bound, bound), matrix.double())
+        u, singular_values, vh = torch.linalg.svd(filled, full_matrices=False)
+        low_rank = (u[:, :rank] * singular_values[:rank]) @ vh[:rank]
+        filled = torch.where(missing, low_rank.clamp(-bound, bound), matrix.double())
     return filled.to(matrix.dtype)
 
 
@@ -133,7 +133,7 @@ def row_space(blocks: list[Tensor], variances: list[Tensor] | None, rank: int) -
     stack = torch.cat([matrix / (float(matrix.norm()) or 1.0) for matrix in matrices])
     count = len(stack)
     _, values, right = torch.linalg.svd(_factor(stack), full_matrices=False)
-    end = _end(values, rank, epsilon)
+    end = _rank_before_rounding(values, rank, epsilon)
     rank = rank if end is None else end
     rows, columns = _scales(stack, right, rank)
     factor = _factor(stack * rows[:, None] * columns)
@@ -155,13 +155,15 @@ def distances(vectors: Tensor, directions: Tensor, trust: Tensor) -> Tensor:
         tensor([0., 1., 2.])
     """
     squares = vectors.square().sum(-1)
-    inside = ((vectors @ directions.T).square() * trust).sum(-1)
+    power_inside = ((vectors @ directions.T).square() * trust).sum(-1)
     return torch.where(
-        squares > 0, 1 - inside / squares.clamp(min=torch.finfo(squares.dtype).tiny), 2.0
+        squares > 0, 1 - power_inside / squares.clamp(min=torch.finfo(squares.dtype).tiny), 2.0
     )
 
 
-def select(space: RowSpace, known: Tensor, candidates: Tensor, capacity: Tensor) -> list[list[int]]:
+def select(
+    space: RowSpace, known_vectors: Tensor, candidates: Tensor, capacity: Tensor
+) -> list[list[int]]:
     """Choose candidates that together span the row space.
 
     A few of the nearest at a time, after which they are projected out of the matrix and of the
@@ -170,7 +172,7 @@ def select(space: RowSpace, known: Tensor, candidates: Tensor, capacity: Tensor)
 
     Args:
         space: The row space.
-        known: `(k, H)` vectors that are in the span.
+        known_vectors: `(k, H)` vectors that are in the span.
         candidates: `(P, K, H)`: K candidates for each of P places.
         capacity: `(P,)`: how many to choose at most at each.
 
@@ -184,40 +186,50 @@ def select(space: RowSpace, known: Tensor, candidates: Tensor, capacity: Tensor)
         >>> select(row_space([true], None, 2), true[1:], candidates, torch.tensor([1]))
         [[0]]
     """
-    candidates, known = candidates * space.columns, known * space.columns
-    basis = orthonormal(known)
-    left, rest = space.without(basis), candidates - (candidates @ basis.T) @ basis
+    candidates, known_vectors = candidates * space.columns, known_vectors * space.columns
+    basis = orthonormal(known_vectors)
+    remaining, residuals = space.without(basis), candidates - (candidates @ basis.T) @ basis
     size = candidates.square().sum(-1)
-    taken = rest.square().sum(-1) <= 1e-20 * size  # in the span of what is known, or zero
+    taken = residuals.square().sum(-1) <= 1e-20 * size  # in the span of what is known, or zero
     chosen: list[list[int]] = [[] for _ in capacity]
     room = capacity.clone()
     # the least that was ever seen of a candidate outside the span of what was chosen and what
     # stands out
-    outside = size
-    whole = space.directions()[0]
+    smallest_outside = size
+    all_directions = space.directions()[0]
     while bool(room.any()) and len(basis) < candidates.shape[-1]:
-        if space.ends and float((basis @ whole.T).square().sum()) > len(whole) - 0.5:
-            room = room.masked_fill(torch.tensor([bool(own) for own in chosen]).to(room.device), 0)
-        directions, trust = left.directions(free=candidates.shape[-1] - len(basis))
-        squares = rest.square().sum(-1)
-        outside = torch.minimum(outside, distances(rest, directions, trust) * squares)
-        scores = (outside / squares).masked_fill(taken | (room == 0)[:, None], math.inf)
-        best, places = scores.flatten().topk(
+        if (
+            space.ends
+            and float((basis @ all_directions.T).square().sum()) > len(all_directions) - 0.5
+        ):
+            room = room.masked_fill(
+                torch.tensor([bool(indices) for indices in chosen]).to(room.device), 0
+            )
+        directions, trust = remaining.directions(free=candidates.shape[-1] - len(basis))
+        squares = residuals.square().sum(-1)
+        smallest_outside = torch.minimum(
+            smallest_outside, distances(residuals, directions, trust) * squares
+        )
+        scores = (smallest_outside / squares).masked_fill(taken | (room == 0)[:, None], math.inf)
+        best_scores, flat_indices = scores.flatten().topk(
             min(max(1, int(room.sum()) // 32), scores.numel()), largest=False
         )
-        if not math.isfinite(float(best[0])):
+        if not math.isfinite(float(best_scores[0])):
             break
-        new = []
-        for score, place in zip(best.tolist(), places.tolist(), strict=True):
-            p, k = divmod(place, candidates.shape[1])
+        new_vectors = []
+        for score, flat_index in zip(best_scores.tolist(), flat_indices.tolist(), strict=True):
+            p, k = divmod(flat_index, candidates.shape[1])
             if room[p] and math.isfinite(score):
                 chosen[p].append(k)
                 taken[p, k] = True
                 room[p] -= 1
-                new.append(rest[p, k])
-        step = orthonormal(torch.stack(new), basis)
-        basis = torch.cat([basis, step])
-        left, rest = left.without(step), rest - (rest @ step.T) @ step
+                new_vectors.append(residuals[p, k])
+        new_basis = orthonormal(torch.stack(new_vectors), basis)
+        basis = torch.cat([basis, new_basis])
+        remaining, residuals = (
+            remaining.without(new_basis),
+            residuals - (residuals @ new_basis.T) @ new_basis,
+        )
     return chosen
 
 
@@ -245,7 +257,7 @@ def _factor(matrix: Tensor) -> Tensor:
     return cast(Tensor, torch.linalg.qr(matrix, mode="r").R)
 
 
-def _end(values: Tensor, rank: int, epsilon: float) -> int | None:
+def _rank_before_rounding(values: Tensor, rank: int, epsilon: float) -> int | None:
     """How many singular values stand above those of rounding, at most `rank`: equal rows count
     once. `None` if no gap shows it.
     """
@@ -257,19 +269,19 @@ def _end(values: Tensor, rank: int, epsilon: float) -> int | None:
     return None
 
 
-def _scales(stack: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def _scales(stack: Tensor, vh: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Factors of rows and columns that make the noise even, judged by what no matrix of that rank
-    explains, of right singular vectors `right`.
+    explains, of right singular vectors `vh`.
 
     Rounding errors grow with a row's and a column's entries, and so may a defense's noise. 1 where
     nothing is left over.
     """
-    ones = torch.ones_like(stack[:, 0]), torch.ones_like(stack[0])
+    unit_scales = torch.ones_like(stack[:, 0]), torch.ones_like(stack[0])
     if rank >= min(stack.shape):
-        return ones
-    squares = (stack - (stack @ right[:rank].T) @ right[:rank]).square()
+        return unit_scales
+    squares = (stack - (stack @ vh[:rank].T) @ vh[:rank]).square()
     mean = float(squares.mean())
-    return _equalize((squares / mean).clamp(min=1e-6)) if mean > 0 else ones
+    return _equalize((squares / mean).clamp(min=1e-6)) if mean > 0 else unit_scales
 
 
 def _equalize(variance: Tensor, steps: int = 20) -> tuple[Tensor, Tensor]:
@@ -311,7 +323,7 @@ SURE = 1e-16  # nearer than this are only tokens that were there, whatever the t
 
 
 @dataclass(frozen=True)
-class Search:
+class NearestTokens:
     """What is looked for, and in what.
 
     Args:
@@ -320,7 +332,7 @@ class Search:
         space: The row space of their gradients.
         places: `(P,)` positions to look at.
         capacity: `(P,)`: how many tokens to find at each.
-        known: `(B, T)` known ids, -1 elsewhere.
+        known_ids: `(B, T)` known ids, -1 elsewhere.
 
     Example:
         >>> from hf_gradguard.attacks.span.attack import Span
@@ -328,7 +340,7 @@ class Search:
         >>> first = find_readers(observation)[0]
         >>> space = Span().row_space(observation, first, rank=int(observation.tokens.sum()))
         >>> at = torch.tensor([1])
-        >>> search = Search(seen, first, space, at, torch.tensor([2]), seen.known_ids())
+        >>> search = NearestTokens(seen, first, space, at, torch.tensor([2]), seen.known_ids())
         >>> found = search.nearest(shortlist=8, threshold=None)
         >>> set(gmap.batch["input_ids"][:, 1].tolist()) <= set(found[1])
         True
@@ -339,7 +351,7 @@ class Search:
     space: RowSpace
     places: Tensor
     capacity: Tensor
-    known: Tensor
+    known_ids: Tensor
 
     def nearest(self, shortlist: int, threshold: float | None) -> dict[int, list[int]]:
         """Token ids at every place, the best first.
@@ -360,7 +372,7 @@ class Search:
                 f"The gradients of {', '.join(self.readers.names)} span all "
                 f"{len(self.space.columns)} dimensions of their inputs, so that every token lies "
                 "in the span. span needs fewer tokens in a batch than the layer is wide (if there "
-                f"are: give attention_mask, or the true T){_of_rank(self.readers)}. Attack by "
+                f"are: give attention_mask, or the true T){_lora_advice(self.readers)}. Attack by "
                 "gradient matching, e.g. tag."
             )
         scores, ids = self._ranked(directions, trust, shortlist)
@@ -386,10 +398,13 @@ class Search:
         size = len(weight)
         padding = getattr(getattr(observation.model, "config", None), "pad_token_id", None)
         length = int(places.max()) + 1
-        most = max(shortlist, 2 * int(self.capacity.max()))
+        count = max(shortlist, 2 * int(self.capacity.max()))
         chunk = max(1, CHUNK // (length * len(space.columns)))
-        best, kept = torch.empty(len(places), 0), torch.empty(len(places), 0, dtype=torch.long)
-        best, kept = best.to(observation.device), kept.to(observation.device)
+        best_scores, best_ids = (
+            torch.empty(len(places), 0),
+            torch.empty(len(places), 0, dtype=torch.long),
+        )
+        best_scores, best_ids = best_scores.to(observation.device), best_ids.to(observation.device)
         for start in range(0, size, chunk):
             ids = torch.arange(start, min(start + chunk, size), device=observation.device)
             x = layer_inputs(observation, readers, ids[:, None].expand(-1, length))[:, places]
@@ -397,39 +412,43 @@ class Search:
             scores = distances(x, directions.to(x.dtype), trust.to(x.dtype)).T.float()
             if padding is not None:
                 scores[:, ids == padding] = 2.0
-            best = torch.cat([best, scores], 1)
-            kept = torch.cat([kept, ids.expand(len(places), -1)], 1)
-            best, order = best.topk(min(most, best.shape[1]), largest=False)
-            kept = kept.gather(1, order)
+            best_scores = torch.cat([best_scores, scores], 1)
+            best_ids = torch.cat([best_ids, ids.expand(len(places), -1)], 1)
+            best_scores, order = best_scores.topk(min(count, best_scores.shape[1]), largest=False)
+            best_ids = best_ids.gather(1, order)
         # Differences of squares near 1 lose half of float32's digits: once more, exactly.
-        x = vectors(observation, readers, kept, places) * space.columns
+        x = vectors(observation, readers, best_ids, places) * space.columns
         scores, order = distances(x, directions, trust).sort(dim=1, stable=True)
-        return scores, kept.gather(1, order)
+        return scores, best_ids.gather(1, order)
 
     def _chosen(self, scores: Tensor, ids: Tensor) -> dict[int, list[int]]:
         """Of ranked tokens those that together span the row space, then others as near as they."""
         observation, readers = self.observation, self.readers
         candidates = vectors(observation, readers, ids, self.places)
-        frame = self.known >= 0
-        certain = torch.stack([frame.nonzero()[:, 1], self.known[frame]], 1).unique(dim=0)
-        given = candidates.new_zeros(0, candidates.shape[-1])
-        if len(certain):
-            at, tokens = certain[:, 0], certain[:, 1]
-            at = at if readers.positional else torch.zeros_like(at)
-            given = vectors(observation, readers, tokens[:, None], at)[:, 0]
-        chosen = select(self.space, given, candidates, self.capacity)
-        found = {}
+        is_known = self.known_ids >= 0
+        known_pairs = torch.stack([is_known.nonzero()[:, 1], self.known_ids[is_known]], 1).unique(
+            dim=0
+        )
+        known_vectors = candidates.new_zeros(0, candidates.shape[-1])
+        if len(known_pairs):
+            positions, tokens = known_pairs[:, 0], known_pairs[:, 1]
+            positions = positions if readers.positional else torch.zeros_like(positions)
+            known_vectors = vectors(observation, readers, tokens[:, None], positions)[:, 0]
+        chosen = select(self.space, known_vectors, candidates, self.capacity)
+        candidate_ids = {}
         for i, place in enumerate(self.places.tolist()):
             best: list[int] = [int(ids[i, k]) for k in chosen[i]]
             short = 0 < len(best) < int(self.capacity[i])  # all that there is stands there
             nearest = scores[i, chosen[i]] if short else scores[i, : int(self.capacity[i])]
             farthest = nearest.max().clamp(min=SURE if short else 0)
             close: list[int] = ids[i, scores[i] <= TIE * farthest].tolist()
-            found[place] = best + [token for token in close if token not in best][:ALTERNATIVES]
-        return found
+            candidate_ids[place] = (
+                best + [token for token in close if token not in best][:ALTERNATIVES]
+            )
+        return candidate_ids
 
 
-def _of_rank(readers: Readers) -> str:
+def _lora_advice(readers: Readers) -> str:
     """What else to do about LoRA, whose B reads no more of a token than A makes of it."""
     if not any("lora_B" in name for name in readers.names):
         return ""

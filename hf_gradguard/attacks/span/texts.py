@@ -36,10 +36,10 @@ class View:
         >>> mixed = next(r for r in find_readers(observation) if r.mixing == "full")
         >>> view = View(mixed, row_space(mixed.gradients(observation), None, rank=13))
         >>> ids, mask = batch["input_ids"], batch["attention_mask"].bool()
-        >>> far = outside(observation, [view], ids, mask)
+        >>> far = distance_outside(observation, [view], ids, mask)
         >>> wrong = ids.clone()
         >>> wrong[:, 1] = ids[:, 1].flip(0)  # the first word of the other sentence
-        >>> bool(outside(observation, [view], wrong, mask)[0] > 2 * far[0])
+        >>> bool(distance_outside(observation, [view], wrong, mask)[0] > 2 * far[0])
         True
     """
 
@@ -54,49 +54,53 @@ class View:
         object.__setattr__(self, "trust", trust)
 
     @property
-    def tells(self) -> bool:
+    def is_informative(self) -> bool:
         """Whether anything lies outside the span: it is not everything."""
         return 0 < len(self.directions) < len(self.space.columns)
 
 
-def outside(observation: Observation, views: Sequence[View], ids: Tensor, masks: Tensor) -> Tensor:
+def distance_outside(
+    observation: Observation, views: Sequence[View], ids: Tensor, masks: Tensor
+) -> Tensor:
     """`(K,)`: of texts `(K, T)`, the sums of their inputs' squared relative distances from the
     spans. Positions out of `masks` do not count.
     """
-    parts = []
+    totals = []
     length = int(masks.any(0).nonzero().max()) + 1  # what pads all of them on the right is not read
     ids, masks = ids[:, :length], masks[:, :length]
     ids = torch.where(ids >= 0, ids, ordinary_id(observation.model, observation.tokenizer))
-    step = max(1, CHUNK // ids.shape[1])
-    for start in range(0, len(ids), step):
-        mask = masks[start : start + step]
-        read = all_inputs(observation, [v.readers for v in views], ids[start : start + step], mask)
+    texts_per_pass = max(1, CHUNK // ids.shape[1])
+    for start in range(0, len(ids), texts_per_pass):
+        mask = masks[start : start + texts_per_pass]
+        inputs = all_inputs(
+            observation, [v.readers for v in views], ids[start : start + texts_per_pass], mask
+        )
         total = torch.zeros(len(mask), dtype=torch.float64, device=ids.device)
-        for view, x in zip(views, read, strict=True):
+        for view, x in zip(views, inputs, strict=True):
             x = x.double() * view.space.columns
-            far = distances(x, view.directions, view.trust).clamp(min=0)
-            total += far if far.dim() == 1 else (far * mask).sum(1)
-        parts.append(total)
-    return torch.cat(parts)
+            squared = distances(x, view.directions, view.trust).clamp(min=0)
+            total += squared if squared.dim() == 1 else (squared * mask).sum(1)
+        totals.append(total)
+    return torch.cat(totals)
 
 
 def vectors_of(
     observation: Observation, views: Sequence[View], ids: Sequence[Sequence[int]]
 ) -> list[list[Tensor]]:
     """For every text and view the inputs that are read, `(T, H)` of unit length."""
-    found: list[list[Tensor]] = []
+    vectors: list[list[Tensor]] = []
     for text in ids:
-        read = all_inputs(
+        inputs = all_inputs(
             observation,
             [v.readers for v in views],
             torch.tensor([list(text)], device=observation.device),
         )
-        found.append([])
-        for view, x in zip(views, read, strict=True):
+        vectors.append([])
+        for view, x in zip(views, inputs, strict=True):
             rows = x[0, : len(text)] if x.dim() == 3 else x
             rows = rows.double() * view.space.columns
-            found[-1].append(rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30))
-    return found
+            vectors[-1].append(rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30))
+    return vectors
 
 
 class Explained:
@@ -110,32 +114,32 @@ class Explained:
         >>> texts = [row[row > 0].tolist() for row in batch["input_ids"]]
         >>> explained = Explained([view])
         >>> for vectors in vectors_of(observation, [view], texts):
-        ...     explained.take(vectors)
+        ...     explained.add(vectors)
         >>> explained.left < 0.1 * Explained([view]).left
         True
     """
 
     def __init__(self, views: Sequence[View]) -> None:
-        self.rest = [v.directions * v.trust.sqrt()[:, None] for v in views]
+        self.unexplained = [v.directions * v.trust.sqrt()[:, None] for v in views]
         self.bases = [v.directions[:0] for v in views]
 
     @property
-    def left(self) -> float:
+    def total(self) -> float:
         """Directions that nothing explains, each counted as far as it is to be trusted."""
-        return sum(float(rest.square().sum()) for rest in self.rest)
+        return sum(float(unexplained.square().sum()) for unexplained in self.unexplained)
 
     def gain(self, vectors: Sequence[Tensor]) -> float:
-        """By how much `left` falls with a text."""
+        """By how much `total` falls with a text."""
         return sum(
-            float((rest @ orthonormal(x, basis, SAME).T).square().sum())
-            for x, rest, basis in zip(vectors, self.rest, self.bases, strict=True)
+            float((unexplained @ orthonormal(x, basis, SAME).T).square().sum())
+            for x, unexplained, basis in zip(vectors, self.unexplained, self.bases, strict=True)
         )
 
-    def take(self, vectors: Sequence[Tensor]) -> None:
+    def add(self, vectors: Sequence[Tensor]) -> None:
         """Count a text in."""
         for i, x in enumerate(vectors):
             new = orthonormal(x, self.bases[i], SAME)
-            self.rest[i] = self.rest[i] - (self.rest[i] @ new.T) @ new
+            self.unexplained[i] = self.unexplained[i] - (self.unexplained[i] @ new.T) @ new
             self.bases[i] = torch.cat([self.bases[i], new])
 
 
@@ -177,30 +181,35 @@ def choose(
     )
     chosen = _choose(views, candidates, vectors, sweeps)
     right = [
-        {text: far for text, far in row.items() if far < NEAR * len(text)} or row
+        {text: distance for text, distance in row.items() if distance < NEAR * len(text)} or row
         for row in candidates
     ]
     # Where rounding does not end, it counts as something to explain.
-    ends = [k for k, view in enumerate(views) if view.space.ends]
-    if ends and any(text not in row for text, row in zip(chosen, right, strict=True) if row):
-        again = _choose(views, right, vectors, sweeps)
-        mine, others = (_left(views, ends, texts, vectors) for texts in (again, chosen))
-        if mine <= others + CLOSE * len(ends):
-            return again
+    noiseless_views = [k for k, view in enumerate(views) if view.space.ends]
+    if noiseless_views and any(
+        text not in row for text, row in zip(chosen, right, strict=True) if row
+    ):
+        right_chosen = _choose(views, right, vectors, sweeps)
+        of_right, of_chosen = (
+            _unexplained_by(views, noiseless_views, texts, vectors)
+            for texts in (right_chosen, chosen)
+        )
+        if of_right <= of_chosen + CLOSE * len(noiseless_views):
+            return right_chosen
     return chosen
 
 
-def _left(
+def _unexplained_by(
     views: Sequence[View],
-    some: Sequence[int],
+    view_indices: Sequence[int],
     texts: Sequence[Text],
     vectors: dict[Text, list[Tensor]],
 ) -> float:
     """What texts leave unexplained of some of the views."""
-    explained = Explained([views[k] for k in some])
+    explained = Explained([views[k] for k in view_indices])
     for text in filter(None, texts):
-        explained.take([vectors[text][k] for k in some])
-    return explained.left
+        explained.add([vectors[text][k] for k in view_indices])
+    return explained.total
 
 
 def _choose(
@@ -217,20 +226,20 @@ def _choose(
     for index in order:
         chosen[index] = _best(candidates[index], vectors, explained)
         if chosen[index]:
-            explained.take(vectors[chosen[index]])
+            explained.add(vectors[chosen[index]])
     for _ in range(sweeps):
-        if explained.left < CLOSE * len(views):
+        if explained.total < CLOSE * len(views):
             break
-        before = list(chosen)
+        previous = list(chosen)
         for index in order:
             explained = Explained(views)
-            for other in order:
-                if other != index and chosen[other]:
-                    explained.take(vectors[chosen[other]])
+            for other_index in order:
+                if other_index != index and chosen[other_index]:
+                    explained.add(vectors[chosen[other_index]])
             chosen[index] = _best(candidates[index], vectors, explained)
             if chosen[index]:
-                explained.take(vectors[chosen[index]])
-        if chosen == before:
+                explained.add(vectors[chosen[index]])
+        if chosen == previous:
             break
     return chosen
 
