@@ -115,8 +115,8 @@ def read_patches(
     undecided = ""
     if rank < len(gray_patches):
         undecided = (
-            f"The slopes at {len(gray_patches)} patches, of {slopes.shape[1]} dimensions, have "
-            f"rank {rank}: what lies between those is taken for gray."
+            f"The slopes at {len(gray_patches)} patches, of {slopes.shape[1]} dimensions, are "
+            f"{rank} independent ones: what lies between those is taken for gray."
         )
     return gray, undecided
 
