@@ -60,6 +60,7 @@ class Registry(MutableMapping[str, T]):
     Args:
         kind: What they are, for errors: "defense", "attack" or "estimator".
         builtin: `{name: "module:attribute"}` of this package.
+        refused: Settings that some of them do not have for a reason, with the reason.
 
     Example:
         >>> from hf_gradguard import DEFENSES
@@ -69,8 +70,10 @@ class Registry(MutableMapping[str, T]):
         'Pruning'
     """
 
-    def __init__(self, kind: str, builtin: Mapping[str, str]) -> None:
-        self.kind, self.group = kind, f"hf_gradguard.{kind}s"
+    def __init__(
+        self, kind: str, builtin: Mapping[str, str], refused: Mapping[str, str] | None = None
+    ) -> None:
+        self.kind, self.group, self.refused = kind, f"hf_gradguard.{kind}s", dict(refused or {})
         self._builtin, self._added = dict(builtin), dict[str, T]()
 
     @cached_property
@@ -131,19 +134,13 @@ class Registry(MutableMapping[str, T]):
         return describe(self._points[name].value)
 
 
-def make(
-    registry: Registry[type[T]],
-    name: str,
-    settings: Mapping[str, Any],
-    refused: Mapping[str, str] | None = None,
-) -> T:
+def make(registry: Registry[type[T]], name: str, settings: Mapping[str, Any]) -> T:
     """`registry[name](**settings)`, with errors that list what there is.
 
     Args:
         registry: Of classes, dataclasses of their settings.
         name: One of its names.
         settings: Fields of that class.
-        refused: Settings that some classes do not have for a reason, with the reason.
 
     Raises:
         ValueError: For an unknown name.
@@ -153,9 +150,8 @@ def make(
     settings_of_kind = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
     unknown = sorted(settings.keys() - set(settings_of_kind))
     if unknown:
-        reasons = refused or {}
-        if setting := next((setting for setting in unknown if setting in reasons), None):
-            raise TypeError(f"{name} has no setting {setting}: {reasons[setting]}.")
+        if setting := next((setting for setting in unknown if setting in registry.refused), None):
+            raise TypeError(f"{name} has no setting {setting}: {registry.refused[setting]}.")
         has = f"It has: {', '.join(settings_of_kind)}." if settings_of_kind else "It has none."
         raise TypeError(f"{name} has no setting {', '.join(unknown)}. {has}")
     return kind(**settings)
@@ -277,6 +273,11 @@ DEFENSES: Registry[Any] = Registry(
         "quantization": "hf_gradguard.defenses.quantization:Quantization",
         "soteria": "hf_gradguard.defenses.soteria:Soteria",
         "refiner": "hf_gradguard.defenses.refiner.defense:Refiner",
+    },
+    refused={
+        "error_feedback": "it shares the true gradient, or that with independent noise, which "
+        "averages out over messages by itself. Fed back, each message would take back the noise "
+        "of the one before, and their sum would show the sum of the gradients"
     },
 )
 ATTACKS: Registry[Any] = Registry(

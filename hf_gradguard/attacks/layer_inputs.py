@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,13 +66,14 @@ class Readers:
         return tensor.T if isinstance(self.modules[index], Conv1D) else tensor
 
     @property
-    def size(self) -> tuple[int, int]:
-        """How many tokens their gradients can tell apart, the smaller of rows and columns; and the
-        rows.
-        """
-        shapes = [self.as_rows(i, m.weight).shape for i, m in enumerate(self.modules)]  # type: ignore[arg-type]
-        rows = sum(shape[0] for shape in shapes)
-        return min(rows, shapes[0][1]), rows
+    def num_rows(self) -> int:
+        """Rows of their gradients, stacked."""
+        return sum(len(self.as_rows(i, m.weight)) for i, m in enumerate(self.modules))  # type: ignore[arg-type, misc]
+
+    @property
+    def max_rank(self) -> int:
+        """How many tokens their gradients can tell apart: the smaller of rows and columns."""
+        return min(self.num_rows, self.width)
 
     @property
     def width(self) -> int:
@@ -281,6 +282,77 @@ def _two_tokens(observation: Observation) -> tuple[int, int]:
     if padding is not None and 0 <= padding < len(distances):
         distances[padding] = -1
     return token, int(distances.argmax())
+
+
+def attended_positions(observation: Observation) -> Tensor:
+    """`(B, T)`, true at positions whose inputs the loss depends on: all tokens but, in a causal
+    language model, each text's last.
+
+    Raises:
+        ValueError: If there are none.
+
+    Example:
+        >>> bool((attended_positions(observation) <= observation.tokens).all())
+        True
+    """
+    attended = observation.tokens.clone()
+    if is_causal_lm(observation.model):
+        for row in attended:
+            row[row.nonzero()[-1:]] = False
+    if not attended.any():
+        raise ValueError(
+            "No position is left to look for: the texts have no tokens that the loss depends on."
+        )
+    return attended
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where a batch's tokens are looked for, and which may stand there.
+
+    Args:
+        attended: `(B, T)`, true at the tokens that the loss depends on.
+        known_ids: `(B, T)`, ids that are known beforehand, -1 elsewhere.
+        candidate_ids: Ids by position, the best first; under 0 alone where the model has no
+            positions.
+
+    Example:
+        >>> slots = Slots(torch.ones(2, 3).bool(), torch.tensor([[2, -1, 3], [2, -1, 3]]))
+        >>> slots.is_unknown[0].tolist(), len(slots.known_pairs(positional=True))
+        ([False, True, False], 2)
+        >>> [tensor.tolist() for tensor in slots.capacity(positional=True)]
+        [[1], [2]]
+    """
+
+    attended: Tensor
+    known_ids: Tensor
+    candidate_ids: dict[int, list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def from_observation(cls, observation: Observation) -> Slots:
+        """All attended positions, of which special tokens are known."""
+        attended = attended_positions(observation)
+        return cls(attended, observation.known_ids().masked_fill(~attended, -1))
+
+    @property
+    def is_unknown(self) -> Tensor:
+        """`(B, T)`, true where a token is looked for."""
+        return self.attended & (self.known_ids < 0)
+
+    def known_pairs(self, positional: bool) -> Tensor:
+        """`(k, 2)`: the known tokens, each position with its id. Equal ones give equal inputs, and
+        are there once. Without positions all stand at 0.
+        """
+        rows, columns = (self.known_ids >= 0).nonzero(as_tuple=True)
+        positions = columns if positional else torch.zeros_like(columns)
+        return torch.stack([positions, self.known_ids[rows, columns]], -1).unique(dim=0)
+
+    def capacity(self, positional: bool) -> tuple[Tensor, Tensor]:
+        """Positions at which to look, and for how many tokens at each. Without positions
+        everything is in one place.
+        """
+        counts = self.is_unknown.sum(0) if positional else self.is_unknown.sum().reshape(1)
+        return counts.nonzero().flatten(), counts[counts > 0]
 
 
 def observed_length(observation: Observation) -> int | None:

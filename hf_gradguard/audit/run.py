@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.utils import logging
 
-from ..attacks import Attack, make_attack
+from ..attacks import Attack
 from ..attacks.analytic import is_readable
 from ..data.samples import Sample
-from ..defenses import Chain, Defense, chain, make_defense
+from ..defenses import Chain, Defense, chain
 from ..gradient_map.domain import IMAGE, domain_of_model
+from ..registry import ATTACKS, DEFENSES, make
 from .cells import Audit, Cells
 from .client import Shared, modality_of, training_of
 from .loop import Setup, plain_settings, run
@@ -245,7 +246,8 @@ def make_defenses(specs: Spec | Sequence[Spec]) -> dict[str, Defense]:
     defenses = {}
     for label, named in parse_specs(specs).items():
         if isinstance(named, list):
-            named = chain(*(make_defense(name, **settings) for name, settings in named))
+            links = [make(DEFENSES, name, settings) for name, settings in named]
+            named = chain(*links) if len(links) > 1 else links[0]
         if not isinstance(named, Defense):
             raise ValueError(f"{label} is an attack, where a defense was to be.")
         defenses[label] = named
@@ -259,7 +261,7 @@ def make_attacks(specs: Spec | Sequence[Spec]) -> dict[str, Attack]:
         if isinstance(named, list):
             if len(named) > 1:
                 raise ValueError(f"Attacks cannot be chained: {label}.")
-            named = make_attack(named[0][0], **named[0][1])
+            named = make(ATTACKS, *named[0])
         if not isinstance(named, Attack):
             raise ValueError(f"{label} is a defense, where an attack was to be.")
         attacks[label] = named

@@ -27,14 +27,6 @@ __all__ = [
 ]
 
 
-_NO_FEEDBACK = (
-    "it shares the true gradient, or that with independent noise, which averages out over "
-    "messages by itself. Fed back, each message would take back the noise of the one before, and "
-    "their sum would show the sum of the gradients"
-)
-"""Why a defense that does not have `error_feedback` has it not."""
-
-
 def make_defense(name: str, **settings: Any) -> Defense:
     """The defense of that name.
 
@@ -51,5 +43,5 @@ def make_defense(name: str, **settings: Any) -> Defense:
         >>> make_defense("optimal_pruning", ratio=0.8, refresh_every=10).ratio
         0.8
     """
-    defense: Defense = make(DEFENSES, name, settings, refused={"error_feedback": _NO_FEEDBACK})
+    defense: Defense = make(DEFENSES, name, settings)
     return defense

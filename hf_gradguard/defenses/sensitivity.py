@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.domain import special_ids
 from ..gradient_map.layers import Pass
 from ..gradient_map.local_training.batches import first_rows
 from ..gradient_map.marginals import Sums, heard, own_pass, power_sums, probe_sums, sums_of
-from ..gradient_map.random_batch import random_batch, special_ids
+from ..gradient_map.random_batch import random_batch
 from ..gradient_map.sensitivity import TOLERANCE, plan_of, probe_squares
 from ..randomness import Stream
 from .base import Defense, DefenseFacts, check_whole

@@ -377,6 +377,28 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
             yield from _outermost(child)
 
 
+def special_ids(model: nn.Module, processing_class: Any = None) -> list[int]:
+    """Ids of special tokens: the tokenizer's, or without one those that the config names."""
+    ids = getattr(processing_class, "all_special_ids", None)
+    if ids is None:
+        config = getattr(model, "config", None)
+        names = ("bos", "eos", "cls", "sep", "pad", "mask")
+        ids = [getattr(config, f"{name}_token_id", None) for name in names]
+    return sorted({index for index in ids if isinstance(index, int)})
+
+
+def ordinary_ids(count: int, special: Sequence[int]) -> Tensor:
+    """Ids below `count` that are not special.
+
+    Example:
+        >>> ordinary_ids(5, special=[0, 3, 99])
+        tensor([1, 2, 4])
+    """
+    allowed = torch.ones(count, dtype=torch.bool)
+    allowed[[index for index in special if index < count]] = False
+    return allowed.nonzero().flatten()
+
+
 def special_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The special ids that a tokenizer puts before and after a text.
 

@@ -1,6 +1,4 @@
-"""Labels that are drawn at random, and which ids are special: what a random batch takes beside its
-inputs.
-"""
+"""Batches of random inputs with random labels, in the shapes of a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream
-from .domain import Domain, Text, ends_of, is_of_targets, mask_of
+from .domain import Domain, Text, ends_of, is_of_targets, mask_of, ordinary_ids
 from .map import GradientMap
 
 
@@ -182,28 +180,6 @@ def random_labels(
         NOT_SYNTHETIC.format(f"labels of shape {tuple(value.shape)}")
         + (" Class ids need model.config.num_labels, which is not set." if classes < 2 else "")
     )
-
-
-def special_ids(model: nn.Module, processing_class: Any = None) -> list[int]:
-    """Ids of special tokens: the tokenizer's, or without one those that the config names."""
-    ids = getattr(processing_class, "all_special_ids", None)
-    if ids is None:
-        config = getattr(model, "config", None)
-        names = ("bos", "eos", "cls", "sep", "pad", "mask")
-        ids = [getattr(config, f"{name}_token_id", None) for name in names]
-    return sorted({index for index in ids if isinstance(index, int)})
-
-
-def ordinary_ids(count: int, special: Sequence[int]) -> Tensor:
-    """Ids below `count` that are not special.
-
-    Example:
-        >>> ordinary_ids(5, special=[0, 3, 99])
-        tensor([1, 2, 4])
-    """
-    allowed = torch.ones(count, dtype=torch.bool)
-    allowed[[index for index in special if index < count]] = False
-    return allowed.nonzero().flatten()
 
 
 NOT_SYNTHETIC = (

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..gradient_map.domain import embed
-from ..gradient_map.random_batch import ordinary_ids
+from ..gradient_map.domain import embed, ordinary_ids
 from ..randomness import Stream
 from .configuration import EvaluationNetworkBase
 from .image import ImageEvaluationNetwork

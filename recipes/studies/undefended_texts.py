@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack, recover_labels
-from hf_gradguard.attacks.span.attack import attended_positions
+from hf_gradguard.attacks.layer_inputs import attended_positions
 from hf_gradguard.metrics import score_text
 
 from ..study import Study

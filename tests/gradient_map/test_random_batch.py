@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForTokenClassification
 
 from hf_gradguard import GradientMap
-from hf_gradguard.gradient_map.domain import IMAGE, TEXT
-from hf_gradguard.gradient_map.random_batch import random_batch, special_ids
+from hf_gradguard.gradient_map.domain import IMAGE, TEXT, special_ids
+from hf_gradguard.gradient_map.random_batch import random_batch
 
 SPECIAL = [0, 1, 2, 3]
 

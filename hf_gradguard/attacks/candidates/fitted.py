@@ -348,7 +348,7 @@ def _texts(
         tokenizer=observation.tokenizer, special_tokens=observation.special_tokens,
     )  # fmt: skip
     unmixed = first_readers(find_readers(observed))
-    if unmixed is None or ids.numel() >= unmixed.size[0]:
+    if unmixed is None or ids.numel() >= unmixed.max_rank:
         return None  # they span everything
     recovered_ids = torch.tensor(Span()(observed, generator=generator).token_ids).to(ids)
     is_complete = recovered_ids.shape == ids.shape and bool((recovered_ids >= 0).all())

@@ -14,125 +14,221 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ...gradient_map.domain import is_encoder_decoder
+from ...gradient_map.domain import TEXT, is_encoder_decoder
 from ..base import Attack, Observation, Reconstruction, as_text
-from ..layer_inputs import Readers, find_readers, is_causal_lm, with_length
+from ..layer_inputs import Readers, Slots, find_readers, layer_inputs, with_length
 from .decoder import extend
 from .encoder import assemble
-from .row_space import NearestTokens, RowSpace, complete, row_space, vectors
-from .texts import View
+from .row_space import RowSpace, View, distances, row_space, select
+
+# Entries of layer inputs at once: 4 MiB in float32. Much larger ones cost as much again in page
+# faults.
+CHUNK = 2**20
+# Word and position embeddings add up, so LN(w + p) of a token seen elsewhere, at a position where
+# another was seen, can lie in the span too: what is nearly as near as the nearest goes on to where
+# the attention has mixed them.
+TIE, ALTERNATIVES = 1e4, 64
+SURE = 1e-16  # nearer than this are only tokens that were there, whatever the type
 
 
-def attended_positions(observation: Observation) -> Tensor:
-    """Positions whose inputs the loss depends on: all tokens but, in a causal language model, each
-    text's last.
-
-    Raises:
-        ValueError: If there are none.
-
-    Example:
-        >>> bool((attended_positions(observation) <= observation.tokens).all())
-        True
-    """
-    attended = observation.tokens.clone()
-    if is_causal_lm(observation.model):
-        for row in attended:
-            row[row.nonzero()[-1:]] = False
-    if not attended.any():
-        raise ValueError(
-            "No position is left to look for: the texts have no tokens that the loss depends on."
-        )
-    return attended
-
-
-def largest_rank(known_ids: Tensor, is_unknown: Tensor, positional: bool) -> int:
-    """The most linearly independent inputs that there can be: equal tokens at equal positions count
-    once.
-
-    Example:
-        >>> known = torch.tensor([[2, -1, 3], [2, -1, 3]])  # [CLS], a word, [SEP]; twice
-        >>> largest_rank(known, known < 0, positional=True)
-        4
-    """
-    positions = torch.arange(known_ids.shape[1], device=known_ids.device).expand_as(known_ids)
-    pairs = torch.stack([positions if positional else torch.zeros_like(positions), known_ids], -1)[
-        known_ids >= 0
-    ]
-    return len(pairs.unique(dim=0)) + int(is_unknown.sum())
-
-
-def places_to_search(is_unknown: Tensor, positional: bool) -> tuple[Tensor, Tensor]:
-    """Where to look, and for how many tokens at each. Without positions everything is in one
-    place.
-
-    Example:
-        >>> wanted = torch.tensor([[False, True, True], [False, True, False]])
-        >>> [tensor.tolist() for tensor in places_to_search(wanted, positional=True)]
-        [[1, 2], [2, 1]]
-        >>> [tensor.tolist() for tensor in places_to_search(wanted, positional=False)]
-        [[0], [3]]
-    """
-    if not positional:
-        total = is_unknown.sum().reshape(1)
-        return torch.zeros_like(total)[total > 0], total[total > 0]
-    counts = is_unknown.sum(0)
-    return counts.nonzero().flatten(), counts[counts > 0]
-
-
-def fill(
-    is_unknown: Tensor,
-    known_ids: Tensor,
-    candidate_ids: dict[int, list[int]],
-    positional: bool,
-    decided: bool = True,
-    may_repeat: bool = False,
-) -> Tensor:
-    """Rows of ids from what was found at each place.
+def nearest_tokens(
+    observation: Observation,
+    view: View,
+    slots: Slots,
+    shortlist: int,
+    threshold: float | None = None,
+) -> dict[int, list[int]]:
+    """The ids that together span a row space, by position, the best first.
 
     Args:
-        is_unknown: `(B, T)`, true where a token is looked for.
-        known_ids: `(B, T)` known ids, -1 elsewhere.
-        candidate_ids: Ids by place, the best first; under 0 alone if there are no positions.
-        positional: Whether there are.
-        decided: Whether a later step tells which sentence a token is of, or there is but one.
-            If nothing tells whose token it is, they go to the sentences by their ids, so that the
-            result does not hang on rounding errors.
-        may_repeat: Whether, where a place has more sentences than tokens were found, these stand
-            there several times: then that is all there was.
+        observation: What the server saw.
+        view: The layers whose inputs are candidates, with the row space of their gradients.
+        slots: Where to look; what is known there is in the span.
+        shortlist: Candidates per position that are looked at closely; at least two for every token
+            to be found there.
+        threshold: Take those of at most this relative distance, and not the nearest ones.
+
+    Raises:
+        ValueError: If the row space is everything, so that every token lies in it.
+
+    Example:
+        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> readers, slots = find_readers(observation)[0], Slots.from_observation(observation)
+        >>> view = View(readers, Span().row_space(observation, readers, rank=13))
+        >>> nearest = nearest_tokens(observation, view, slots, shortlist=8)
+        >>> set(gmap.batch["input_ids"][:, 1].tolist()) <= set(nearest[1])
+        True
+    """
+    readers, width = view.readers, len(view.space.columns)
+    positions, capacity = slots.capacity(readers.positional)
+    if not len(positions):
+        return {}
+    if len(view.directions) >= width:
+        raise ValueError(
+            f"The gradients of {', '.join(readers.names)} span all {width} dimensions of their "
+            "inputs, so that every token lies in the span. span needs fewer tokens in a batch than "
+            "the layer is wide (if there are: give attention_mask, or the true T)"
+            f"{_lora_advice(readers)}. Attack by gradient matching, e.g. tag."
+        )
+    count = max(shortlist, 2 * int(capacity.max()))
+    scores, ids = _rank_vocabulary(observation, view, positions, count)
+    if threshold is not None:
+        is_near = scores.clamp(min=0).sqrt() <= threshold
+        return {
+            int(position): ids[i, is_near[i]][: int(capacity[i])].tolist()
+            for i, position in enumerate(positions)
+        }
+    candidates = vectors(observation, readers, ids, positions)
+    known_vectors = candidates.new_zeros(0, candidates.shape[-1])
+    if len(known := slots.known_pairs(readers.positional)):
+        known_vectors = vectors(observation, readers, known[:, 1:], known[:, 0])[:, 0]
+    chosen = select(view.space, known_vectors, candidates, capacity)
+    candidate_ids = {}
+    for i, position in enumerate(positions.tolist()):
+        best: list[int] = [int(ids[i, k]) for k in chosen[i]]
+        short = 0 < len(best) < int(capacity[i])  # all that there is stands there
+        nearest = scores[i, chosen[i]] if short else scores[i, : int(capacity[i])]
+        farthest = nearest.max().clamp(min=SURE if short else 0)
+        close: list[int] = ids[i, scores[i] <= TIE * farthest].tolist()
+        candidate_ids[position] = (
+            best + [token for token in close if token not in best][:ALTERNATIVES]
+        )
+    return candidate_ids
+
+
+def _rank_vocabulary(
+    observation: Observation, view: View, positions: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """Squared distances and ids `(P, count)` of the nearest tokens at every position, nearest
+    first.
+    """
+    readers, columns = view.readers, view.space.columns
+    size = len(TEXT.embedding(observation.model).weight)  # type: ignore[arg-type]
+    padding = getattr(getattr(observation.model, "config", None), "pad_token_id", None)
+    length = int(positions.max()) + 1
+    chunk = max(1, CHUNK // (length * len(columns)))
+    best_scores = torch.empty(len(positions), 0, device=observation.device)
+    best_ids = torch.empty(len(positions), 0, dtype=torch.long, device=observation.device)
+    for start in range(0, size, chunk):
+        ids = torch.arange(start, min(start + chunk, size), device=observation.device)
+        x = layer_inputs(observation, readers, ids[:, None].expand(-1, length))[:, positions]
+        x = x * columns.to(x.dtype)
+        scores = distances(x, view.directions.to(x.dtype), view.trust.to(x.dtype)).T.float()
+        if padding is not None:
+            scores[:, ids == padding] = 2.0
+        best_scores = torch.cat([best_scores, scores], 1)
+        best_ids = torch.cat([best_ids, ids.expand(len(positions), -1)], 1)
+        best_scores, order = best_scores.topk(min(count, best_scores.shape[1]), largest=False)
+        best_ids = best_ids.gather(1, order)
+    # Differences of squares near 1 lose half of float32's digits: once more, exactly.
+    x = vectors(observation, readers, best_ids, positions) * columns
+    scores, order = distances(x, view.directions, view.trust).sort(dim=1, stable=True)
+    return scores, best_ids.gather(1, order)
+
+
+def _lora_advice(readers: Readers) -> str:
+    """What else to do about LoRA, whose B reads no more of a token than A makes of it."""
+    if not any("lora_B" in name for name in readers.names):
+        return ""
+    return (
+        f": of LoRA of rank {readers.width} at most {readers.width - 1} while B is zero and A so "
+        "has no gradient. Attack a later message, or with candidates"
+    )
+
+
+def vectors(observation: Observation, readers: Readers, ids: Tensor, positions: Tensor) -> Tensor:
+    """`(P, K, H)` in float64: what is read for each of the ids `(P, K)` at its position.
+
+    Example:
+        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> ids = torch.tensor([[7, 8, 9]])
+        >>> vectors(observation, find_readers(observation)[0], ids, torch.tensor([1])).shape[:2]
+        torch.Size([1, 3])
+    """
+    length = int(positions.max()) + 1
+    full = torch.zeros(ids.shape[1], length, dtype=torch.long, device=ids.device)
+    inputs = []
+    for position, tokens in zip(positions.tolist(), ids, strict=True):
+        x = layer_inputs(observation, readers, tokens[:, None].expand_as(full))
+        inputs.append(x[:, position].double())
+    return torch.stack(inputs)
+
+
+def complete(matrix: Tensor, rank: int, iterations: int = 30) -> Tensor:
+    """Fill a matrix's zeros, taken for missing, with the values of its best approximation of low
+    rank.
+
+    Alternates between filling and truncating (hard impute). A pruning drops small entries, so what
+    is filled in stays within the smallest one that it kept.
+
+    Args:
+        matrix: `(M, H)`. One without zeros is returned as it is.
+        rank: Of the matrix, if nothing were missing.
+        iterations: Of filling and truncating.
+
+    Example:
+        >>> pruned = torch.tensor([[2.0, 4.0, 2.0], [2.0, 4.0, 2.0], [2.0, 4.0, 0.0]])
+        >>> torch.allclose(complete(pruned, rank=1)[2], torch.tensor([2.0, 4.0, 2.0]), atol=0.01)
+        True
+    """
+    missing = matrix == 0
+    if not bool(missing.any()) or bool(missing.all()) or rank >= min(matrix.shape):
+        return matrix
+    bound = matrix[~missing].abs().min()
+    filled = matrix.double()
+    for _ in range(iterations):
+        u, singular_values, vh = torch.linalg.svd(filled, full_matrices=False)
+        low_rank = (u[:, :rank] * singular_values[:rank]) @ vh[:rank]
+        filled = torch.where(missing, low_rank.clamp(-bound, bound), matrix.double())
+    return filled.to(matrix.dtype)
+
+
+def fill(slots: Slots, positional: bool, decided: bool = True, may_repeat: bool = False) -> Tensor:
+    """Rows of ids from the candidates at each position.
+
+    Args:
+        slots: Known ids, and candidates where others are looked for.
+        positional: Whether the model has positions.
+        decided: Whether a later step tells which sentence a token is of, or there is but one. If
+            nothing tells it, tokens go to the sentences by their ids, so that the result does not
+            hang on rounding errors.
+        may_repeat: Whether, where a position has more sentences than tokens were found, these
+            stand there several times: then that is all there was.
 
     Returns:
         `(B, T)` ids: those known and, in the order found, those at each position; -1 where there
         is none.
 
     Example:
-        >>> known = torch.tensor([[2, -1], [2, -1]])
-        >>> fill(known < 0, known, {1: [9, 7, 8]}, positional=True).tolist()
+        >>> known_ids = torch.tensor([[2, -1], [2, -1]])
+        >>> slots = Slots(torch.ones(2, 2).bool(), known_ids, {1: [9, 7, 8]})
+        >>> fill(slots, positional=True).tolist()
         [[2, 9], [2, 7]]
-        >>> fill(known < 0, known, {1: [9, 7, 8]}, positional=True, decided=False).tolist()
+        >>> fill(slots, positional=True, decided=False).tolist()
         [[2, 7], [2, 9]]
-        >>> fill(known < 0, known, {1: [9]}, positional=True, may_repeat=True).tolist()
+        >>> fill(replace(slots, candidate_ids={1: [9]}), True, may_repeat=True).tolist()
         [[2, 9], [2, 9]]
     """
 
     def take(ids: list[int], count: int) -> list[int]:
         return (ids * (count // max(1, len(ids)) + 1 if may_repeat else 1))[:count]
 
-    rows = known_ids.clone()
+    rows, is_unknown = slots.known_ids.clone(), slots.is_unknown
     if not positional:
-        bag = take(candidate_ids.get(0, []), int(is_unknown.sum()))
-        slots = is_unknown.nonzero()[: len(bag)]
-        rows[slots[:, 0], slots[:, 1]] = torch.tensor(bag, dtype=torch.long, device=rows.device)
+        bag = take(slots.candidate_ids.get(0, []), int(is_unknown.sum()))
+        entries = is_unknown.nonzero()[: len(bag)]
+        rows[entries[:, 0], entries[:, 1]] = torch.tensor(bag, dtype=torch.long, device=rows.device)
         return rows
-    for place, ids in candidate_ids.items():
-        slots = is_unknown[:, place].nonzero().flatten()
-        tokens = take(ids, len(slots))
-        rows[slots[: len(tokens)], place] = torch.tensor(
+    for position, ids in slots.candidate_ids.items():
+        texts = is_unknown[:, position].nonzero().flatten()
+        tokens = take(ids, len(texts))
+        rows[texts[: len(tokens)], position] = torch.tensor(
             tokens if decided else sorted(tokens), dtype=torch.long, device=rows.device
         )
     return rows
@@ -197,47 +293,28 @@ class Span(Attack):
         groups = find_readers(observation)
         unmixed = _need_first_readers(groups)
         mixed = _mixed_readers(observation, groups, unmixed)
-        attended = attended_positions(observation)
-        known_ids = observation.known_ids().masked_fill(~attended, -1)
-        is_unknown = attended & (known_ids < 0)
-        space = self.row_space(
-            observation, unmixed, largest_rank(known_ids, is_unknown, unmixed.positional)
+        slots, positional = Slots.from_observation(observation), unmixed.positional
+        rank = len(slots.known_pairs(positional)) + int(slots.is_unknown.sum())
+        first_view = View(unmixed, self.row_space(observation, unmixed, rank))
+        candidate_ids = nearest_tokens(
+            observation, first_view, slots, self.shortlist, self.threshold
         )
-        places = places_to_search(is_unknown, unmixed.positional)
-        candidate_ids = NearestTokens(observation, unmixed, space, *places, known_ids).nearest(
-            self.shortlist, self.threshold
-        )
-        candidate_ids = _without_frame(observation, candidate_ids)
+        slots = replace(slots, candidate_ids=_without_frame(observation, candidate_ids))
         undecided = ""
         if mixed and mixed[0].mixing == "causal":
-            widest = max(mixed, key=lambda g: g.size)
-            view = View(widest, self.row_space(observation, widest, int(attended.sum())))
-            rows = extend(observation, view, attended, known_ids, candidate_ids, self.beams)
+            widest = max(mixed, key=lambda readers: (readers.max_rank, readers.num_rows))
+            space = self.row_space(observation, widest, int(slots.attended.sum()))
+            rows = extend(observation, View(widest, space), slots, self.beams)
         else:
-            views = self._views(observation, mixed, attended)
+            views = self._views(observation, mixed, slots.attended)
             may_repeat = self.threshold is None
-            rows = fill(
-                is_unknown,
-                known_ids,
-                candidate_ids,
-                unmixed.positional,
-                decided=bool(views),
-                may_repeat=may_repeat,
-            )
-            if views and (observation.batch_size > 1 or not unmixed.positional):
-                if not unmixed.positional:
-                    candidate_ids = dict.fromkeys(
-                        range(observation.input_shape[1]), candidate_ids.get(0, [])
-                    )
-                rows = assemble(
-                    observation,
-                    views,
-                    attended,
-                    known_ids,
-                    candidate_ids,
-                    rows,
-                    View(unmixed, space),
-                )
+            rows = fill(slots, positional, decided=bool(views), may_repeat=may_repeat)
+            if views and (observation.batch_size > 1 or not positional):
+                if not positional:  # any of the tokens may stand anywhere
+                    everywhere, length = slots.candidate_ids.get(0, []), observation.input_shape[1]
+                    candidate_ids = dict.fromkeys(range(length), everywhere)
+                    slots = replace(slots, candidate_ids=candidate_ids)
+                rows = assemble(observation, views, slots, rows, first_view)
             else:
                 undecided = _undecided(observation, unmixed)
         ids = [row[present].tolist() for row, present in zip(rows, observation.tokens, strict=True)]
@@ -245,7 +322,7 @@ class Span(Attack):
             token_ids=ids,
             text=as_text(ids, observation.tokenizer),
             labels=observation.labels,
-            objective=_objective(observation, unmixed, space, rows),
+            objective=_objective(observation, first_view, rows),
             seconds=time.perf_counter() - start,
             undecided=" ".join(filter(None, (undecided, _repeated(ids)))),
         )
@@ -258,7 +335,7 @@ class Span(Attack):
         for readers in mixed:
             rank = len(attended) if readers.pooled else int(attended.sum()) * readers.calls
             view = View(readers, self.row_space(observation, readers, rank))
-            if rank < readers.size[0] and view.is_informative:
+            if rank < readers.max_rank and view.is_informative:
                 views.append(view)
         return views[:VIEWS] + [v for v in views[VIEWS:] if v.readers.pooled]
 
@@ -290,7 +367,7 @@ def first_readers(groups: list[Readers]) -> Readers | None:
         'none'
     """
     unmixed = [g for g in groups if g.mixing == "none"]
-    return max(unmixed, key=lambda g: (-g.calls, g.size[0], g.width)) if unmixed else None
+    return max(unmixed, key=lambda g: (-g.calls, g.max_rank, g.width)) if unmixed else None
 
 
 def _need_first_readers(groups: list[Readers]) -> Readers:
@@ -368,16 +445,13 @@ def _variances(observation: Observation, readers: Readers) -> list[Tensor] | Non
     return variances
 
 
-def _objective(observation: Observation, readers: Readers, space: RowSpace, rows: Tensor) -> float:
-    """Share of the gradient's norm that what was found does not span."""
-    positions = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
-    pairs = torch.stack([positions, rows], -1)[rows >= 0].unique(dim=0)
-    if not len(pairs):
+def _objective(observation: Observation, view: View, rows: Tensor) -> float:
+    """Share of the gradient's norm that the recovered tokens do not span."""
+    space, tokens = view.space, Slots(rows >= 0, rows).known_pairs(view.readers.positional)
+    if not len(tokens):
         return 1.0
-    places = pairs[:, 0] if readers.positional else torch.zeros_like(pairs[:, 0])
-    basis = torch.linalg.qr(
-        (vectors(observation, readers, pairs[:, 1:], places)[:, 0] * space.columns).T
-    ).Q.T
+    inputs = vectors(observation, view.readers, tokens[:, 1:], tokens[:, 0])[:, 0]
+    basis = torch.linalg.qr((inputs * space.columns).T).Q.T
     return math.sqrt(
         float(space.without(basis).factor.square().sum() / space.factor.square().sum())
     )

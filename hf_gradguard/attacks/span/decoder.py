@@ -4,7 +4,6 @@ token of a prefix lies in the span of their gradients' rows exactly if the prefi
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Sequence
 
@@ -14,9 +13,9 @@ from transformers import DynamicCache
 
 from ...models import without_adapters
 from ..base import Observation, ordinary_id
-from ..layer_inputs import Readers, layer_inputs
-from .row_space import distances
-from .texts import Text, View, choose
+from ..layer_inputs import Readers, Slots, layer_inputs
+from .row_space import View, distances
+from .texts import Text, choose
 
 
 def inputs_of_endings(
@@ -85,23 +84,14 @@ def can_use_cache(observation: Observation, readers: Readers) -> bool:
 DEFICIENT = 8  # times as many prefixes where the first tokens of a text cannot be told for certain
 
 
-def extend(
-    observation: Observation,
-    view: View,
-    attended: Tensor,
-    known_ids: Tensor,
-    candidate_ids: dict[int, list[int]],
-    beams: int,
-) -> Tensor:
+def extend(observation: Observation, view: View, slots: Slots, beams: int) -> Tensor:
     """A decoder's sentences, from left to right.
 
     Args:
+        observation: What the server saw.
         view: The next layers, whose input at a position depends on the tokens up to there.
-        attended: `(B, T)`, true at the tokens that the gradient depends on; right-padded.
-        known_ids: `(B, T)` known ids, -1 elsewhere.
-        candidate_ids: Candidates by position, the best first; under 0 alone if the model has no
-            absolute positions.
-        beams: Prefixes to keep a sentence.
+        slots: Known and candidate tokens of every position; texts are right-padded.
+        beams: Prefixes to keep per sentence.
 
     Returns:
         `(B, T)` ids, -1 where nothing was looked for.
@@ -110,20 +100,21 @@ def extend(
         ValueError: If a text is not padded on the right.
 
     Example:
+        >>> from dataclasses import replace
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> readers = find_readers(observation)[1]
+        >>> readers, slots = find_readers(observation)[1], Slots.from_observation(observation)
         >>> view = View(readers, row_space(readers.gradients(observation), None, rank=8))
-        >>> found = {place: [5, 6] for place in range(8)}
-        >>> extend(seen, view, seen.tokens, seen.known_ids(), found, beams=1).shape
+        >>> slots = replace(slots, candidate_ids={position: [5, 6] for position in range(8)})
+        >>> extend(observation, view, slots, beams=1).shape
         torch.Size([2, 8])
     """
-    lengths = attended.sum(1).tolist()
-    if any(not bool(row[:length].all()) for row, length in zip(attended, lengths, strict=True)):
+    lengths = slots.attended.sum(1).tolist()
+    if any(not bool(row[:n].all()) for row, n in zip(slots.attended, lengths, strict=True)):
         raise ValueError("span extends a decoder's texts from their first token: pad on the right.")
-    levels = _prefixes(observation, view, attended, known_ids, candidate_ids, beams)
+    levels = _prefixes(observation, view, slots, lengths, beams)
     candidates = []
-    for known_text, length in zip(known_ids.tolist(), lengths, strict=True):
+    for known_text, length in zip(slots.known_ids.tolist(), lengths, strict=True):
         while not levels[length]:  # candidates ran out: as far as they went
             length -= 1
         fitting = {
@@ -132,43 +123,38 @@ def extend(
             if all(k in (-1, token) for k, token in zip(known_text, text, strict=False))
         }
         candidates.append(fitting or levels[length])
-    rows = torch.full_like(known_ids, -1)
+    rows = torch.full_like(slots.known_ids, -1)
     for row, text in zip(rows, choose(observation, [view], candidates), strict=True):
         row[: len(text)] = torch.tensor(text, dtype=torch.long, device=rows.device)
     return rows
 
 
 def _prefixes(
-    observation: Observation,
-    view: View,
-    attended: Tensor,
-    known_ids: Tensor,
-    candidate_ids: dict[int, list[int]],
-    beams: int,
+    observation: Observation, view: View, slots: Slots, lengths: list[int], beams: int
 ) -> list[dict[Text, float]]:
     """The best prefixes of every length, with the sums of their tokens' distances."""
-    lengths = attended.sum(1).tolist()
-    low_rank = view.readers.size[0] < view.readers.width  # LoRA
-    deficient = low_rank and len(view.directions) < int(attended.sum())
+    low_rank = view.readers.max_rank < view.readers.width  # LoRA
+    deficient = low_rank and len(view.directions) < sum(lengths)
     beams = beams * DEFICIENT if deficient else beams
     uses_cache = can_use_cache(observation, view.readers)
-    distances_of = functools.partial(_last_distances, observation, view, deficient, uses_cache)
     levels: list[dict[Text, float]] = [{(): 0.0}]
-    for place in range(max(lengths)):
-        unfinished = sum(length > place for length in lengths)
-        unknown = int(((known_ids[:, place] < 0) & attended[:, place]).sum())
-        tokens = candidate_ids.get(0 if list(candidate_ids) == [0] else place, [])
-        known_tokens = known_ids[attended[:, place], place]
-        tokens = sorted({*known_tokens[known_tokens >= 0].tolist(), *(tokens if unknown else [])})
+    for position in range(max(lengths)):
+        unfinished = sum(length > position for length in lengths)
+        known = slots.known_ids[slots.attended[:, position], position]
+        place = 0 if list(slots.candidate_ids) == [0] else position
+        candidates = slots.candidate_ids.get(place, []) if bool((known < 0).any()) else []
+        tokens = sorted({*known[known >= 0].tolist(), *candidates})
         longer = [(*prefix, token) for prefix in levels[-1] for token in tokens]
-        scores = distances_of([*levels[-1]], tokens)
+        scores = _last_distances(observation, view, deficient, uses_cache, [*levels[-1]], tokens)
         totals = {p: levels[-1][p[:-1]] + s for p, s in zip(longer, scores, strict=True)}
-        ranked = sorted(totals.items(), key=lambda item: item[1])
+        ranked = sorted(totals.items(), key=lambda scored: scored[1])
         # One token, repeated, reads the same everywhere unless positions are absolute, and is then
         # as near as the truth. It takes no other's place, and is not dropped: it may be the truth.
         best: list[tuple[Text, float]] = []
         for repeats in (False, True):
-            best += [item for item in ranked if _repeats(item[0]) == repeats][: beams * unfinished]
+            best += [scored for scored in ranked if _repeats(scored[0]) == repeats][
+                : beams * unfinished
+            ]
         levels.append(dict(best))
     return levels
 

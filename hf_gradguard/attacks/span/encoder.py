@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from ..base import Observation
-from .texts import NEAR, Explained, Text, View, choose, distance_outside, vectors_of
+from ..layer_inputs import Slots
+from .row_space import View
+from .texts import NEAR, Explained, Text, choose, distance_outside, vectors_of
 
 SWEEPS, ROUNDS = 40, 4
 ROUNDS_NOISELESS, MOST_ENUMERATED = (
@@ -28,21 +30,14 @@ STARTS = 4  # at most for each sentence that is looked for
 
 
 def assemble(
-    observation: Observation,
-    views: Sequence[View],
-    attended: Tensor,
-    known_ids: Tensor,
-    candidate_ids: dict[int, list[int]],
-    filled: Tensor,
-    unmixed: View,
+    observation: Observation, views: Sequence[View], slots: Slots, filled: Tensor, unmixed: View
 ) -> Tensor:
     """An encoder's sentences.
 
     Args:
+        observation: What the server saw.
         views: Layers whose input depends on the whole sentence.
-        attended: `(B, T)`, true at tokens.
-        known_ids: `(B, T)` known ids, -1 elsewhere.
-        candidate_ids: Candidates by position, the best first.
+        slots: Known and candidate tokens of every position.
         filled: `(B, T)` the surest tokens of every position, in no order.
         unmixed: The layers in front of the attention: their span is explained by tokens at their
             places, whatever stands beside them.
@@ -55,79 +50,57 @@ def assemble(
         >>> from hf_gradguard.attacks.span.row_space import row_space
         >>> mixed = [readers for readers in find_readers(seen) if readers.mixing == "full"][:2]
         >>> views = [View(r, row_space(r.gradients(observation), None, rank=13)) for r in mixed]
-        >>> ids, heard = batch["input_ids"], batch["attention_mask"].bool()
-        >>> known = ids.masked_fill((ids > 4) & heard, -1)
-        >>> found = {place: ids[:, place].tolist() for place in range(1, 7)}
-        >>> rows = assemble(observation, views, heard, known, found, ids, views[0])
+        >>> ids, attended = batch["input_ids"], batch["attention_mask"].bool()
+        >>> candidate_ids = {position: ids[:, position].tolist() for position in range(1, 7)}
+        >>> slots = Slots(attended, ids.masked_fill((ids > 4) & attended, -1), candidate_ids)
+        >>> rows = assemble(observation, views, slots, ids, views[0])
         >>> sorted(rows.tolist()) == sorted(ids.tolist())
         True
     """
-    pools = _pools(observation, views, attended, known_ids, candidate_ids, unmixed)
-    rows = known_ids.clone()
+    attended, rows = slots.attended, slots.known_ids.clone()
+    pools = _pools(observation, views, slots, unmixed.readers.positional)
     for index, text in enumerate(choose(observation, [unmixed, *views], pools)):
         rows[index, attended[index]] = torch.tensor(text, dtype=torch.long, device=rows.device)
-    near = _near(observation, views, attended, rows)
-    distinct = len(rows[near].unique(dim=0))
+    is_near = _are_near(observation, views, attended, rows)
+    distinct = len(rows[is_near].unique(dim=0))
     if distinct == len(rows):
         return rows
     # Noise, or a text that was not found, or one that is there twice: all tokens of a place are
     # used before nearer texts are, but for those that are as near as only right ones are.
-    exchanged = exchange(observation, views, attended, known_ids < 0, filled)
-    nearer = _near(observation, views, attended, exchanged)
-    if (
-        bool(near.all())
-        and not bool(nearer.all())
-        and _uses_all(observation, unmixed, attended, rows, exchanged)
-    ):
-        return rows
-    if unmixed.readers.positional and int(nearer.sum()) >= distinct:
+    exchanged = exchange(observation, views, attended, slots.is_unknown, filled)
+    is_nearer = _are_near(observation, views, attended, exchanged)
+    if bool(is_near.all()) and not bool(is_nearer.all()):
+        # Whether they leave no token over that the exchanged ones use: they explain as much of
+        # what the first layers read, to within half a token.
+        misfits = [misfit(observation, [unmixed], attended, texts) for texts in (rows, exchanged)]
+        if misfits[0] < misfits[1] + 0.5:
+            return rows
+    if unmixed.readers.positional and int(is_nearer.sum()) >= distinct:
         return exchanged
     return min((exchanged, rows), key=lambda texts: misfit(observation, views, attended, texts))
 
 
-def _uses_all(
-    observation: Observation, unmixed: View, attended: Tensor, rows: Tensor, exchanged: Tensor
-) -> bool:
-    """Whether texts leave no token over that others use: they explain as much of what the first
-    layers read, to within half a token.
-    """
-    of_rows, of_exchanged = (
-        misfit(observation, [unmixed], attended, texts) for texts in (rows, exchanged)
-    )
-    return of_rows < of_exchanged + 0.5
-
-
 def _pools(
-    observation: Observation,
-    views: Sequence[View],
-    attended: Tensor,
-    known_ids: Tensor,
-    candidate_ids: dict[int, list[int]],
-    unmixed: View,
+    observation: Observation, views: Sequence[View], slots: Slots, positional: bool
 ) -> list[dict[Text, float]]:
     """For each row the whole sentences that may be there, with their distances."""
     patterns: dict[tuple[tuple[bool, ...], Text], list[int]] = {}
-    for index, (present, known_text) in enumerate(
-        zip(attended.tolist(), known_ids.tolist(), strict=True)
-    ):
+    rows = zip(slots.attended.tolist(), slots.known_ids.tolist(), strict=True)
+    for index, (present, known_text) in enumerate(rows):
         patterns.setdefault((tuple(present), tuple(known_text)), []).append(index)
-    pools: list[dict[Text, float]] = [{} for _ in attended]
-    surest = (
-        len(attended)
-        if unmixed.readers.positional
-        else max(map(len, candidate_ids.values()), default=0)
-    )
+    pools: list[dict[Text, float]] = [{} for _ in slots.attended]
+    candidate_ids = slots.candidate_ids
+    surest = len(pools) if positional else max(map(len, candidate_ids.values()), default=0)
     unused = {(place, token) for place, tokens in candidate_ids.items() for token in tokens}
     for (present, known_text), indices in patterns.items():
-        pool = _Descent(observation, views, present, known_text, candidate_ids, surest).sentences(
-            unused, len(indices)
-        )
+        descent = _Descent(observation, views, present, known_text, candidate_ids, surest)
+        pool = descent.sentences(unused, len(indices))
         for index in indices:
             pools[index] = pool
     return pools
 
 
-def _near(
+def _are_near(
     observation: Observation, views: Sequence[View], attended: Tensor, rows: Tensor
 ) -> Tensor:
     """`(B,)`: whether each text is as near as only right ones are."""

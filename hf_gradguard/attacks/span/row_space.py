@@ -8,45 +8,13 @@ was found is projected out (RAP-MUSIC).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from ...gradient_map.domain import TEXT
-from ..base import Observation
-from ..layer_inputs import Readers, layer_inputs
-
-
-def complete(matrix: Tensor, rank: int, iterations: int = 30) -> Tensor:
-    """Fill a matrix's zeros, taken for missing, with the values of its best approximation of low
-    rank.
-
-    Alternates between filling and truncating (hard impute). A pruning drops small entries, so what
-    is filled in stays within the smallest one that it kept.
-
-    Args:
-        matrix: `(M, H)`. One without zeros is returned as it is.
-        rank: Of the matrix, if nothing were missing.
-        iterations: Of filling and truncating.
-
-    Example:
-        >>> pruned = torch.tensor([[2.0, 4.0, 2.0], [2.0, 4.0, 2.0], [2.0, 4.0, 0.0]])
-        >>> torch.allclose(complete(pruned, rank=1)[2], torch.tensor([2.0, 4.0, 2.0]), atol=0.01)
-        True
-    """
-    missing = matrix == 0
-    if not bool(missing.any()) or bool(missing.all()) or rank >= min(matrix.shape):
-        return matrix
-    bound = matrix[~missing].abs().min()
-    filled = matrix.double()
-    for _ in range(iterations):
-        u, singular_values, vh = torch.linalg.svd(filled, full_matrices=False)
-        low_rank = (u[:, :rank] * singular_values[:rank]) @ vh[:rank]
-        filled = torch.where(missing, low_rank.clamp(-bound, bound), matrix.double())
-    return filled.to(matrix.dtype)
-
+from ..layer_inputs import Readers
 
 # Rounding leaves singular values below this many epsilons of the type, of the largest (and in half
 # precision below what a weak text's may be), behind a gap, and with no tail.
@@ -310,168 +278,32 @@ def _trust(values: Tensor, count: int, width: int, noise: float) -> Tensor:
     return torch.where(above, (signal.square() - beta) / denominator, 0.0).clamp(0, 1)
 
 
-CHUNK = (
-    2**20
-    # entries of layer inputs at once: 4 MiB in float32. Much larger ones cost as much again in page
-    # faults
-)
-# Word and position embeddings add up, so LN(w + p) of a token seen elsewhere, at a position where
-# another was seen, can lie in the span too: what is nearly as near as the nearest goes on to where
-# the attention has mixed them.
-TIE, ALTERNATIVES = 1e4, 64
-SURE = 1e-16  # nearer than this are only tokens that were there, whatever the type
-
-
 @dataclass(frozen=True)
-class NearestTokens:
-    """What is looked for, and in what.
+class View:
+    """Layers behind the attention, and the row space of their gradients.
 
     Args:
-        observation: What the server saw.
-        readers: The layers whose inputs are candidates.
-        space: The row space of their gradients.
-        places: `(P,)` positions to look at.
-        capacity: `(P,)`: how many tokens to find at each.
-        known_ids: `(B, T)` known ids, -1 elsewhere.
+        readers: The layers.
+        space: The row space.
 
     Example:
-        >>> from hf_gradguard.attacks.span.attack import Span
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
-        >>> first = find_readers(observation)[0]
-        >>> space = Span().row_space(observation, first, rank=int(observation.tokens.sum()))
-        >>> at = torch.tensor([1])
-        >>> search = NearestTokens(seen, first, space, at, torch.tensor([2]), seen.known_ids())
-        >>> found = search.nearest(shortlist=8, threshold=None)
-        >>> set(gmap.batch["input_ids"][:, 1].tolist()) <= set(found[1])
+        >>> mixed = next(r for r in find_readers(observation) if r.mixing == "full")
+        >>> View(mixed, row_space(mixed.gradients(observation), None, rank=13)).is_informative
         True
     """
 
-    observation: Observation
     readers: Readers
     space: RowSpace
-    places: Tensor
-    capacity: Tensor
-    known_ids: Tensor
+    directions: Tensor = field(init=False)
+    trust: Tensor = field(init=False)
 
-    def nearest(self, shortlist: int, threshold: float | None) -> dict[int, list[int]]:
-        """Token ids at every place, the best first.
-
-        Args:
-            shortlist: Candidates a place that are looked at closely; at least two for every token
-                to be found there.
-            threshold: Take those of at most this relative distance, and not the nearest ones.
-
-        Raises:
-            ValueError: If the row space is everything, so that every token lies in it.
-        """
-        if not len(self.places):
-            return {}
+    def __post_init__(self) -> None:
         directions, trust = self.space.directions()
-        if len(directions) >= len(self.space.columns):
-            raise ValueError(
-                f"The gradients of {', '.join(self.readers.names)} span all "
-                f"{len(self.space.columns)} dimensions of their inputs, so that every token lies "
-                "in the span. span needs fewer tokens in a batch than the layer is wide (if there "
-                f"are: give attention_mask, or the true T){_lora_advice(self.readers)}. Attack by "
-                "gradient matching, e.g. tag."
-            )
-        scores, ids = self._ranked(directions, trust, shortlist)
-        if threshold is not None:
-            near = scores.clamp(min=0).sqrt() <= threshold
-            return {
-                int(p): ids[i, near[i]][: int(self.capacity[i])].tolist()
-                for i, p in enumerate(self.places)
-            }
-        return self._chosen(scores, ids)
+        object.__setattr__(self, "directions", directions)
+        object.__setattr__(self, "trust", trust)
 
-    def _ranked(self, directions: Tensor, trust: Tensor, shortlist: int) -> tuple[Tensor, Tensor]:
-        """Squared distances and ids `(P, K)` of the nearest tokens at every place, nearest
-        first.
-        """
-        observation, readers, space, places = (
-            self.observation,
-            self.readers,
-            self.space,
-            self.places,
-        )
-        weight: Tensor = TEXT.embedding(observation.model).weight  # type: ignore[assignment]
-        size = len(weight)
-        padding = getattr(getattr(observation.model, "config", None), "pad_token_id", None)
-        length = int(places.max()) + 1
-        count = max(shortlist, 2 * int(self.capacity.max()))
-        chunk = max(1, CHUNK // (length * len(space.columns)))
-        best_scores, best_ids = (
-            torch.empty(len(places), 0),
-            torch.empty(len(places), 0, dtype=torch.long),
-        )
-        best_scores, best_ids = best_scores.to(observation.device), best_ids.to(observation.device)
-        for start in range(0, size, chunk):
-            ids = torch.arange(start, min(start + chunk, size), device=observation.device)
-            x = layer_inputs(observation, readers, ids[:, None].expand(-1, length))[:, places]
-            x = x * space.columns.to(x.dtype)
-            scores = distances(x, directions.to(x.dtype), trust.to(x.dtype)).T.float()
-            if padding is not None:
-                scores[:, ids == padding] = 2.0
-            best_scores = torch.cat([best_scores, scores], 1)
-            best_ids = torch.cat([best_ids, ids.expand(len(places), -1)], 1)
-            best_scores, order = best_scores.topk(min(count, best_scores.shape[1]), largest=False)
-            best_ids = best_ids.gather(1, order)
-        # Differences of squares near 1 lose half of float32's digits: once more, exactly.
-        x = vectors(observation, readers, best_ids, places) * space.columns
-        scores, order = distances(x, directions, trust).sort(dim=1, stable=True)
-        return scores, best_ids.gather(1, order)
-
-    def _chosen(self, scores: Tensor, ids: Tensor) -> dict[int, list[int]]:
-        """Of ranked tokens those that together span the row space, then others as near as they."""
-        observation, readers = self.observation, self.readers
-        candidates = vectors(observation, readers, ids, self.places)
-        is_known = self.known_ids >= 0
-        known_pairs = torch.stack([is_known.nonzero()[:, 1], self.known_ids[is_known]], 1).unique(
-            dim=0
-        )
-        known_vectors = candidates.new_zeros(0, candidates.shape[-1])
-        if len(known_pairs):
-            positions, tokens = known_pairs[:, 0], known_pairs[:, 1]
-            positions = positions if readers.positional else torch.zeros_like(positions)
-            known_vectors = vectors(observation, readers, tokens[:, None], positions)[:, 0]
-        chosen = select(self.space, known_vectors, candidates, self.capacity)
-        candidate_ids = {}
-        for i, place in enumerate(self.places.tolist()):
-            best: list[int] = [int(ids[i, k]) for k in chosen[i]]
-            short = 0 < len(best) < int(self.capacity[i])  # all that there is stands there
-            nearest = scores[i, chosen[i]] if short else scores[i, : int(self.capacity[i])]
-            farthest = nearest.max().clamp(min=SURE if short else 0)
-            close: list[int] = ids[i, scores[i] <= TIE * farthest].tolist()
-            candidate_ids[place] = (
-                best + [token for token in close if token not in best][:ALTERNATIVES]
-            )
-        return candidate_ids
-
-
-def _lora_advice(readers: Readers) -> str:
-    """What else to do about LoRA, whose B reads no more of a token than A makes of it."""
-    if not any("lora_B" in name for name in readers.names):
-        return ""
-    return (
-        f": of LoRA of rank {readers.width} at most {readers.width - 1} while B is zero and A so "
-        "has no gradient. Attack a later message, or with candidates"
-    )
-
-
-def vectors(observation: Observation, readers: Readers, ids: Tensor, places: Tensor) -> Tensor:
-    """`(P, K, H)` in float64: what is read for each of the ids `(P, K)` at its place.
-
-    Example:
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
-        >>> ids = torch.tensor([[7, 8, 9]])
-        >>> vectors(observation, find_readers(observation)[0], ids, torch.tensor([1])).shape[:2]
-        torch.Size([1, 3])
-    """
-    length = int(places.max()) + 1
-    full = torch.zeros(ids.shape[1], length, dtype=torch.long, device=ids.device)
-    out = []
-    for place, tokens in zip(places.tolist(), ids, strict=True):
-        out.append(
-            layer_inputs(observation, readers, tokens[:, None].expand_as(full))[:, place].double()
-        )
-    return torch.stack(out)
+    @property
+    def is_informative(self) -> bool:
+        """Whether anything lies outside the span: it is not everything."""
+        return 0 < len(self.directions) < len(self.space.columns)

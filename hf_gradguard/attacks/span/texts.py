@@ -9,26 +9,23 @@ the right batch also explains every direction of the gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..base import Observation, ordinary_id
-from ..layer_inputs import Readers, all_inputs
-from .row_space import RowSpace, distances, orthonormal
+from ..layer_inputs import all_inputs
+from .row_space import View, distances, orthonormal
 
 CHUNK = 2**14  # tokens a pass: much larger ones cost as much again in page faults
 SAME = 1e-5  # inputs of float32 that are nearer to each other's span than this are the same
 
 
-@dataclass(frozen=True)
-class View:
-    """Layers behind the attention, and the row space of their gradients.
-
-    Args:
-        readers: The layers.
-        space: The row space.
+def distance_outside(
+    observation: Observation, views: Sequence[View], ids: Tensor, masks: Tensor
+) -> Tensor:
+    """`(K,)`: of texts `(K, T)`, the sums of their inputs' squared relative distances from the
+    spans. Positions out of `masks` do not count.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
@@ -41,29 +38,6 @@ class View:
         >>> wrong[:, 1] = ids[:, 1].flip(0)  # the first word of the other sentence
         >>> bool(distance_outside(observation, [view], wrong, mask)[0] > 2 * far[0])
         True
-    """
-
-    readers: Readers
-    space: RowSpace
-    directions: Tensor = field(init=False)
-    trust: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        directions, trust = self.space.directions()
-        object.__setattr__(self, "directions", directions)
-        object.__setattr__(self, "trust", trust)
-
-    @property
-    def is_informative(self) -> bool:
-        """Whether anything lies outside the span: it is not everything."""
-        return 0 < len(self.directions) < len(self.space.columns)
-
-
-def distance_outside(
-    observation: Observation, views: Sequence[View], ids: Tensor, masks: Tensor
-) -> Tensor:
-    """`(K,)`: of texts `(K, T)`, the sums of their inputs' squared relative distances from the
-    spans. Positions out of `masks` do not count.
     """
     totals = []
     length = int(masks.any(0).nonzero().max()) + 1  # what pads all of them on the right is not read

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from ...gradient_map import GradientMap, Tensors
-from ...gradient_map.domain import embed
+from ...gradient_map.domain import embed, ordinary_ids
 from ...gradient_map.inputs import PixelSpace
 from ...gradient_map.parameters import layer_numbers
-from ...gradient_map.random_batch import ordinary_ids
 from ...networks.configuration import EvaluationNetworkBase
 from ...networks.trial import FEW_WORDS, LEAST_GAP, check_order, check_slope
 from ...randomness import Stream
