@@ -193,7 +193,9 @@ def by_length(attack, observations: list[Observation], seed: int) -> list[list[l
             number for number, other_length in enumerate(lengths) if other_length == length
         ]
         generator = torch.Generator().manual_seed(seed)
-        results = attack.reconstruct_many([observations[number] for number in same_length], generator)
+        results = attack.reconstruct_many(
+            [observations[number] for number in same_length], generator
+        )
         token_ids |= {n: result.token_ids for n, result in zip(same_length, results, strict=True)}
     return [token_ids[number] for number in range(len(observations))]
 

@@ -89,7 +89,7 @@ class Explained:
         >>> explained = Explained([view])
         >>> for vectors in vectors_of(observation, [view], texts):
         ...     explained.add(vectors)
-        >>> explained.left < 0.1 * Explained([view]).left
+        >>> explained.total < 0.1 * Explained([view]).total
         True
     """
 

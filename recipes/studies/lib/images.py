@@ -89,7 +89,9 @@ def smoothed(settings: dict, own_observations: list[Observation], images: list[T
         attack = attack_of(
             "inverting_gradients", **settings | {"total_variation": total_variation, "restarts": 1}
         )
-        reconstructions = attack.reconstruct_many(own_observations, generator_for(own_observations[0], 0))
+        reconstructions = attack.reconstruct_many(
+            own_observations, generator_for(own_observations[0], 0)
+        )
         return statistics.mean(
             score_images(
                 [reconstruction.input.nan_to_num(0.5) for reconstruction in reconstructions], images
