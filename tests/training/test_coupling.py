@@ -19,7 +19,7 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_gradguard.training.privacy.coupling import EVERY, FIRST, CouplingCheck
+from hf_gradguard.training.privacy.coupling import EARLY_BATCHES, LATER_INTERVAL, CouplingCheck
 from hf_gradguard.training.privacy.draws import DrawState
 
 Rows = list[dict[str, Any]]
@@ -72,7 +72,15 @@ def others_labels(rows: Rows) -> dict[str, Tensor]:
     return {**batch, "labels": batch["labels"] + batch["labels"].sum()}
 
 
+def packed(rows: Rows) -> dict[str, Tensor]:
+    """A row is filled up with the next one's entries."""
+    batch = default_data_collator(rows)
+    x = batch["pixel_values"].flatten(1)
+    return {"pixel_values": torch.cat([x, x.roll(-1, 0)[:, :4]], 1), "labels": batch["labels"]}
+
+
 COUPLING = {
+    "packing": packed,
     "mixup by torch": mixup(lambda n: (float(torch.rand(())), torch.randperm(n).tolist())),
     "mixup by numpy": mixup(
         lambda n: (float(np.random.beta(0.4, 0.4)), np.random.permutation(n).tolist())
@@ -95,7 +103,7 @@ def test_what_couples_rows_is_refused(case: str, seed: int) -> None:
     random.seed(seed)
     check = CouplingCheck(pictures(), COUPLING[case])
     with pytest.raises(NotImplementedError, match="coupled before the model"):
-        [check([1, 4, 7, 9, 2]) for _ in range(FIRST)]
+        [check([1, 4, 7, 9, 2]) for _ in range(EARLY_BATCHES)]
 
 
 def tokenizer() -> Any:
@@ -139,6 +147,13 @@ class OwnGenerator:
         return {**batch, "input_ids": batch["input_ids"].masked_fill(torch.as_tensor(hidden), 3)}
 
 
+def with_positions(rows: Rows) -> dict[str, Tensor]:
+    """Counted on through the padding."""
+    batch = pad([{k: torch.as_tensor(v) for k, v in row.items()} for row in rows])
+    positions = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+    return {**batch, "position_ids": positions}
+
+
 hidden_source = np.random.default_rng(4)
 
 
@@ -155,6 +170,7 @@ DRAWING: dict[str, Callable[[], Callable[[Rows], Any]]] = {
     "whole words": lambda: whole_words,
     "a generator of its own": OwnGenerator,
     "a source that is not seen": lambda: from_elsewhere,
+    "positions": lambda: with_positions,
     "padding": lambda: (
         lambda rows: pad([{k: torch.as_tensor(v) for k, v in r.items()} for r in rows])
     ),
@@ -206,14 +222,14 @@ def test_what_begins_later_is_seen() -> None:
 
     started = False
     check = CouplingCheck(pictures(), later)
-    for _ in range(FIRST + 2):
+    for _ in range(EARLY_BATCHES + 2):
         check([0, 1, 2])
     looked = len(calls)
     check([0, 1, 2])
     assert len(calls) == looked
     started = True
     with pytest.raises(NotImplementedError, match="coupled"):
-        [check([0, 1, 2]) for _ in range(EVERY)]
+        [check([0, 1, 2]) for _ in range(LATER_INTERVAL)]
 
 
 def collate_rows(rows: Rows) -> dict[str, Tensor]:

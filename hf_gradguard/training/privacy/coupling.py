@@ -28,7 +28,7 @@ from .draws import DrawState, draws_restored, seed_all
 
 logger = logging.get_logger(__name__)
 
-FIRST, EVERY = 4, 100
+EARLY_BATCHES, LATER_INTERVAL = 4, 100
 """Batches that are looked at: so many at first, then one in so many."""
 _STATES = 4  # of the generators, under each of which a collator that draws is looked at
 _HITS = 2  # states under which it must show others: in one, unlike draws may end alike
@@ -68,7 +68,7 @@ class CouplingCheck:
         distinct = list(dict.fromkeys(numbers))
         if len(distinct) < 2:
             return
-        is_due = self._batches < FIRST or self._batches % EVERY == 0
+        is_due = self._batches < EARLY_BATCHES or self._batches % LATER_INTERVAL == 0
         self._batches += 1
         if is_due:
             with draws_restored():
@@ -79,7 +79,7 @@ class CouplingCheck:
         start = self._batches % len(numbers)
         for number in dict.fromkeys([numbers[start], numbers[start - 1], longest]):
             # in front: where rows draw one after the other, its draws are the same
-            rows = [number, *(other for other in numbers if other != number)]
+            rows = [number, *(n for n in numbers if n != number)]
             if name := self._coupled(rows, [n if n == longest else number for n in rows]):
                 raise NotImplementedError(_COUPLED.format(name))
 
@@ -95,12 +95,16 @@ class CouplingCheck:
         for attempt in range(_STATES):
             if attempt:
                 seed_all(self._batches + attempt)
-            state = DrawState.now()
+            state, name = DrawState.now(), ""
             batch, end, draws = self._made(rows, state)
-            others, others_end, _ = self._made(copies if draws else rows[:1], state)
-            if draws and end != others_end:
-                continue  # other draws: nothing can be said
-            name = _different(batch, others, 0, len(rows), draws)
+            if not draws:
+                alone, _, _ = self._made(rows[:1], state)
+                name = _different(batch, alone, 0, len(rows), in_place=False)
+            if not name:  # also of a collator that fills rows up with what others hold
+                exchanged, exchanged_end, _ = self._made(copies, state)
+                if end != exchanged_end:
+                    continue  # other draws: nothing can be said
+                name = _different(batch, exchanged, 0, len(rows), in_place=True)
             if name and self._is_replayed(rows, state, batch):
                 hits.append(name)
             if not draws or len(hits) == _HITS:
@@ -110,8 +114,10 @@ class CouplingCheck:
     def _is_replayed(self, rows: list[int], state: DrawState, batch: Mapping[str, Any]) -> bool:
         """Whether the same rows under the same draws are the same batch again."""
         for _ in range(_REPEATS):
-            again, _, _ = self._made(rows, state)
-            if any(_different(batch, again, place, len(rows), True) for place in range(len(rows))):
+            replayed, _, _ = self._made(rows, state)
+            if any(
+                _different(batch, replayed, place, len(rows), True) for place in range(len(rows))
+            ):
                 logger.warning_once(_NOT_REPLAYED)
                 return False
         return True
@@ -120,40 +126,40 @@ class CouplingCheck:
         """A batch, where the generators ended, and whether anything was drawn."""
         state.restore()
         collate = copy.deepcopy(self._collate, _kept_whole(self._collate))
-        own_before = [_state_of(generator) for generator in _generators(collate)]
+        states_before = [_state_of(generator) for generator in _generators(collate)]
         try:
             batch = collate(list(fetched(self._data, numbers)))
         except Exception as error:
             error.add_note(_ALONE)
             raise
-        own = [_state_of(generator) for generator in _generators(collate)]
+        states = [_state_of(generator) for generator in _generators(collate)]
         end = DrawState.now().plain()
-        return batch, (end, own), end != state.plain() or own != own_before
+        return batch, (end, states), end != state.plain() or states != states_before
 
 
 def _different(
-    batch: Mapping[str, Any], others: Mapping[str, Any], place: int, rows: int, in_place: bool
+    batch: Mapping[str, Any], exchanged: Mapping[str, Any], place: int, rows: int, in_place: bool
 ) -> str:
     """The first entry whose row is another, padding aside.
 
     Args:
         batch: Of some rows.
-        others: Of the same row beside others, or alone.
+        exchanged: Of the same row beside other rows, or alone.
         place: Of the row.
         rows: How many the batch has.
-        in_place: Whether the row has that place in `others`, too, which has as many.
+        in_place: Whether the row has that place in `exchanged`, too, which has as many.
     """
     for name, value in batch.items():
-        if name not in others:
+        if name not in exchanged:
             return str(name)
-        other = others[name]
-        if isinstance(value, Mapping) and isinstance(other, Mapping):
-            if inner_name := _different(value, other, place, rows, in_place):
+        exchanged_value = exchanged[name]
+        if isinstance(value, Mapping) and isinstance(exchanged_value, Mapping):
+            if inner_name := _different(value, exchanged_value, place, rows, in_place):
                 return f"{name}.{inner_name}"
             continue
-        if _length(value) == rows and _length(other) == (rows if in_place else 1):
-            value, other = value[place], other[place if in_place else 0]
-        if not _alike(value, other):
+        if _length(value) == rows and _length(exchanged_value) == (rows if in_place else 1):
+            value, exchanged_value = value[place], exchanged_value[place if in_place else 0]
+        if not _alike(value, exchanged_value):
             return str(name)
     return ""
 
@@ -164,48 +170,36 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, list | tuple) else -1
 
 
-def _alike(row: Any, other: Any) -> bool:
-    """Whether two are equal where both have entries, and constant where one alone has: padding."""
-    if not isinstance(row, Tensor | np.ndarray | list | tuple) or not isinstance(other, type(row)):
-        return type(row) is type(other) and bool(row == other)
+def _alike(row: Any, compared: Any) -> bool:
+    """Whether two are equal where both have entries: where one alone has, it is padded."""
+    if not isinstance(row, Tensor | np.ndarray | list | tuple) or not isinstance(
+        compared, type(row)
+    ):
+        return type(row) is type(compared) and bool(row == compared)
     try:
-        row, other = torch.as_tensor(row), torch.as_tensor(other)
+        row, compared = torch.as_tensor(row), torch.as_tensor(compared)
     except (TypeError, ValueError, RuntimeError):  # texts, or lists of several lengths
-        return bool(row == other)
-    if row.dim() != other.dim():
+        return bool(row == compared)
+    if row.dim() != compared.dim():
         return False
-    short = [min(pair) for pair in zip(row.shape, other.shape, strict=True)]
+    short = [min(pair) for pair in zip(row.shape, compared.shape, strict=True)]
     return any(
-        _equal(_cut(row, short, at_end), _cut(other, short, at_end))
-        and _is_padding(row, short, at_end)
-        and _is_padding(other, short, at_end)
-        for at_end in (False, True)
+        _equal(_cut(row, short, at_end), _cut(compared, short, at_end)) for at_end in (False, True)
     )
 
 
-def _equal(row: Tensor, other: Tensor) -> bool:
+def _equal(row: Tensor, compared: Tensor) -> bool:
     if row.is_floating_point():
-        return torch.allclose(row, other, rtol=1e-5, atol=1e-7, equal_nan=True)
-    return torch.equal(row, other)
+        return torch.allclose(row, compared, rtol=1e-5, atol=1e-7, equal_nan=True)
+    return torch.equal(row, compared)
 
 
 def _cut(tensor: Tensor, shape: list[int], at_end: bool) -> Tensor:
-    return tensor[_inside(tensor, shape, at_end)]
-
-
-def _inside(tensor: Tensor, shape: list[int], at_end: bool) -> tuple[slice, ...]:
-    return tuple(
+    corner = tuple(
         slice(length - size, length) if at_end else slice(size)
         for length, size in zip(tensor.shape, shape, strict=True)
     )
-
-
-def _is_padding(tensor: Tensor, shape: list[int], at_end: bool) -> bool:
-    """Whether what lies outside of a corner of that shape has one value."""
-    outside = torch.ones(tensor.shape, dtype=torch.bool)
-    outside[_inside(tensor, shape, at_end)] = False
-    values = tensor[outside]
-    return not values.numel() or bool((values == values[0]).all())
+    return tensor[corner]
 
 
 def _size(row: Any) -> int:
@@ -220,28 +214,32 @@ def _numel(value: Any) -> int:
     return len(value) if hasattr(value, "__len__") else 1
 
 
-def _parts(collate: Any) -> Iterator[Any]:
+def _held_objects(collate: Any) -> Iterator[Any]:
     """A collator and what it holds, two levels deep: wrappers hold collators."""
     level = [collate]
     for _ in range(3):
         yield from level
         level = [
-            part
+            held_object
             for holder in level
             if not isinstance(holder, nn.Module | PreTrainedTokenizerBase)
-            for part in getattr(holder, "__dict__", {}).values()
+            for held_object in getattr(holder, "__dict__", {}).values()
         ]
 
 
 def _kept_whole(collate: Any) -> dict[int, Any]:
     """What a copy of a collator shares with it: models and tokenizers are large."""
     large = (nn.Module, PreTrainedTokenizerBase)
-    return {id(part): part for part in _parts(collate) if isinstance(part, large)}
+    return {
+        id(held_object): held_object
+        for held_object in _held_objects(collate)
+        if isinstance(held_object, large)
+    }
 
 
 def _generators(collate: Any) -> list[Any]:
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    return [part for part in _parts(collate) if isinstance(part, kinds)]
+    return [held_object for held_object in _held_objects(collate) if isinstance(held_object, kinds)]
 
 
 def _state_of(generator: Any) -> Any:

@@ -42,14 +42,14 @@ def data_fingerprint(data: Any, salt: str) -> str | None:
     numbers = np.unique(np.linspace(0, count - 1, min(count, MOST)).round().astype(int)).tolist()
     digest = hashlib.sha256(f"{salt} {count}".encode())
     with draws_restored():
-        drawn = set[str]()
+        random_fields = set[str]()
         for number in numbers[:_TRIED]:
             first_read, second_read = _fields(_row(data, number)), _fields(_row(data, number))
             names = first_read.keys() | second_read.keys()
-            drawn |= {n for n in names if first_read.get(n) != second_read.get(n)}
+            random_fields |= {n for n in names if first_read.get(n) != second_read.get(n)}
         for number in numbers:
             for name, content in sorted(_fields(_row(data, number)).items()):
-                if name not in drawn:
+                if name not in random_fields:
                     digest.update(name.encode() + content)
     return digest.hexdigest()
 

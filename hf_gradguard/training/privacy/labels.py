@@ -139,9 +139,9 @@ class RandomizedLabels(Dataset):
             )
         place = index % len(self.data) if index < 0 else index
         new = randomized_response(int(label), self.epsilon, self.classes, self.key.of(place))
-        own = row[name]
-        kept = torch.full_like(own, new) if isinstance(own, Tensor) else new
-        return {**row, name: kept}
+        true_label = row[name]
+        released = torch.full_like(true_label, new) if isinstance(true_label, Tensor) else new
+        return {**row, name: released}
 
 
 def protect_labels(
@@ -229,10 +229,14 @@ class Randomizer:
             return data
         seed = setting(args, "noise_seed")
         seeds = None if seed is None else (seed, args.process_index, len(self._randomized))
-        dataset = next((known for known in self._randomized if known.data is data), data)
+        dataset = next(
+            (earlier_data for earlier_data in self._randomized if earlier_data.data is data), data
+        )
         protected = protect_labels(dataset, args, model, LabelKey(seeds), own_batches)
         self.key = None if protected is None else protected.key
-        if protected is not None and all(protected is not known for known in self._randomized):
+        if protected is not None and all(
+            protected is not earlier_data for earlier_data in self._randomized
+        ):
             self._randomized.append(protected)
         return protected
 
