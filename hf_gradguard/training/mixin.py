@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 from ..defenses import Defense
 from ..gradient_map.cache import forget
 from ..gradient_map.parameters import shared_parameters
-from ..gradient_map.replay import draws_kept, modes_kept, no_exchange
+from ..gradient_map.replay import no_exchange
 from ..leakage import FisherAccountant, PrivacyAccount
 from .adapter import TrainerAdapter, annotate_errors, without_exchange
 from .card import complete_card
@@ -68,8 +68,7 @@ from .message import ClientBatch, MessageMaker, RandomStreams
 from .meter import LeakageMeter
 from .privacy.account import AccountFile
 from .privacy.coupling import CouplingCheck
-from .privacy.draws import draws_restored
-from .privacy.fingerprint import data_fingerprint
+from .privacy.fingerprint import Fingerprints
 from .privacy.labels import RandomizedLabels, Randomizer
 from .privacy.private_rows import PoissonSampler, PrivateRows, private_rows_of, say_unit
 from .requested_settings import RequestedSettings
@@ -131,7 +130,7 @@ class GradGuardMixin(TrainerAdapter):
             check_arguments(args)
         self._requested, self._accountant = RequestedSettings(args, defense), accountant
         self._privacy_account: PrivacyAccount | None = None
-        self._fingerprint: tuple[str, int, str | None] | None = None  # of a run and its data
+        self._fingerprints = Fingerprints()
         self._labels = Randomizer()
         self._counts_metrics = False
         super().__init__(args=args, **kwargs)
@@ -349,10 +348,8 @@ class GradGuardMixin(TrainerAdapter):
         self._requested.check_unchanged(self.args)
         batches, count = super().get_batch_samples(*args, **kwargs)
         if batches and self.ledger.strangers:
-            with draws_restored(), draws_kept(self.model), modes_kept(self.model):
-                inputs = self._prepare_inputs(batches[0])
-                inputs = {k: v for k, v in inputs.items() if not k.startswith("gradguard_")}
-                self.ledger.check_strangers(self._loss(self.model, inputs, None))
+            inputs = dict(self._prepare_inputs(batches[0]))
+            self.ledger.check_strangers(self.model, inputs, self._loss)
         if self._rows_of_clients and any(CLIENT not in batch for batch in batches):
             raise NotImplementedError(
                 "GradGuardTrainer does not support num_clients with a get_train_dataloader whose "
@@ -482,16 +479,10 @@ class GradGuardMixin(TrainerAdapter):
             self.account_file.counted,
             None if rows is None else [[*key, n] for key, n in rows.account.messages.items()],
             None if self._labels.key is None else self.train_dataset.epsilon,
-            self._fingerprint_of(data, run) if numbered else None,
+            self._fingerprints(data, run) if numbered else None,
             {"defense": self.defense.name, **settings},
             self.shared_messages.state_dict(),
         )
-
-    def _fingerprint_of(self, data: Any, run: str) -> str | None:
-        """Read once for all checkpoints."""
-        if self._fingerprint is None or self._fingerprint[:2] != (run, id(data)):
-            self._fingerprint = run, id(data), data_fingerprint(data, run)
-        return self._fingerprint[2]
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with a section on what was protected and what was not."""

@@ -223,6 +223,16 @@ def test_the_list_names_what_resuming_reads(finished: tuple[Path, dict[str, Tens
     assert names == {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", private}
 
 
+def test_a_list_of_an_older_version_has_sizes_alone(run: Path) -> None:
+    path = run / "checkpoint-6" / LIST
+    listed = json.loads(path.read_text())
+    assert all(len(checksum) == 64 for _, checksum in listed.values())
+    path.write_text(json.dumps({name: size for name, (size, _) in listed.items()}))
+    assert not missing_from(run / "checkpoint-6", checks_content=True)
+    (run / "checkpoint-6" / "optimizer.pt").write_bytes(b"")
+    assert "0 bytes" in missing_from(run / "checkpoint-6", checks_content=True)
+
+
 def test_ranks_agree_on_the_newest_that_all_have(tmp_path: Path) -> None:
     """Rank 1 has 2 and 5, on a disk of its own; this is rank 0, with 2 and 6."""
 

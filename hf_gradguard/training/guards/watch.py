@@ -21,10 +21,11 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from ...gradient_map.parameters import find_tables, remember_tables
-from ...gradient_map.replay import nodes_of
+from ...gradient_map.replay import draws_kept, modes_kept, nodes_of
 from ...gradient_map.types import LossFunction
 from ..exchange.average import average
 from ..exchange.secure_aggregation import SecureAggregation
+from ..privacy.draws import draws_restored
 from .batch_statistics import tracking_layers
 
 if TYPE_CHECKING:
@@ -119,13 +120,24 @@ class Ledger(TrainerCallback):
             wrapped.register_step_pre_hook(self._before_step)
             self._watched = wrapped
 
-    def check_strangers(self, loss: Tensor) -> None:
+    def check_strangers(
+        self, model: nn.Module, batch: Mapping[str, Any], loss_fn: Callable[..., Tensor]
+    ) -> None:
         """Refuse a loss that is computed from `strangers`, as far as it would train them. A model
         that only guides one (as in sentence-transformers' GISTEmbedLoss) is not trained anyway.
+
+        Args:
+            model: The bare model.
+            batch: Of a rank.
+            loss_fn: `(model, batch, items)`, the Trainer's. It runs once, under draws that are put
+                back.
 
         Raises:
             NotImplementedError: With their shapes.
         """
+        batch = {name: value for name, value in batch.items() if not name.startswith("gradguard_")}
+        with draws_restored(), draws_kept(model), modes_kept(model):
+            loss = loss_fn(model, batch, None)
         reached = {id(getattr(node, "variable", None)) for node in nodes_of([loss])}
         trained = [parameter for parameter in self.strangers if id(parameter) in reached]
         self.strangers = []

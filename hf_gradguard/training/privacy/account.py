@@ -10,6 +10,7 @@ and is never pushed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -188,9 +189,10 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], str, int]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new file's name is on the disk only when its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """A new file's name is on the disk only when its folder is. Windows opens no folder."""
+    with contextlib.suppress(PermissionError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

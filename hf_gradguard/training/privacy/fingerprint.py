@@ -54,6 +54,25 @@ def data_fingerprint(data: Any, salt: str) -> str | None:
     return digest.hexdigest()
 
 
+class Fingerprints:
+    """Computes `data_fingerprint` once for all checkpoints of a run.
+
+    Example:
+        >>> fingerprints, rows = Fingerprints(), [{"text": "a"}]
+        >>> fingerprints(rows, "run") == fingerprints(rows, "run") == data_fingerprint(rows, "run")
+        True
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, str, str | None] = None, "", None
+
+    def __call__(self, data: Any, salt: str) -> str | None:
+        """As `data_fingerprint`."""
+        if self._last[0] is not data or self._last[1] != salt:
+            self._last = data, salt, data_fingerprint(data, salt)
+        return self._last[2]
+
+
 def _row(data: Any, number: int) -> Any:
     seed_all(number)
     (row,) = fetched(data, [number])
