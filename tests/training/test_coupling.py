@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -247,6 +248,33 @@ def test_a_training_with_epsilon_refuses_it(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match="'labels' of a row is another"):
         t.train()
     assert t.state.global_step == 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("couples", [True, False])
+def test_a_data_set_of_datasets_in_batches_of_workers(
+    tmp_path: Path, couples: bool, workers: int
+) -> None:
+    t = trainer(tmp_path, "epsilon", max_steps=2, dataloader_num_workers=workers,
+                clients_per_process=2)  # fmt: skip
+    rows = [{k: v.tolist() for k, v in row.items()} for row in t.train_dataset]
+    data = datasets.Dataset.from_list([{**row, "said_by": "someone"} for row in rows])
+    if couples:  # a transform gets a batch of rows at once
+        data = data.with_transform(
+            lambda batch: {**batch, "labels": [sum(batch["labels"]) % 3] * len(batch["labels"])}
+        )
+        t.args.remove_unused_columns = False
+        t.data_collator = lambda rows: default_data_collator(
+            [{k: v for k, v in row.items() if k != "said_by"} for row in rows]
+        )
+    t.train_dataset = data
+    if couples:
+        with pytest.raises(NotImplementedError, match="'labels' of a row is another"):
+            t.train()
+        return
+    t.data_collator = DataCollatorWithPadding(tokenizer())
+    t.train()
+    assert t.state.global_step == 2
 
 
 def hidden_tokens(rows: Rows) -> dict[str, Tensor]:

@@ -215,9 +215,9 @@ def _numel(value: Any) -> int:
 
 
 def _held_objects(collate: Any) -> Iterator[Any]:
-    """A collator and what it holds, two levels deep: wrappers hold collators."""
+    """A collator and what it holds, three levels deep: wrappers hold collators."""
     level = [collate]
-    for _ in range(3):
+    for _ in range(4):
         yield from level
         level = [
             held_object
