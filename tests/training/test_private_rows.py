@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses import Defense, chain
 from hf_gradguard.defenses.dp import NoSample
-from hf_gradguard.leakage import FisherAccountant, dp_sgd_epsilon
+from hf_gradguard.leakage import FisherAccountant, PrivacyAccount, dp_sgd_epsilon
 from hf_gradguard.training.message import ClientBatch
 from hf_gradguard.training.privacy import private_rows
 from hf_gradguard.training.privacy.coupling import CouplingCheck
@@ -406,6 +406,27 @@ def test_ranks_of_different_data_count_the_highest_rate(monkeypatch: pytest.Monk
     rows.on_train_begin(args, state, None, model=torch.nn.Linear(1, 1))
     rows.count([])
     assert rows.epsilon == pytest.approx(dp_sgd_epsilon(1.0, 10 * 16 / 10_000, 1, 1e-5))
+
+
+def test_ranks_count_as_many_messages_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill may leave one rank with a message more on its disk than another."""
+
+    def gathered(own: torch.Tensor) -> torch.Tensor:
+        others = own.clone()
+        if own.dim() == 2:
+            others[0, 2] += 1
+        return torch.cat([own, others])
+
+    monkeypatch.setattr(private_rows, "gather", gathered)
+    monkeypatch.setattr(private_rows, "check_agreed", lambda *_: None)
+    args = GradGuardConfig("out", use_cpu=True, per_device_train_batch_size=5)
+    account = PrivacyAccount({(2.0, 0.1): 3})
+    defense: Any = private(delta=1e-5)
+    rows = PrivateRows(defense, args, 100, 0, 2, lambda: [], account)
+    monkeypatch.setattr(type(args), "world_size", 2)
+    state = type("State", (), {"max_steps": 1, "global_step": 0})
+    rows.on_train_begin(args, state, None, model=torch.nn.Linear(1, 1))
+    assert rows.account.messages == {(2.0, 0.1): 4}
 
 
 # --- what is refused
