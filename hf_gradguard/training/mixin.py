@@ -70,7 +70,13 @@ from .privacy.account import AccountFile
 from .privacy.coupling import CouplingCheck
 from .privacy.fingerprint import Fingerprints
 from .privacy.labels import RandomizedLabels, Randomizer
-from .privacy.private_rows import PoissonSampler, PrivateRows, private_rows_of, say_unit
+from .privacy.private_rows import (
+    PoissonSampler,
+    PrivateRows,
+    private_rows_of,
+    resume_epsilon,
+    say_unit,
+)
 from .requested_settings import RequestedSettings
 from .weights import LossWeights, Normalization, Spread
 
@@ -427,15 +433,14 @@ class GradGuardMixin(TrainerAdapter):
         rank, account = self.accelerator.process_index, self.account_file
         saved = saved_record(folder, rank)
         record = self._run_record(account.run if saved is None else saved.run)
-        check_record(folder, saved, record)
+        check_record(folder, saved, record, self.private_rows is not None)
         records = []
-        if saved is not None:
-            if self._has_account:
-                account.go_on_with(saved.run)
-                folders = Path(folder).parent, self.args.output_dir
-                records = account.records(folders, saved.counted)
-            if self.private_rows is not None:
-                self.private_rows.resume(saved.privacy or (), records)
+        if saved is not None and (self._has_account or saved.privacy is not None):
+            account.go_on_with(saved.run)
+            records = account.records([Path(folder).parent, self.args.output_dir], saved.counted)
+            if saved.privacy is not None:  # also where this training adds nothing to it
+                self._privacy_account = self._privacy_account or PrivacyAccount()
+                resume_epsilon(self._privacy_account, saved.privacy, records)
         releases = [entry["release"] for entry in records if "release" in entry]
         names = load_private_state(
             folder, rank, self._clients, self.accountant, self.args.device, self._labels.key,
@@ -452,8 +457,8 @@ class GradGuardMixin(TrainerAdapter):
             return
         account.go_on_with(run)
         records = account.records([self.args.output_dir], {})
-        if self.private_rows is not None:
-            self.private_rows.resume((), records)
+        if self._privacy_account is not None:
+            resume_epsilon(self._privacy_account, (), records)
         if self.accountant is not None:
             self.accountant.load_releases(e["release"] for e in records if "release" in e)
 
@@ -468,7 +473,7 @@ class GradGuardMixin(TrainerAdapter):
 
     def _run_record(self, run: str) -> RunRecord:
         """What is asked for now, as a private file of that run would say it."""
-        data, args, rows = self.train_dataset, self.args, self.private_rows
+        data, args, privacy = self.train_dataset, self.args, self._privacy_account
         if isinstance(data, RandomizedLabels):
             data = data.data
         numbered = self._has_account or self._rows_of_clients or self._labels.key is not None
@@ -477,7 +482,7 @@ class GradGuardMixin(TrainerAdapter):
         return RunRecord(
             run,
             self.account_file.counted,
-            None if rows is None else [[*key, n] for key, n in rows.account.messages.items()],
+            None if privacy is None else [[*key, n] for key, n in privacy.messages.items()],
             None if self._labels.key is None else self.train_dataset.epsilon,
             self._fingerprints(data, run) if numbered else None,
             {"defense": self.defense.name, **settings},

@@ -188,6 +188,19 @@ def test_a_trainer_with_messages_of_its_own_takes_no_other_run(runs: Path, tmp_p
         t.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
 
 
+def test_another_defense_keeps_what_epsilon_counts(runs: Path, tmp_path: Path) -> None:
+    """As in one process: the model is of those messages, too."""
+    folder = Path(shutil.copytree(runs / "epsilon-one", tmp_path / "run"))
+    t = trainer(folder, "fisher", max_steps=3, save_steps=3)
+    other = GradGuardTrainer(
+        model=t.model, args=t.args, defense="pruning", train_dataset=t.train_dataset
+    )
+    other.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    again = trainer(folder, "epsilon", max_steps=4)
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    assert sum(again.private_rows.account.messages.values()) == 2 + 1
+
+
 def test_an_accountant_of_the_user_goes_on(runs: Path, tmp_path: Path) -> None:
     """A release is what its step adds."""
     one, other = FisherAccountant(), FisherAccountant()

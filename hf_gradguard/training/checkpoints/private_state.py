@@ -78,8 +78,8 @@ class RunRecord:
     Args:
         run: Its name, as in the account of what left.
         counted: How many records of that account the file counts, by attempt at the run.
-        privacy: (noise multiplier, sampling rate, messages) of `dp_sgd` with `per_sample`; `None`
-            without it.
+        privacy: (noise multiplier, sampling rate, messages) of `dp_sgd` with `per_sample`, also
+            of earlier trainings; `None` if the run never had it.
         label_epsilon: Of randomized labels; `None` where labels are true.
         data: The fingerprint of rows that are known by number, salted with `run`; `None` where
             none are.
@@ -161,13 +161,16 @@ def saved_record(folder: str, rank: int) -> RunRecord | None:
     return RunRecord(**json.loads(about[_RUN])) if _RUN in about else None
 
 
-def check_record(folder: str, saved: RunRecord | None, current: RunRecord) -> None:
+def check_record(
+    folder: str, saved: RunRecord | None, current: RunRecord, needs_epsilon: bool = False
+) -> None:
     """Refuse a checkpoint that this run must not go on with: what the same process would refuse.
 
     Args:
         folder: Of the checkpoint.
         saved: What its private file says.
         current: What this run is asked for, its data's fingerprint salted as the saved one.
+        needs_epsilon: Whether this run counts messages for ε.
 
     Raises:
         ValueError: With the reason and the way out.
@@ -177,7 +180,7 @@ def check_record(folder: str, saved: RunRecord | None, current: RunRecord) -> No
         Traceback (most recent call last):
         ValueError: out was trained with label_epsilon=1, and now protect_labels is not set: ...
     """
-    if current.privacy is not None and (saved is None or saved.privacy is None):
+    if needs_epsilon and (saved is None or saved.privacy is None):
         raise ValueError(_NO_EPSILON.format(folder))
     if saved is None:
         return

@@ -251,23 +251,34 @@ class PrivateRows(TrainerCallback):
         """For the log."""
         return {} if self.epsilon is None else {"defense/epsilon": self.epsilon}
 
-    def resume(
-        self, saved: Sequence[Sequence[float]], records: Iterable[Mapping[str, Any]]
-    ) -> None:
-        """Count what a checkpoint has, and what left after it. What this process has counted beyond
-        that stays.
 
-        Args:
-            saved: (noise multiplier, sampling rate, messages) of the checkpoint.
-            records: Of the account of what left.
-        """
-        resumed = PrivacyAccount()
-        for multiplier, rate, messages in saved:
-            resumed.add(multiplier, rate, int(messages))
-        for record in records:
-            if "noise_multiplier" in record:
-                resumed.add(*(record[name] for name in _FIGURES))
-        self.account.load_state_dict(resumed.state_dict())
+def resume_epsilon(
+    account: PrivacyAccount,
+    saved: Sequence[Sequence[float]],
+    records: Iterable[Mapping[str, Any]],
+) -> None:
+    """Count what a checkpoint has, and what left after it. What the account has counted beyond that
+    stays.
+
+    Args:
+        account: Of this process.
+        saved: (noise multiplier, sampling rate, messages) of the checkpoint.
+        records: Of the account of what left.
+
+    Example:
+        >>> account = PrivacyAccount()
+        >>> record = {"noise_multiplier": 1.0, "sampling_rate": 0.1, "messages": 1}
+        >>> resume_epsilon(account, [[1.0, 0.1, 4]], [record])
+        >>> account.messages
+        {(1.0, 0.1): 5}
+    """
+    resumed = PrivacyAccount()
+    for multiplier, rate, messages in saved:
+        resumed.add(multiplier, rate, int(messages))
+    for record in records:
+        if "noise_multiplier" in record:
+            resumed.add(*(record[name] for name in _FIGURES))
+    account.load_state_dict(resumed.state_dict())
 
 
 def private_rows_of(
