@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 from ..gradient_map.parameters import withheld_by_name, withheld_parameters
 from .config import setting
 from .guards.batch_statistics import tracking_layers
+from .privacy.private_rows import CLIENT_LEVEL, is_client_level
 
 if TYPE_CHECKING:
     from .message import SharedMessages
@@ -117,7 +118,7 @@ def sharing(trainer: Any) -> dict[str, str]:
         "aggregation": _aggregation(trainer),
         "noise": _NEW_KEYS if setting(args, "noise_seed") is None else _FIXED_SEED,
         "epsilon": "" if trainer.private_rows is None else subject,  # whose messages it is of
-        "unit": _CLIENT_LEVEL if defense.name == "dp_sgd" and not defense.per_sample else "",
+        "unit": CLIENT_LEVEL.format(f"`{defense.name}`") if is_client_level(defense) else "",
     }
 
 
@@ -239,10 +240,6 @@ def _epsilon(trainer: GradGuardTrainer) -> str:
 
 
 _ABOUT = ("unit", "clients", "alone", "withheld", "labels", "statistics", "aggregation")
-_CLIENT_LEVEL = (
-    "`dp_sgd` without `per_sample` is client-level noise: a client's batch gradient was clipped as "
-    "a whole, so no (ε, δ) of a row follows."
-)
 _OF_MODEL = ", and for this model where nothing else chose it"
 _NEW_KEYS = (
     "The noise was drawn by ChaCha20, with a new key from the operating system for every message."

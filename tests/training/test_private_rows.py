@@ -429,6 +429,34 @@ def test_ranks_count_as_many_messages_as_any(monkeypatch: pytest.MonkeyPatch) ->
     assert rows.account.messages == {(2.0, 0.1): 4}
 
 
+# --- the unit
+
+
+@pytest.mark.parametrize("name", ["dp_sgd", "optimal_dp_sgd"])
+def test_client_level_noise_says_so_first(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    t = trainer(tmp_path, make_defense(name, scale=0.1, clip=1.0))
+    said = [record.message for record in caplog.records if "gradguard" in record.name]
+    assert said[0].startswith(f"{name} is client-level noise")
+    t.train()
+    text = card(t).replace("\n", " ")
+    assert f"`{name}` is client-level noise" in text
+    assert "no (ε, δ) of a row follows" in text
+
+
+def test_what_epsilon_covers_is_said_before_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    t = trainer(tmp_path, private(delta=1e-3))
+    t.train()
+    (said,) = [record.message for record in caplog.records if "draws each of its" in record.message]
+    assert said.index("one row of the training data") < said.index("noise multiplier")
+    assert "client-level" not in caplog.text
+    text = card(t)
+    assert text.index("For one row of the training data") < text.index("ε = ")
+
+
 # --- what is refused
 
 

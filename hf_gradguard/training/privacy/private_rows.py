@@ -326,16 +326,28 @@ def say_unit(defense: Defense) -> None:
     Example:
         >>> say_unit(make_defense("dp_sgd", scale=0.1))
     """
-    from ...defenses.dp import DPSGD
+    for link in _chained(defense):
+        if is_client_level(link):
+            logger.warning(CLIENT_LEVEL.format(link.name))
 
-    if any(isinstance(link, DPSGD) and not link.per_sample for link in _chained(defense)):
-        logger.warning(CLIENT_LEVEL)
+
+def is_client_level(defense: Defense) -> bool:
+    """Whether a defense of DP's name clips a client's gradient as a whole.
+
+    Example:
+        >>> is_client_level(make_defense("dp_sgd", scale=0.1))
+        True
+    """
+    from ...defenses.dp import DPSGD, OptimalDPSGD
+
+    if isinstance(defense, DPSGD):
+        return not defense.per_sample
+    return isinstance(defense, OptimalDPSGD)
 
 
 CLIENT_LEVEL = (
-    "dp_sgd without per_sample is client-level noise: it clips a client's batch gradient as a "
-    "whole, so no (ε, δ) of a row follows, and none is stated. For one row of the data set "
-    "per_sample=True."
+    "{} is client-level noise: it clips a client's batch gradient as a whole, so no (ε, δ) of a "
+    "row follows, and none is stated. For one row of the data take dp_sgd with per_sample=True."
 )
 _FIGURES = ("noise_multiplier", "sampling_rate", "messages")
 
