@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,9 +46,7 @@ class DrawState(NamedTuple):
 
     def plain(self) -> tuple[Any, ...]:
         """What is equal where the state is."""
-        words = self.of_numpy["state"]["key"].tobytes(), self.of_numpy["state"]["pos"]
-        gaussian = self.of_numpy["has_gauss"], self.of_numpy["gauss"]
-        return self.of_torch.numpy().tobytes(), words, gaussian, self.of_python
+        return self.of_torch.numpy().tobytes(), pickle.dumps(self.of_numpy), self.of_python
 
 
 @contextmanager
