@@ -14,7 +14,7 @@ import torch
 from ..clients.partition import fetched, is_of_datasets
 from .draws import draws_restored, seed_all
 
-MOST = 2048
+MOST = 1024
 """Rows that are read. Of a larger data set they are spread evenly, from the first to the last."""
 _TRIED = 8  # rows that are read twice: a field that differs is drawn anew at every visit
 
