@@ -15,7 +15,16 @@ import torch
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.randomness import Stream
 
-from .measuring import RATIO, alternate, cells, classifier, random_batch
+from .measuring import (
+    RATIO,
+    alternate,
+    cells,
+    classifier,
+    plain_gradient,
+    random_batch,
+    row_title,
+    share,
+)
 
 THREADS, BATCH, LENGTH, PROBES, ROUNDS = 2, 16, 16, 10, 7
 OWN_SHAPE, EVERY_TENTH = {"shape": "own"}, {"refresh_every": 10}
@@ -38,9 +47,7 @@ def measure(args) -> dict:
     size, k, rounds = (2, 2, 1) if args.quick else (BATCH, PROBES, ROUNDS)
     model = classifier(args.model)
     batch = random_batch(model, size, LENGTH)
-
-    def plain() -> None:
-        GradientMap(model, batch, second_order=False).gradient()
+    plain = plain_gradient(model, batch)
 
     def sensitivities(probes: int, **settings) -> Callable[[], object]:
         second = settings.get("method") == "exact"
@@ -70,7 +77,7 @@ def measure(args) -> dict:
     unit, steps = training_steps(model, batch, optimizer, 1), {}
     for name, settings in DEFENSES:
         count = settings.get("refresh_every", 1)
-        label = f"step with {name}" + "".join(f", {key}={value}" for key, value in settings.items())
+        label = row_title(f"step with {name}", settings)
         case = training_steps(model, batch, optimizer, count, name, **settings)
         steps[label] = alternate(
             case, unit, rounds if count == 1 else max(rounds // 2, 1), factor=1 / count
@@ -96,10 +103,7 @@ def training_steps(
                 model(**batch).loss.backward()
             else:
                 gmap = GradientMap(model, batch, second_order=defense.facts.needs_second_order)
-                for parameter, shared in zip(
-                    gmap.parameters.values(), defense(gmap, generator).values(), strict=True
-                ):
-                    parameter.grad = shared
+                share(defense, gmap, generator)
             optimizer.step()
             optimizer.zero_grad()
 

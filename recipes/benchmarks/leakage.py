@@ -26,7 +26,7 @@ from hf_gradguard.leakage import (
 )
 from recipes.studies.lib.device import DEVICE
 
-from .measuring import RATIO, alternate, cells, classifier, random_batch
+from .measuring import RATIO, alternate, cells, classifier, plain_gradient, random_batch
 
 LENGTH, BATCH, PROBES, FEW_PROBES, ROUNDS, TOLERANCE = 16, 16, 10, 2, 3, 1e-4
 ATTACK_STEPS, TIMED_STEPS = 1500, 25
@@ -82,9 +82,7 @@ def measure(args) -> dict:
             generator,
         )
 
-    def plain() -> None:
-        GradientMap(model, batch, second_order=False).gradient()
-
+    plain = plain_gradient(model, batch)
     input_space()  # in this order, so that each side's growth of peak memory shows
     parameter_space()
     report = {

@@ -10,13 +10,17 @@ import importlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from hf_gradguard import GradientMap
+from hf_gradguard.defenses import Defense
 from hf_gradguard.models import check_name
+from hf_gradguard.randomness import Stream
 from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.results import named
 from recipes.studies.lib.tables import write_table
@@ -70,6 +74,25 @@ def random_batch(model: PreTrainedModel, size: int, length: int) -> dict[str, to
         "attention_mask": torch.ones(size, length, dtype=torch.long, device=DEVICE),
         "labels": torch.randint(0, 2, (size,), device=DEVICE),
     }
+
+
+def plain_gradient(model: nn.Module, batch: dict, **settings: bool) -> Callable[[], object]:
+    """The unit of most figures."""
+    return lambda: GradientMap(model, batch, second_order=False, **settings).gradient()
+
+
+def share(defense: Defense, gmap: GradientMap, stream: Stream | None = None) -> None:
+    """Leaves what a defense shares as gradients."""
+    for name, tensor in defense(gmap, stream).items():
+        gmap.parameters[name].grad = tensor
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def row_title(name: str, settings: dict) -> str:
+    return name + "".join(f", {key}={value}" for key, value in settings.items())
 
 
 def alternate(

@@ -7,7 +7,7 @@ averages are fed; the others come in between.
 
 from hf_gradguard import GradientMap, make_defense
 
-from .measuring import classifier, peak, random_batch
+from .measuring import bytes_of, classifier, peak, random_batch, share
 
 BATCH, LENGTH, PROBES = 16, 16, 2
 METHODS = {
@@ -30,9 +30,7 @@ MESSAGES = {
 def measure(args) -> dict:
     model = classifier(args.model)
     batch = random_batch(model, 2 if args.quick else BATCH, LENGTH)
-    gradient = sum(
-        p.numel() * p.element_size() for p in GradientMap(model, batch).parameters.values()
-    )
+    gradient = bytes_of(GradientMap(model, batch).parameters.values())
     peaks = {}
     for method, settings in METHODS.items():
         gmap = GradientMap(model, batch, second_order=method == "exact")
@@ -47,9 +45,7 @@ def measure(args) -> dict:
         model(**sentence).loss.backward()
 
     def message(defense) -> None:
-        gmap = GradientMap(model, sentence, second_order=False)
-        for name, shared in defense(gmap).items():
-            gmap.parameters[name].grad = shared
+        share(defense, GradientMap(model, sentence, second_order=False))
 
     shared = set(GradientMap(model, sentence).parameters)
     for name, parameter in model.named_parameters():  # a stock step of the same parameters

@@ -17,7 +17,7 @@ from torch.multiprocessing import get_context, spawn
 
 from hf_gradguard import make_defense, protect
 
-from .measuring import classifier, peak, random_batch
+from .measuring import bytes_of, classifier, peak, random_batch
 
 CLIENTS, SHARDS, LENGTH = 2, 2, 16
 DEFENSES = ("none", "gaussian_noise", "optimal_noise", "pruning", "quantization")
@@ -72,7 +72,7 @@ def _memory(model, mesh, defenses: tuple[str, ...]) -> dict:
 
 def _size(tensors) -> int:
     local_tensors = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-    return sum(tensor.numel() * tensor.element_size() for tensor in local_tensors)
+    return bytes_of(local_tensors)
 
 
 def table(report: dict) -> tuple[list[str], list]:

@@ -17,7 +17,7 @@ from hf_gradguard.randomness import Stream
 from hf_gradguard.training.meter import LeakageMeter
 from recipes.studies.lib.results import named
 
-from .measuring import RATIO, alternate, cells, classifier, random_batch
+from .measuring import RATIO, alternate, cells, classifier, plain_gradient, random_batch
 
 LENGTH, SAMPLES, ROUNDS = 16, (1, 4, 16, 64), 3
 DEFENSES = ("gaussian_noise", "optimal_noise")
@@ -42,8 +42,7 @@ def logged(model, batch: dict, rounds: int) -> dict[str, dict[str, float]]:
     gmap, ratios = GradientMap(model, batch, second_order=False), {}
     gmap.gradient()
 
-    def plain() -> None:
-        GradientMap(model, batch, second_order=False).gradient()
+    plain = plain_gradient(model, batch)
 
     def trial() -> None:
         cache_of(model).difference_plans.clear()

@@ -32,7 +32,7 @@ from hf_gradguard.randomness import Stream
 from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.results import Results, named
 
-from .measuring import cells, clock, peak, spread
+from .measuring import bytes_of, cells, clock, peak, share, spread
 
 ROUNDS = 3
 BETWEEN, MEASURING = {"refresh_every": 10**6}, {"refresh_every": 1}
@@ -135,9 +135,7 @@ def measure_model(model: nn.Module, batch: dict, rounds: int) -> dict:
         if defense is None:
             model(**batch).loss.backward()
         else:
-            gmap = GradientMap(model, batch, second_order=False)
-            for name, tensor in defense(gmap, stream).items():
-                gmap.parameters[name].grad = tensor
+            share(defense, GradientMap(model, batch, second_order=False), stream)
         if update:
             optimizer.step()
             optimizer.zero_grad()
@@ -168,7 +166,7 @@ def measure_model(model: nn.Module, batch: dict, rounds: int) -> dict:
         beyond[row] = peak(lambda defense_of_row=defense: run(defense_of_row, update=False)) - stock
     for row in seconds.keys() - beyond.keys():
         beyond[row] = beyond[row.replace("as set", "measuring")]
-    gradient = sum(p.numel() * p.element_size() for p in shared.values())
+    gradient = bytes_of(shared.values())
     return {
         "parameters": sum(p.numel() for p in shared.values()),
         "gradient_mib": round(gradient / 2**20, 1),

@@ -17,7 +17,15 @@ from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.gradient_map.per_sample.clipping import SampleMap, clipped_sum
 from hf_gradguard.leakage import dp_sgd_epsilon
 
-from .measuring import alternate, cells, classifier, peak, random_batch
+from .measuring import (
+    alternate,
+    bytes_of,
+    cells,
+    classifier,
+    peak,
+    plain_gradient,
+    random_batch,
+)
 
 BATCH, LENGTH, ROUNDS = 16, 32, 3
 RUNS = {
@@ -34,10 +42,7 @@ def measure(args: argparse.Namespace) -> dict:
     batch = random_batch(model, 4 if args.quick else BATCH, 8 if args.quick else LENGTH)
     clip = float(clipped_sum(_map(model, batch), 1.0).norms.median())
     private = make_defense("dp_sgd", per_sample=True, clip=clip, noise_multiplier=1.0)
-
-    def plain() -> None:
-        GradientMap(model, batch, second_order=False, needs_input=False).gradient()
-
+    plain = plain_gradient(model, batch, needs_input=False)
     cases: dict[str, Callable[[], object]] = {
         "sum of clipped gradients": lambda: clipped_sum(_map(model, batch), clip).total,
         "a message, noise included": lambda: private(_map(model, batch)),
@@ -48,7 +53,7 @@ def measure(args: argparse.Namespace) -> dict:
     expected = looped(model, batch, clip)
     rounds = 1 if args.quick else ROUNDS
     seconds = {name: alternate(case, plain, rounds) for name, case in cases.items()}
-    gradient = sum(g.numel() * g.element_size() for g in expected.values())
+    gradient = bytes_of(expected.values())
     memory = {"plain gradient": round(peak(plain) / gradient, 2)}
     memory |= {name: round(peak(case) / gradient, 2) for name, case in cases.items()}
     errors = {

@@ -19,7 +19,7 @@ from hf_gradguard.randomness import Stream
 from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.text import NETWORK
 
-from .measuring import RATIO, alternate, cells, classifier, peak
+from .measuring import RATIO, alternate, bytes_of, cells, classifier, peak, plain_gradient
 
 BATCH, LENGTH, ROUNDS = 16, 16, 3
 ARGUMENTS = {"evaluation_network": NETWORK}
@@ -46,9 +46,7 @@ def measure(args) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     batch = words(tokenizer, size)
     generator = Stream.from_seeds(0)
-
-    def plain() -> None:
-        GradientMap(model, batch, second_order=False).gradient()
+    plain = plain_gradient(model, batch)
 
     def refined(**settings: int) -> Callable[[], object]:
         defense = make_defense("refiner", evaluation_network=args.evaluation_network, **settings)
@@ -61,9 +59,7 @@ def measure(args) -> dict:
         label: alternate(refined(**settings), plain, rounds)
         for label, (settings, _) in CASES.items()
     }
-    gradient = sum(
-        p.numel() * p.element_size() for p in GradientMap(model, batch).parameters.values()
-    )
+    gradient = bytes_of(GradientMap(model, batch).parameters.values())
     memory = {
         "plain": round(peak(plain) / gradient, 2),
         "refiner": round(peak(refined(iterations=2)) / gradient, 2),

@@ -36,7 +36,7 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.text import sst2
 
-from .measuring import RATIO, cells, seconds_now, spread
+from .measuring import RATIO, cells, row_title, seconds_now, spread
 
 ARGUMENTS: dict[str, dict] = {
     "data_dir": {"help": "folder of train.tsv"},
@@ -112,9 +112,7 @@ def measure(args: argparse.Namespace) -> dict:
         )
 
     runs: dict[str, Run] = {
-        name + "".join(f", {key}={value}" for key, value in settings.items()): protected(
-            name, settings
-        )
+        row_title(name, settings): protected(name, settings)
         for name, settings in (DEFENSES[:2] if args.quick else DEFENSES)
     }
     if not args.without_opacus:

@@ -20,6 +20,7 @@ from hf_gradguard.randomness import Stream
 from ..study import Study
 from .lib.attacks import token_ids_of
 from .lib.intervals import share
+from .lib.results import named
 from .lib.tables import bracketed, summary, write_table
 from .lib.text import batch_of, load_classifier, load_tokenizer, of_usual_length, sst2
 
@@ -332,7 +333,7 @@ class Thousand(CandidateStudy):
                         cell = cells.get(f"{attack} {strength}")
                         row.append(bracketed(cell["token_f1"], ".2f") if cell else "")
                     rows.append(row)
-            write_table(self.output.with_name(f"{self.output.name}_{state}"), header, rows)
+            write_table(named(self.output, f"_{state}"), header, rows)
 
 
 def shares_text(cells: Mapping[str, dict], strength: str) -> str:

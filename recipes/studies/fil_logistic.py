@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_gradguard.leakage import mse_bound_from_dfil, mse_bound_from_rdp, rdp_of_order_two
 
 from ..study import Study
-from .lib.tables import draw_images, plt, save, write_table
+from .lib.tables import draw_images, plt, save, significant, write_table
 
 LOGISTIC = {
     "regularization": 1e-2, "std": 1e-2, "attacked_std": 1e-5, "trials": 1000, "targets": 400,
@@ -116,7 +116,7 @@ def fitted(path: str, records: int, regularization: float) -> tuple[Tensor, ...]
 
 
 def rounded(values) -> list[float]:
-    return [float(f"{float(value):.5g}") for value in values]
+    return [significant(value, 5) for value in values]
 
 
 def zeros_and_ones(path: str, split: str, records: int | None = None) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from ..study import Study
 from .lib.images import SINGLE_IMAGES, single_images
 from .lib.intervals import half_width
 from .lib.results import named
-from .lib.tables import draw_images, interval, plt, save, write_table
+from .lib.tables import draw_images, interval, plt, save, significant, write_table
 from .private_sgd_runs import one_run, poisson_factor, rdp, rdp_replacing
 
 # (σ, C, learning rate); the first of each is Figure 6's
@@ -34,6 +34,7 @@ QUICK_PRIVATE = PRIVATE | {
     "images": 20, "batch": 4, "steps": [2, 4], "stretches": [1, 1, 2], "seeds": 2,
 }  # fmt: skip
 SHOWN = 8  # images at either end
+digits = functools.partial(significant, digits=4)
 COLORS = {"RDP": "tab:blue", "largest dFIL": "tab:red", "median dFIL": "tab:orange"}
 FLOOR = 1e-6  # of the picture
 PAPERS_RATE = 0.01
@@ -163,10 +164,6 @@ def of_images(cell: dict, runs: list[dict], x: Tensor, y: Tensor) -> dict:
         "highest": [[int(row), digits(mean[row])] for row in order[::-1][:SHOWN]],
         "lowest": [[int(row), digits(mean[row])] for row in order[:SHOWN]],
     }  # fmt: skip
-
-
-def digits(value) -> float:
-    return float(f"{float(value):.4g}")
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:

@@ -14,6 +14,7 @@ from .frontier_attacks import F1_OTHERS, GRAY
 from .frontier_clients import best_rates, row_of
 from .frontier_rows import ACCUMULATED, DELTA, STAGES, UNAWARE, Attack, Row
 from .lib.intervals import Interval, over_seeds, paired
+from .lib.results import named
 from .lib.tables import interval, plt, save, write_table
 
 ACCURACY, RATES, PROOF = "accuracy", "learning rate", f"ε at δ = {DELTA:g}"
@@ -205,7 +206,7 @@ def write_lists(metrics: dict, attacks: Mapping, output) -> None:
     ]
     header = ["true positives at 1 % (10 %) FPR", *map(title_of, columns)]
     rows = [row for row in rows if any(row[1:])]
-    write_table(output.with_name(output.name + "_lists"), header, rows)
+    write_table(named(output, "_lists"), header, rows)
 
 
 def _places(attacks: Mapping) -> list[str]:

@@ -164,7 +164,7 @@ class Texts(TextStudy):
                   if place == tables.ACCURACY or messages_of_several in place}
             for row, cells in metrics.items()
         }  # fmt: skip
-        tables.picture(lists, self.output.with_name(self.output.name + "_lists"), self.LISTS)
+        tables.picture(lists, named(self.output, "_lists"), self.LISTS)
 
 
 def candidates_at_the_end(quick: bool) -> dict:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas
 import torch
-from scipy.stats import kruskal, rankdata, spearmanr, wilcoxon
+from scipy.stats import rankdata, spearmanr, wilcoxon
 from torch import Tensor, nn
 from transformers import set_seed
 
@@ -22,10 +22,9 @@ from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
 
 from ..study import Study
-from .influence_epochs import accuracy, trained_lenet
 from .lib.attacks import attack_of
 from .lib.images import INVERTING, SINGLE_IMAGES, flat, lenet_for, single_images
-from .lib.tables import draw_images, plt, save, write_table
+from .lib.tables import plt, save, significant, write_table
 from .lib.text import batches_of_one, load_tokenizer, of_usual_length, small_bert, sst2
 
 DATA = {"MNIST": "mnist", "CIFAR-10": "cifar10"}
@@ -128,7 +127,7 @@ class PredictsAttacks(Study):
                 scores = score_text([result.token_ids], truth, tokenizer=tokenizer, bootstrap=0)
                 point |= {score: scores.mean[score] for score in ("rougeL", "google_bleu")}
         return [
-            {k: v if isinstance(v, str) else rounded(v, 4) for k, v in point.items()}
+            {k: v if isinstance(v, str) else significant(v, 4) for k, v in point.items()}
             for point in points
         ]
 
@@ -148,10 +147,6 @@ class PredictsAttacks(Study):
         header = ["", "I_lb", "under noise", "under pruning", "samples at one setting (mean)"]
         write_table(self.output, [*header, "I, ε = 1e-3 λ_max", "‖δ‖", "I_lb/√m ≤ RMSE"], rows)
         save(picture, self.output, dpi=80)
-
-
-def rounded(value: Any, digits: int) -> float:
-    return float(f"{float(value):.{digits}g}")
 
 
 def rank(frame: pandas.DataFrame, score: str, name: str = "bound") -> float:
@@ -257,7 +252,7 @@ class Directions(Study):
             mse, clipped = ((x - image).square().mean() for x in (guess, guess.clamp(0, 1)))
             point = {"eigenvalue": root**2, "predicted": size**2 / root**2 / image.numel()}
             point |= {"undefended": undefended, "mse": mse, "clipped": clipped}
-            points.append({key: rounded(value, 4) for key, value in point.items()})
+            points.append({key: significant(value, 4) for key, value in point.items()})
         return points
 
     def report(self, metrics: dict) -> None:
@@ -330,13 +325,13 @@ class Initializations(Study):
             gmap = GradientMap(model, batch)
             shared = noise(gmap, generator=Stream.from_seeds(sample))
             guess = invert_dlg(cell, model, shared, batch, sample).clamp(0, 1)
-            mse.append(rounded((guess - batch["pixel_values"]).square().mean(), 3))
+            mse.append(significant((guess - batch["pixel_values"]).square().mean(), 3))
             norms.append(float(flat(gmap.gradient()).norm()))
             largest.append(float(largest_eigenvalue(gmap)))
         return {
             "mse": mse,
-            "median norm of the gradient": rounded(np.median(norms), 3),
-            "median λ_max": rounded(np.median(largest), 3),
+            "median norm of the gradient": significant(np.median(norms), 3),
+            "median λ_max": significant(np.median(largest), 3),
         }
 
     def spectrum(self, name: str, batch: dict[str, Tensor]) -> dict[int, float]:
@@ -344,7 +339,7 @@ class Initializations(Study):
         m, gmap = batch["pixel_values"].numel(), GradientMap(started(name, 0, batch), batch)
         values = smallest_directions(gmap, m).eigenvalues.flip(0).clamp_min(1e-12)
         ranks = np.unique(np.linspace(0, m - 1, self.EIGENVALUES_DRAWN).round().astype(int))
-        return {int(index) + 1: rounded(values[index], 3) for index in ranks}
+        return {int(index) + 1: significant(values[index], 3) for index in ranks}
 
     def report(self, metrics: dict) -> None:
         rows = []
@@ -392,120 +387,3 @@ def started(name: str, sample: int, batch: dict[str, Tensor]) -> nn.Module:
         else:
             {"Kaiming": nn.init.kaiming_uniform_, "Xavier": nn.init.xavier_uniform_}[name](weights)
     return model
-
-
-class Unfairness(Study):
-    """The same noise protects some samples and classes and not others: Figure 7.
-
-    Conditions and figures: docs/findings/i2f.md.
-    """
-
-    ARGUMENTS = {
-        "--mnist": "npz with x_train, y_train, x_test and y_test",
-        "--pictures": {"help": "PNG of the best and worst guesses; holds images of the data set"},
-    }
-    VARIANCE = 1e-3
-
-    def cells(self) -> dict:
-        per_class, side, training_steps, steps = (1, 6, 5, 1) if self.quick else (5, 28, 5000, 60)
-        trained = {"side": side, "training_steps": training_steps}
-        cells = {("accuracy",): {"measure": "accuracy", **trained}}
-        for number in range(10 * per_class):
-            label, image = divmod(number, per_class)
-            common = {"class": label, "image": image, "variance": self.VARIANCE, **trained}
-            attack = {"measure": "mse", **common, "steps": steps, "seed": number}
-            cells["attacked", str(number)] = attack
-            cells["spectra", str(number)] = {"measure": "spectrum", **common}
-        return cells
-
-    def task(self, cell: dict) -> tuple[nn.Module, list[dict[str, Tensor]]]:
-        path, side = self.args.mnist, cell["side"]
-        return trained_lenet(path, side, cell["training_steps"]), mnist_tests(path, side)
-
-    def measure(self, cell: dict) -> float | dict:
-        model, tests = self.task(cell)
-        if cell["measure"] == "accuracy":
-            return accuracy(
-                model, *(torch.cat([test[n] for test in tests]) for n in ("pixel_values", "labels"))
-            )
-        batch, guess = self.attacked(cell, model, tests)
-        if cell["measure"] == "mse":
-            mse = (guess() - batch["pixel_values"]).square().mean()
-            return {"label": int(batch["labels"]), "mse": round(float(mse), 4)}
-        pixels = batch["pixel_values"].numel()
-        values = smallest_directions(GradientMap(model, batch), pixels).eigenvalues.double()
-        expected = cell["variance"] * (1 / values.clamp_min(1e-6 * float(values[-1]))).sum()
-        return {"E I²": rounded(expected, 6), "λ_max": rounded(values[-1], 6)}
-
-    def attacked(self, cell: dict, model, tests: list[dict[str, Tensor]]) -> tuple:
-        """The cell's image, the first of its class, the second, and so on; and what DLG makes of
-        its noisy gradient.
-        """
-        batch = [test for test in tests if int(test["labels"]) == cell["class"]][cell["image"]]
-
-        def guess() -> Tensor:
-            noise = make_defense("gaussian_noise", scale=cell["variance"] ** 0.5)
-            stream = Stream.from_seeds(cell["seed"])
-            shared = noise(GradientMap(model, batch), generator=stream)
-            return invert_dlg(cell, model, shared, batch, cell["seed"]).clamp(0, 1)
-
-        return batch, guess
-
-    def report(self, metrics: dict) -> None:
-        classes: dict[int, list[float]] = {}
-        for point in sorted(metrics["attacked"].values(), key=lambda point: point["label"]):
-            classes.setdefault(point["label"], []).append(point["mse"])
-        mse = np.concatenate(list(classes.values()))
-        self.write(metrics, classes, mse)
-        figure, (histogram_axis, class_axis) = plt.subplots(
-            1, 2, figsize=(8, 3.5), layout="constrained"
-        )
-        figure.suptitle(f"noise of variance {self.VARIANCE:g}")
-        histogram_axis.hist(mse, bins=20)
-        histogram_axis.axvline(mse.mean(), color="purple")
-        histogram_axis.set(xlabel="MSE", ylabel="samples")
-        class_axis.boxplot(list(classes.values()), tick_labels=list(classes))
-        class_axis.axhline(mse.mean(), color="purple")
-        class_axis.set(xlabel="class", ylabel="MSE")
-        save(figure, self.output, dpi=80)
-        if self.args.pictures:
-            self.draw(np.array([point["mse"] for point in metrics["attacked"].values()]))
-
-    def write(self, metrics: dict, classes: dict[int, list[float]], mse: np.ndarray) -> None:
-        means = [np.mean(values) for values in classes.values()]
-        pairs = zip(classes.values(), means, strict=True)
-        between = sum(len(v) * (m - mse.mean()) ** 2 for v, m in pairs)
-        low, middle, high = np.quantile(mse, (0.05, 0.5, 0.95))
-        share = between / np.square(mse - mse.mean()).sum()
-        rows = [
-            ["test accuracy", f"{metrics['accuracy']:.1%}"],
-            ["MSE: mean", f"{mse.mean():.2f}"],
-            ["quantiles 5, 50, 95 %", f"{low:.2f}, {middle:.2f}, {high:.2f}"],
-            ["samples below half the mean", f"{(mse < mse.mean() / 2).sum()} of {len(mse)}"],
-            ["means of classes", f"{min(means):.2f} to {max(means):.2f}"],
-            ["share of the variance between classes", f"{share:.0%}"],
-            ["p that classes are alike (Kruskal-Wallis)",
-             f"{kruskal(*classes.values()).pvalue:.2f}"],
-        ]  # fmt: skip
-        of_all = [point["mse"] for point in metrics["attacked"].values()]
-        for key in ("E I²", "λ_max"):
-            values = [spectrum[key] for spectrum in metrics["spectra"].values()]
-            correlation = round(float(spearmanr(of_all, values).statistic), 3)
-            rows.append([f"Spearman of MSE and {key}", f"{correlation:.2f}"])
-        write_table(self.output, ["", "found"], rows)
-
-    def draw(self, mse: np.ndarray) -> None:
-        """Originals over reconstructions, the four best and the four worst."""
-        ends = [*mse.argsort()[:4], *mse.argsort()[-4:]]
-        cells = [self.cells()["attacked", str(number)] for number in ends]
-        model, tests = self.task(cells[0])
-        pairs = [self.attacked(cell, model, tests) for cell in cells]
-        images = [(batch["pixel_values"][0], "") for batch, _ in pairs]
-        titles = [f"{value:.2g}" for value in mse[ends]]
-        guesses = [(guess()[0], title) for (_, guess), title in zip(pairs, titles, strict=True)]
-        draw_images(self.args.pictures, [images, guesses], (8, 2.2), dpi=80)
-
-
-@functools.cache
-def mnist_tests(path: str, side: int) -> list[dict[str, Tensor]]:
-    return single_images(path, None, side, split="test")

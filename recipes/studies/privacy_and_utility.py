@@ -22,7 +22,7 @@ from hf_gradguard.randomness import Stream
 
 from ..study import Study
 from .lib.defenses import as_published, published
-from .lib.results import PUBLISHED, Results, nested
+from .lib.results import PUBLISHED, Results, named, nested
 from .lib.tables import plt, save, write_table
 from .lib.text import NETWORK, batch_of, load_classifier, load_tokenizer, of_usual_length, sst2
 
@@ -221,7 +221,7 @@ def write_span_tables(output: Path, metrics: dict) -> None:
         for level in NOISE
     ]
     header = ["noise", f"share {columns[0]}", "the same, fixed threshold 0.01"]
-    write_table(output.with_name(f"{output.name}_noise"), [*header, f"share {columns[2]}"], rows)
+    write_table(named(output, "_noise"), [*header, f"share {columns[2]}"], rows)
     rows = []
     for row in DEFENSES:
         name, strength = row.split()
@@ -229,7 +229,7 @@ def write_span_tables(output: Path, metrics: dict) -> None:
         rows.append((f"`{name}`", f"`{strength}`", share(row), exact(row), completed))
     header = ["defense", "strength", "tokens found", "sentences exact",
               "tokens found, pruned entries filled in"]  # fmt: skip
-    write_table(output.with_name(f"{output.name}_defenses"), header, rows)
+    write_table(named(output, "_defenses"), header, rows)
 
 
 OPTIMAL = {"num_probes": 10, "refresh_every": 10}

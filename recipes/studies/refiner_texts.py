@@ -28,7 +28,7 @@ from .lib.attacks import attack_of
 from .lib.defenses import as_published, published
 from .lib.images import flat
 from .lib.intervals import student
-from .lib.results import PUBLISHED, Results, nested
+from .lib.results import PUBLISHED, Results, named, nested
 from .lib.tables import bracketed, summary, write_table
 from .lib.text import (
     NETWORK,
@@ -159,7 +159,7 @@ class Sentences(RefinerStudy):
         write_table(self.output, header, rows)
         rows = [(row, shown(row, "cosine", 4), shown(row, "distance", 3)) for row in PROJECTION]
         header = ["", "cosine", "distance to the true gradient"]
-        write_table(self.output.with_name(f"{self.output.name}_projection"), header, rows)
+        write_table(named(self.output, "_projection"), header, rows)
 
 
 class InTraining(RefinerStudy):

@@ -14,8 +14,7 @@ from transformers import set_seed
 from hf_gradguard import GradientMap
 from hf_gradguard.leakage import smallest_directions
 from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
-from recipes.studies.influence import Unfairness
-from recipes.studies.influence_epochs import Epochs
+from recipes.studies.influence_epochs import Epochs, Unfairness
 
 
 def rows_of(study) -> dict[str, list[str]]:

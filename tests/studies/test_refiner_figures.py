@@ -14,7 +14,7 @@ from transformers import set_seed
 from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 from recipes.studies.frontier_clients import Network
 from recipes.studies.lib.images import single_images
-from recipes.studies.refiner_federation import layers_of, noisy, pruned
+from recipes.studies.refiner_gradients import layers_of, noisy, pruned
 from recipes.studies.refiner_parts import FewImages
 
 EVEN = np.ones((8, 8, 1))

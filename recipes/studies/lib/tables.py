@@ -19,6 +19,7 @@ __all__ = [
     "plt",
     "save",
     "settings_text",
+    "significant",
     "summary",
     "write_table",
 ]
@@ -53,6 +54,11 @@ def bracketed(values: Sequence[float], form: str) -> str:
     """What `summary` gives, as mean [low, high], each in the given format."""
     mean, low, high = (format(value, form) for value in values)
     return f"{mean} [{low}, {high}]"
+
+
+def significant(value: float, digits: int) -> float:
+    """To so many digits."""
+    return float(f"{float(value):.{digits}g}")
 
 
 def settings_text(settings: dict) -> str:
