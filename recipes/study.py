@@ -8,8 +8,9 @@ table) and, if the study draws, OUTPUT.png. Stop it when you like: run again, it
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from transformers.utils import logging
 
 from hf_gradguard.models import check_name
 
-from .studies.lib.results import Place, Results, nested
+from .studies.lib.results import PUBLISHED, Place, Results, nested
 
 
 class Study:
@@ -27,6 +28,7 @@ class Study:
         args: The command line's.
     """
 
+    ALL: Any = {"--all": {"action": "store_true", "help": "all cells, not only the published"}}
     ARGUMENTS: dict[str, Any] = {}
     """What the computation reads, as `{"--flag": help}`. Optional arguments are
     `{"--flag": {keyword of add_argument: value}}`."""
@@ -92,14 +94,23 @@ class Study:
             if values.get(flag) is not None:
                 check_name(values[flag])
 
-    def keep_first(self, cells: dict[Place, dict], is_first: Callable[[dict], bool]) -> dict:
-        """With `--all` all cells, else those that come first and those that are there."""
+    def published(self, cells: dict[Place, dict]) -> dict[Place, dict]:
+        """With `--all` all cells. Without, those that are there, and those that are published under
+        this name, whatever their learning rate: that follows from a search.
+        """
+        if self.quick or self.args.all:
+            return cells
         results = Results(self.output)
+        asked = {_without_rate(settings) for settings in Results(PUBLISHED / self.output.name)}
         return {
             place: cell
             for place, cell in cells.items()
-            if self.args.all or is_first(cell) or cell in results
+            if cell in results or _without_rate(cell) in asked
         }
+
+
+def _without_rate(settings: dict) -> str:
+    return json.dumps(settings | {"learning_rate": None}, sort_keys=True)
 
 
 def command_line(doc: str | None) -> argparse.ArgumentParser:

@@ -236,12 +236,10 @@ class Thousand(CandidateStudy):
     Conditions and figures: docs/findings/candidates.md.
     """
 
-    ARGUMENTS = CandidateStudy.ARGUMENTS | {
-        "--all": {"action": "store_true", "help": "all defenses and reconstruction attacks"}
-    }
+    ARGUMENTS = CandidateStudy.ARGUMENTS | Study.ALL
     # Refiner's default, which sends a first message
     DEFENSES = DEFENSES | {"refiner": [{"min_batches": 1}, {"alpha": 0.3}, {"alpha": 0.9}]}
-    DEFAULT_DEFENSES = ("none", "gaussian_noise", "optimal_noise", "pruning", "optimal_pruning",
+    FIRST_SHOWN = ("none", "gaussian_noise", "optimal_noise", "pruning", "optimal_pruning",
              "quantization")  # fmt: skip
     MESSAGES = {16: 1, 1: 3, 4: 1}
     RECONSTRUCTIONS: dict[str, dict] = {
@@ -251,19 +249,15 @@ class Thousand(CandidateStudy):
     }
 
     def cells(self) -> dict:
-        """From the most telling down; without `--all` the first ones, and those that are there."""
-        return self.keep_first(
-            self.listed() | self.reconstructed(),
-            lambda cell: cell["defense"] in self.DEFAULT_DEFENSES and "attack" not in cell,
-        )
+        return self.published(self.listed() | self.reconstructed())
 
     @property
     def plan(self) -> dict:
         return QUICK if self.quick else PLAN | {"candidates": POOL}
 
     @property
-    def further_defenses(self) -> list[str]:
-        return [name for name in self.DEFENSES if name not in self.DEFAULT_DEFENSES]
+    def shown_later(self) -> list[str]:
+        return [name for name in self.DEFENSES if name not in self.FIRST_SHOWN]
 
     def listed(self) -> dict:
         """One cell for all strengths, which share the candidates' gradients."""
@@ -272,7 +266,7 @@ class Thousand(CandidateStudy):
                 "defense": defense, "strengths": self.DEFENSES[defense], "state": state,
                 "size": size, "messages": messages, "informed": True, **self.plan,
             }
-            for names in (self.DEFAULT_DEFENSES, self.further_defenses)
+            for names in (self.FIRST_SHOWN, self.shown_later)
             for size, messages in ({1: 1} if self.quick else self.MESSAGES).items()
             for state in reversed(STATES)
             for defense in names
@@ -287,7 +281,7 @@ class Thousand(CandidateStudy):
             }
             for state in reversed(STATES)
             for attack, settings in self.RECONSTRUCTIONS.items()
-            for defense in (self.DEFAULT_DEFENSES[:2] if self.quick else self.DEFENSES)
+            for defense in (self.FIRST_SHOWN[:2] if self.quick else self.DEFENSES)
             for strength in self.DEFENSES[defense]
         }  # fmt: skip
 

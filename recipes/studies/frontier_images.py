@@ -4,6 +4,7 @@ rate?
 
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,16 +29,29 @@ def gray_cell() -> tuple[str, dict]:
 
 
 def quick_cells(rows: list, **sizes_added: Any) -> dict:
-    passes = [(1, {attack: ["end"] for attack in plan.QUICK_IMAGE_ATTACKS})]
-    sizes = plan.QUICK | sizes_added
-    return tables.fitting(
-        tables.cells_of(rows, passes, plan.QUICK_IMAGE_ATTACKS, sizes, None, plan.IMAGE_RATE)
+    attacks, sizes = plan.QUICK_IMAGE_ATTACKS, plan.QUICK | sizes_added
+    stages = {attack: ["end"] for attack in attacks}
+    return tables.fitting(tables.cells_of(rows, 1, stages, attacks, sizes, None, plan.IMAGE_RATE))
+
+
+def cells_of_rows(results: Results, rows: list, attacks: Iterable, sizes: dict) -> dict:
+    """The rates of every row, and then what takes the best of them."""
+    cells, best = {}, {}
+    for defense, strength in rows:
+        row, search = (
+            clients.row_of(defense, strength),
+            search_of(results, defense, strength, sizes),
+        )
+        cells |= {(row, tables.RATES, rate): cell for rate, cell in search.items()}
+        if (rate := clients.chosen_rate(results, search)) is not None:
+            best[row] = rate
+    stages = plan.at_all_stages(attacks)
+    return cells | tables.fitting(
+        tables.cells_of(rows, plan.SEEDS, stages, plan.IMAGE_ATTACKS, sizes, best)
     )
 
 
-def search_of(
-    results: Results, defense: str, strength: dict, sizes: dict = plan.IMAGE_SIZES
-) -> dict[str, dict]:
+def search_of(results: Results, defense: str, strength: dict, sizes: dict) -> dict[str, dict]:
     """Cells of a row's rates, so far."""
     common = {"defense": defense, "strength": strength, "seed": plan.RATES_SEED, **sizes}
     start = clients.rates_to_try(strength, plan.SPREAD, plan.IMAGE_RATE, plan.IMAGE_GRID)
@@ -53,35 +67,16 @@ class Images(Study):
     Conditions and figures: docs/findings/images.md.
     """
 
-    ARGUMENTS = clients.IMAGE_FLAGS | {"--all": plan.ALL} | plan.FOLDER
+    ARGUMENTS = clients.IMAGE_FLAGS | Study.ALL | plan.FOLDER
     LOOK = tables.Look("psnr", "PSNR in dB of the best reconstruction (less is better)", -25)
 
     def cells(self) -> dict:
-        """Row by row, the rates and then what takes the best of them; with `--all` further stages
-        and seeds once every row is there. Without `--all` the first rows, and what is there of the
-        others.
-        """
         if self.quick:
             return quick_cells(plan.QUICK_ROWS)
-        results, (place, gray) = Results(self.output), gray_cell()
-        cells, best, is_searched = {(GRAY, place, "0"): gray}, {}, True
-        for defense, strength in plan.IMAGE_ROWS:
-            row, search = clients.row_of(defense, strength), search_of(results, defense, strength)
-            rate = clients.chosen_rate(results, search)
-            if rate is not None:
-                best[row] = rate
-            is_asked = self.args.all or (defense, strength) in plan.IMAGE_FIRST
-            if row in best or (is_searched and is_asked):
-                cells |= {(row, tables.RATES, rate): cell for rate, cell in search.items()}
-            is_searched = is_searched and row in best
-        passes = plan.IMAGE_PASSES[: None if self.args.all and is_searched else 1]
-        rows = plan.IMAGE_ROWS if self.args.all else plan.IMAGE_FIRST
-        sizes = (plan.IMAGE_ATTACKS, plan.IMAGE_SIZES, best)
-        cells |= tables.cells_of(rows, passes, *sizes)
-        all_cells = tables.cells_of(plan.IMAGE_ROWS, plan.IMAGE_PASSES, *sizes)
-        return tables.fitting(
-            cells | {place: cell for place, cell in all_cells.items() if cell in results}
-        )
+        place, gray = gray_cell()
+        results = Results(self.output)
+        rows = cells_of_rows(results, plan.IMAGE_ROWS, plan.IMAGE_ATTACKS, plan.IMAGE_SIZES)
+        return self.published({(GRAY, place, "0"): gray} | rows)
 
     def load(self) -> None:
         self.task = clients.ImageTask(self.args.train, self.args.test, self.args.models)
@@ -185,39 +180,23 @@ class Elsewhere(Study):
     ARGUMENTS = clients.IMAGE_FLAGS | plan.FOLDER | {
         "--mnist": "npz with x_train, y_train, x_test and y_test",
         "--tiny_imagenet": "npz with x_train, y_train, x_val and y_val",
-        "--all": plan.ALL,
-    }  # fmt: skip
+    } | Study.ALL  # fmt: skip
     LABEL = "TPR at 1 % FPR of members of 16 (candidate set; less is better)"
     QUICK_ROWS = plan.QUICK_ROWS
 
     def cells(self) -> dict:
-        """Place by place: the rates of every row, and then what takes the best of them. Without
-        `--all` one seed and candidates, and what is there.
-        """
+        """Place by place."""
         results, cells = Results(self.output), {}
         for name in plan.ELSEWHERE:
             if self.quick:
-                quick = quick_cells(self.QUICK_ROWS, place=name)
-                cells |= {(name, *place): cell for place, cell in quick.items()}
-                continue
-            (place, gray), best = gray_cell(), {}
-            sizes = plan.IMAGE_SIZES | {"place": name}
-            cells[name, GRAY, place, "0"] = gray | {"place": name}
-            for defense, strength in plan.ELSEWHERE_ROWS:
-                row = clients.row_of(defense, strength)
-                search = search_of(results, defense, strength, sizes)
-                cells |= {(name, row, tables.RATES, rate): cell for rate, cell in search.items()}
-                if (rate := clients.chosen_rate(results, search)) is not None:
-                    best[row] = rate
-            all_cells, first_cells = (
-                tables.cells_of(plan.ELSEWHERE_ROWS, passes, plan.IMAGE_ATTACKS, sizes, best)
-                for passes in (plan.ELSEWHERE_PASSES, plan.ELSEWHERE_PASSES[:1])
-            )
-            place_cells = self.keep_first(
-                all_cells, lambda cell, first_cells=first_cells: cell in first_cells.values()
-            )
+                place_cells = quick_cells(self.QUICK_ROWS, place=name)
+            else:
+                (place, gray), sizes = gray_cell(), plan.IMAGE_SIZES | {"place": name}
+                rows, attacks = plan.ELSEWHERE_ROWS, plan.ELSEWHERE_ATTACKS
+                place_cells = {(GRAY, place, "0"): gray | {"place": name}}
+                place_cells |= cells_of_rows(results, rows, attacks, sizes)
             cells |= {(name, *place): cell for place, cell in place_cells.items()}
-        return cells
+        return self.published(cells)
 
     def load(self) -> None:
         args = self.args

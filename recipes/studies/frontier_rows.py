@@ -1,5 +1,6 @@
 """Defenses, strengths, rates and attackers of the frontier."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 Row = tuple[str, dict]  # a defense and its strength
@@ -11,7 +12,6 @@ GRID = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)  # of learning rates, the 
 SPREAD = 1  # how many rates on either side of the one to start from are tried
 STAGES = {"start": 0.0, "middle": 0.5, "end": 1.0}  # of a client's own training
 DELTA = 1e-5  # of (ε, δ)
-ALL: Any = {"action": "store_true", "help": "all rows, seeds and attackers, not only the first"}
 FOLDER = {"--models": "folder that keeps what was trained"}
 
 
@@ -41,12 +41,9 @@ NONE: Row = ("none", {})
 PUBLISHED_REFINER: Row = ("refiner", {"objective": "weighted"})  # over half an hour per training
 FEEDBACK: dict = {"error_feedback": True}
 
-# The first rows are what `--all` goes on from
 FIRST_ROWS: list[Row] = [
-    NONE,
-    *noises(5.0, 20.0, names=GAUSSIAN),
-    *noises(5.0, 20.0, names=OPTIMAL),
-]
+    NONE, *noises(5.0, 20.0, names=GAUSSIAN), *noises(5.0, 20.0, names=OPTIMAL)
+]  # fmt: skip
 ROWS: list[Row] = [
     *FIRST_ROWS,
     *noises(10.0),
@@ -95,16 +92,6 @@ ATTACKS: dict[Attack, Plan] = {
     LAMP: (4, {"steps": 300, "every": 100, "moves": 20}),
     ("span", 4): (3, {}),
 }
-# What comes first: so many seeds, trained and attacked by these at these stages
-PASSES = [
-    (1, {SPAN: ["end", "middle", "start"]}),
-    (1, {CANDIDATES: ["end"], ACCUMULATED: ["end"]}),
-    (1, {("candidates", 1): ["end"], ("candidates", 4): ["end"]}),
-    (SEEDS, {SPAN: ["end"]}),
-    (1, {CANDIDATES: ["start"]}),
-    (1, {TAG: ["end"]}),
-    (SEEDS, {attack: list(STAGES) for attack in ATTACKS}),
-]
 SIZES = {"steps": STEPS, "batch": BATCH}
 QUICK = {"steps": 2, "batch": 4}
 QUICK_CANDIDATES = ("candidates", 4)
@@ -118,12 +105,9 @@ QUICK_ROWS = [NONE, *noises(20.0, names=GAUSSIAN), *prunings("pruning", 0.9, **F
 IMAGE_SIZES = {"steps": 600, "batch": 64}
 IMAGE_RATE = 4e-3  # undefended, about; the grid is around it
 IMAGE_GRID = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
-IMAGE_FIRST: list[Row] = [
+IMAGE_ROWS: list[Row] = [
     NONE, *noises(1.0, 5.0, names=GAUSSIAN), *noises(1.0, names=OPTIMAL),
     *prunings("pruning", 0.99),
-]  # fmt: skip
-IMAGE_ROWS: list[Row] = [
-    *IMAGE_FIRST,
     *quantizations(1), *noises(20.0, names=GAUSSIAN), *noises(5.0, names=OPTIMAL),
     *noises(0.1, names=GAUSSIAN), *prunings("optimal_pruning", 0.9),
     *noises(100.0, names=GAUSSIAN), ("refiner", {}), *prunings("pruning", 0.99, **FEEDBACK),
@@ -147,15 +131,6 @@ IMAGE_ATTACKS: dict[Attack, Plan] = {
     ("candidates", 4): (4, LISTED),
     ("candidates", 1): (12, LISTED),
 }
-IMAGE_PASSES = [
-    (1, {INVERTING: ["end"], CANDIDATES: ["end"], ACCUMULATED: ["end"]}),
-    (1, {INVERTING: ["start", "middle"], CANDIDATES: ["start"], ACCUMULATED: ["start"]}),
-    (SEEDS, {INVERTING: ["end"], CANDIDATES: ["end"]}),
-    (1, {("candidates", 4): ["end"], ("candidates", 1): ["end"]}),
-    (1, {CANDIDATES: list(STAGES)}),
-    (SEEDS, {UNAWARE: ["end"]}),
-    (SEEDS, {INVERTING: list(STAGES)}),
-]
 QUICK_IMAGE_ATTACKS: dict[Attack, Plan] = {
     INVERTING: (1, {"steps": 1, "total_variation": [1e-3, 1e-2], "own": 1}), **QUICK_LISTS,
 }  # fmt: skip
@@ -171,13 +146,11 @@ ELSEWHERE_ROWS: list[Row] = [
     NONE, *noises(1.0, 5.0, 20.0, names=GAUSSIAN), ("refiner", {}),
     *prunings("pruning", 0.99, **FEEDBACK), *quantizations(2),
 ]  # fmt: skip
-ELSEWHERE_PASSES = [
-    (1, {CANDIDATES: ["end"]}),
-    (SEEDS, {}),
-    (1, {INVERTING: ["start", "end"]}),
-    (1, {CANDIDATES: list(STAGES), ACCUMULATED: ["start", "end"], INVERTING: list(STAGES)}),
-    (SEEDS, {CANDIDATES: list(STAGES)}),
-]
+ELSEWHERE_ATTACKS = (INVERTING, CANDIDATES, ACCUMULATED)
+
+
+def at_all_stages(attacks: Iterable[Attack]) -> dict[Attack, list[str]]:
+    return {attack: list(STAGES) for attack in attacks}
 
 
 class HeadRow(NamedTuple):

@@ -41,32 +41,26 @@ class Look(NamedTuple):
 
 
 def cells_of(
-    rows: Sequence[Row], passes: Sequence[tuple[int, dict]], attacks: Mapping, sizes: dict,
-    rates: dict | None, usual: float = 2e-4,
+    rows: Sequence[Row], seeds: int, stages: Mapping[Attack, Sequence[str]], attacks: Mapping,
+    sizes: dict, rates: dict | None, usual: float = 2e-4,
 ) -> dict:  # fmt: skip
-    """Trainings first, then attacks. Rows whose rate is being searched for are left out; without
-    `rates` all have the usual one.
+    """Of each seed trainings first, then attacks at some stages. Rows whose rate is being searched
+    for are left out; without `rates` all have the usual one.
     """
     cells: dict = {}
-    for seeds, staged in passes:
-        for seed in range(seeds):
-            trained = {
-                row_of(*row): {
-                    "defense": row[0], "strength": row[1], "seed": seed,
-                    "learning_rate": rates[row_of(*row)] if rates is not None else usual, **sizes,
-                }
-                for row in rows
-                if rates is None or row_of(*row) in rates
-            }  # fmt: skip
-            cells |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
-            for attack, stage in [(a, stage) for a, stages in staged.items() for stage in stages]:
-                place, attack_settings = (
-                    place_of(attack, stage),
-                    attack_cell(attack, *attacks[attack], stage),
-                )
-                cells |= {
-                    (row, place, str(seed)): c | attack_settings for row, c in trained.items()
-                }
+    for seed in range(seeds):
+        trained = {
+            row_of(*row): {
+                "defense": row[0], "strength": row[1], "seed": seed,
+                "learning_rate": rates[row_of(*row)] if rates is not None else usual, **sizes,
+            }
+            for row in rows
+            if rates is None or row_of(*row) in rates
+        }  # fmt: skip
+        cells |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
+        for attack, stage in [(a, stage) for a, names in stages.items() for stage in names]:
+            place, settings = place_of(attack, stage), attack_cell(attack, *attacks[attack], stage)
+            cells |= {(row, place, str(seed)): c | settings for row, c in trained.items()}
     return cells
 
 

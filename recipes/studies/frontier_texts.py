@@ -38,12 +38,10 @@ class Rates(Study):
     Conditions and figures: docs/findings/noise.md.
     """
 
-    ARGUMENTS = clients.TEXT_FLAGS | {"--all": plan.ALL}
+    ARGUMENTS = clients.TEXT_FLAGS | Study.ALL
 
     def cells(self) -> dict:
-        """Those of the start, and those that they ask for next. Without `--all` of the first rows,
-        and of those whose search has ended.
-        """
+        """Those of the start, and those that they ask for next."""
         results, cells = Results(self.output), {}
         for defense, strength in plan.QUICK_ROWS if self.quick else plan.ROWS:
             sizes = plan.QUICK if self.quick else plan.SIZES
@@ -51,13 +49,9 @@ class Rates(Study):
             rates = clients.rates_to_try(strength, 0 if self.quick else plan.SPREAD)
             if not self.quick:
                 rates = clients.rates_so_far(results, common, rates)
-            search = clients.cells_by_rate(common, rates)
-            ended = all(cell in results for cell in search.values())
-            if self.quick or self.args.all or ended or (defense, strength) in plan.FIRST_ROWS:
-                cells |= {
-                    (clients.row_of(defense, strength), rate): c for rate, c in search.items()
-                }
-        return cells
+            row, search = clients.row_of(defense, strength), clients.cells_by_rate(common, rates)
+            cells |= {(row, rate): cell for rate, cell in search.items()}
+        return self.published(cells)
 
     def load(self) -> None:
         self.task = clients.TextTask(self.args.model, self.args.data_dir)
@@ -106,10 +100,10 @@ class Texts(TextStudy):
     """Accuracy on SST-2 of each defense at its own best learning rate, and what attackers recover
     at the start, in the middle and at the end of its own training.
 
-    Conditions and figures: docs/findings/noise.md.
+    Conditions and figures: docs/findings/text.md.
     """
 
-    ARGUMENTS = TextStudy.ARGUMENTS | TextStudy.RATES | {"--all": plan.ALL}
+    ARGUMENTS = TextStudy.ARGUMENTS | TextStudy.RATES | Study.ALL
     LOOK = tables.Look(
         "token_f1",
         "words that the best attacker recovers at any stage (token F1; less is better)",
@@ -122,29 +116,20 @@ class Texts(TextStudy):
     )
 
     def cells(self) -> dict:
-        """All, from the most telling down; without `--all` the first ones, and those that are
-        there.
-        """
         if self.quick:
-            passes = [(1, {attack: list(plan.STAGES) for attack in plan.QUICK_ATTACKS})]
-            return tables.fitting(
-                tables.cells_of(plan.QUICK_ROWS, passes, plan.QUICK_ATTACKS, plan.QUICK, None)
-            )
-        rates, cells = self.rates(), {}
-        for place, cell in tables.fitting(
-            tables.cells_of(plan.ROWS, plan.PASSES, plan.ATTACKS, plan.SIZES, rates)
-        ).items():
+            stages = plan.at_all_stages(plan.QUICK_ATTACKS)
+            settings = (stages, plan.QUICK_ATTACKS, plan.QUICK, None)
+            return tables.fitting(tables.cells_of(plan.QUICK_ROWS, 1, *settings))
+        stages, rates, cells = plan.at_all_stages(plan.ATTACKS), self.rates(), {}
+        settings = (plan.ATTACKS, plan.SIZES, rates)
+        rows = tables.cells_of(plan.ROWS, plan.SEEDS, stages, *settings)
+        for place, cell in tables.fitting(rows).items():
             cells[place] = cell
             if place[0] == "none" and cell.get("attack") == "tag":
                 # What it makes of noise alone at that model
                 cells[attacks.CHANCE, *place[1:]] = cell | {attacks.NOISE_ALONE: True}
-        cells |= tables.cells_of(
-            plan.MORE_SEEDED_ROWS, [(plan.MORE_SEEDS, {})], plan.ATTACKS, plan.SIZES, rates
-        )
-        first_cells = tables.cells_of(
-            plan.FIRST_ROWS, plan.PASSES[:1], plan.ATTACKS, plan.SIZES, rates
-        ).values()
-        return self.keep_first(cells, lambda cell: cell in first_cells)
+        cells |= tables.cells_of(plan.MORE_SEEDED_ROWS, plan.MORE_SEEDS, {}, *settings)
+        return self.published(cells)
 
     def measure(self, cell: dict) -> dict:
         if "attack" not in cell:
@@ -273,13 +258,13 @@ class Corpora(TextStudy):
 
     def cells(self) -> dict:
         if self.quick:
-            passes = [(1, {attack: ["end"] for attack in plan.QUICK_ATTACKS})]
-            cells = tables.fitting(
-                tables.cells_of(self.ROWS[:1], passes, plan.QUICK_ATTACKS, plan.QUICK, None)
-            )
+            stages = {attack: ["end"] for attack in plan.QUICK_ATTACKS}
+            settings = (stages, plan.QUICK_ATTACKS, plan.QUICK, None)
+            cells = tables.fitting(tables.cells_of(self.ROWS[:1], 1, *settings))
         else:
-            passes = [(1, {plan.SPAN: list(plan.STAGES), plan.CANDIDATES: ["end"]})]
-            cells = tables.cells_of(self.ROWS, passes, plan.ATTACKS, plan.SIZES, self.rates())
+            stages = {plan.SPAN: list(plan.STAGES), plan.CANDIDATES: ["end"]}
+            settings = (stages, plan.ATTACKS, plan.SIZES, self.rates())
+            cells = tables.cells_of(self.ROWS, 1, *settings)
         corpus = {"corpus": "WikiText-2"}
         return {
             place: cell | corpus for place, cell in cells.items() if place[1] != tables.ACCURACY

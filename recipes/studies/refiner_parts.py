@@ -53,15 +53,11 @@ class RefinerParts(Study):
     Conditions and figures: docs/findings/synthetic.md.
     """
 
-    ARGUMENTS = clients.TEXT_FLAGS | plan.FOLDER | {
-        "--all": {"action": "store_true", "help": "all rows, three seeds"}
-    }  # fmt: skip
-    QUICK_ROWS, DEFAULT_COUNT, OF_WORDS = ("none", "4 samples", "16, without feedback"), 6, 2
+    ARGUMENTS = clients.TEXT_FLAGS | plan.FOLDER | Study.ALL
+    QUICK_ROWS, OF_WORDS = ("none", "4 samples", "16, without feedback"), 2
 
     def cells(self) -> dict:
-        """Rates first. Then every row's first seed, what is recovered of it, and further seeds.
-        Without `--all` one seed of the first rows, and what is there.
-        """
+        """Rates first. Then every row's first seed, what is recovered of it, and further seeds."""
         results, cells, best = Results(self.output), {}, {}
         for row in self.QUICK_ROWS if self.quick else PART_ROWS:
             defense, strength, rates, steps = PART_ROWS[row]
@@ -84,24 +80,10 @@ class RefinerParts(Study):
             trained = {row: cell | {"seed": seed} for row, cell in best.items()}
             cells |= {(row, tables.ACCURACY, str(seed)): cell for row, cell in trained.items()}
             for attack, rows in rows_of.items() if seed == 0 else ():
-                (name, size), attack_settings = (
-                    attack,
-                    tables.attack_cell(attack, *attacks[attack], "end"),
-                )
-                attacked = [row for row in trained if row in rows]
-                cells |= {
-                    (row, f"{name}, {size}", "0"): trained[row] | attack_settings
-                    for row in attacked
-                }
-        if self.quick:
-            return cells
-        most_telling = list(PART_ROWS)[: self.DEFAULT_COUNT]
-        first_cells = [
-            cell
-            for (row, *_), cell in cells.items()
-            if row in most_telling and cell["seed"] in (0, plan.RATES_SEED)
-        ]
-        return self.keep_first(cells, lambda cell: cell in first_cells)
+                settings = tables.attack_cell(attack, *attacks[attack], "end")
+                place = f"{attack[0]}, {attack[1]}"
+                cells |= {(row, place, "0"): trained[row] | settings for row in rows if row in best}
+        return self.published(cells)
 
     def load(self) -> None:
         self.task = SummedTask(self.args.model, self.args.data_dir, self.args.models)

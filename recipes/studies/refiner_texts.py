@@ -323,12 +323,9 @@ class FineTuned(Study):
     Conditions and figures: docs/findings/refiner_text.md.
     """
 
-    ARGUMENTS = TEXT_FLAGS | FOLDER | {
-        "--evaluation_network": NETWORK,
-        "--all": {"action": "store_true", "help": "three seeds, and the slower attacks"},
-    }  # fmt: skip
+    ARGUMENTS = TEXT_FLAGS | FOLDER | Study.ALL | {"--evaluation_network": NETWORK}
     ROWS = [row for row in TEXT if row == "none" or row.startswith("paper: ")]
-    SIZE, START, REFINER, SPAN = "gradient", "as it starts", "paper: refiner", "span"
+    SIZE, START, REFINER = "gradient", "as it starts", "paper: refiner"
     ATTACKS: dict[str, dict] = {
         "span": {}, "tag": ATTACKS["tag"],
         "inverting_gradients_published": ATTACKS["inverting_gradients"],
@@ -364,12 +361,7 @@ class FineTuned(Study):
             cells |= {
                 (row, ACCURACY, str(seed)): cell | training_settings for row, cell in rows.items()
             }
-        if self.quick:
-            return cells
-        span = self.SPAN
-        return self.keep_first(
-            cells, lambda cell: cell["seed"] == 0 and cell.get("attack", span) == span
-        )
+        return self.published(cells)
 
     def load(self) -> None:
         args = self.args

@@ -25,7 +25,6 @@ from .lib.tables import summary, write_table
 from .lib.text import batches_of_one, load_classifier, load_tokenizer, of_usual_length, sst2
 from .undefended_images import write_scores
 
-ALL = {"action": "store_true", "help": "all families, lengths and numbers of texts"}
 LONG = (
     "She put the glass on the table and the plate on the shelf before her brother came home from "
     "the village."
@@ -216,18 +215,13 @@ class Families(SpanStudy):
     Conditions and figures: docs/findings/undefended_text.md.
     """
 
-    ARGUMENTS = SpanStudy.ARGUMENTS | {"--all": ALL}
-    ENCODERS_FIRST = ("bert", "distilbert", "electra", "roberta", "albert")
-    FOUR = ("llama", "gpt2", *ENCODERS_FIRST)
+    ARGUMENTS = SpanStudy.ARGUMENTS | Study.ALL
     TASKS = dict.fromkeys(DECODERS, (LM, CLASSIFIER)) | {"bert": (CLASSIFIER, MASKED)}
 
     def cells(self) -> dict:
-        """Single texts of decoders and of the commonest encoders, and four of some; the rest of it
-        with `--all`.
-        """
-        common = DECODERS | dict.fromkeys(self.ENCODERS_FIRST)
-        groups: list = [(1, 20, common), (4, 5, self.FOUR), (8, 1, self.FOUR)]
-        groups += [(texts, batches, DECODERS | ENCODERS) for texts, batches, _ in groups]
+        groups: list = [
+            (n, batches, DECODERS | ENCODERS) for n, batches in ((1, 20), (4, 5), (8, 1))
+        ]
         if self.quick:
             groups = [(1, 1, ["llama"]), (4, 1, ["bert"])]
         cells = {
@@ -240,10 +234,7 @@ class Families(SpanStudy):
             for task in self.TASKS.get(family, (CLASSIFIER,))
             for special in ((True, False) if family in DECODERS else (True,))
         }  # fmt: skip
-        default_families = {1: common, 4: self.FOUR, 8: ()}
-        return self.keep_first(
-            cells, lambda cell: cell["family"] in default_families[cell["texts"]]
-        )
+        return self.published(cells)
 
     def measure(self, cell: dict) -> dict:
         set_seed(0)
@@ -341,12 +332,11 @@ class Lengths(SpanStudy):
     Conditions and figures: docs/findings/undefended_text.md.
     """
 
-    ARGUMENTS = SpanStudy.ARGUMENTS | {"--all": ALL}
+    ARGUMENTS = SpanStudy.ARGUMENTS | Study.ALL
     MODELS = (("llama", LM), ("gpt2", LM), ("bert", CLASSIFIER))
     WIDTHS_AND_TYPES = ((WIDTH, "float32"), (2 * WIDTH, "float32"), (WIDTH, "bfloat16"))
 
     def cells(self) -> dict:
-        """Without `--all` the shorter texts, and what is there."""
         cells = {
             (f"{family}, {task}", str(tokens), f"width {width}, {dtype}"): {
                 "family": family, "task": task, "tokens": tokens, "width": width, "dtype": dtype,
@@ -356,7 +346,7 @@ class Lengths(SpanStudy):
             for width, dtype in self.WIDTHS_AND_TYPES
             for family, task in (self.MODELS[:1] if self.quick else self.MODELS)
         }  # fmt: skip
-        return self.keep_first(cells, lambda cell: cell["tokens"] <= 128)
+        return self.published(cells)
 
     def measure(self, cell: dict) -> dict:
         set_seed(cell["seed"])

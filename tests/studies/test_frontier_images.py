@@ -102,7 +102,7 @@ def test_who_knows_no_covariance_sees_the_same_message_without_it():
     assert list(fitting(by)) == ["optimal_noise"]
 
 
-def test_rows_follow_each_other_and_rates_come_before_what_takes_the_best(tmp_path):
+def test_rates_come_before_what_takes_the_best(tmp_path):
     class Args:
         quick, all, output = False, False, tmp_path / "frontier_images"
 
@@ -118,11 +118,12 @@ def test_rows_follow_each_other_and_rates_come_before_what_takes_the_best(tmp_pa
             Results(Args.output).add(cell, {"held_out": score})
 
     first, second = (settings_row(number) for number in (0, 1))
-    assert {row for row in asked() if row != frontier_attacks.GRAY} == {first}
+    rows = [row for row in asked() if row != frontier_attacks.GRAY]
+    assert len(rows) == len(settings.IMAGE_ROWS)
+    assert all(asked()[row] == {RATES} for row in rows)
     fill(first, (0.5, 0.6, 0.55))
     found = asked()
-    assert list(found)[1:] == [first, second]
-    assert found[first] == {RATES, "accuracy", "inverting_gradients, 1, end", "candidates, 16, end"}
+    assert {RATES, "accuracy", "inverting_gradients, 1, end", "candidates, 16, end"} <= found[first]
     assert found[second] == {RATES}
     trained = Images(Args).cells()[first, "accuracy", "0"]
     assert trained["learning_rate"] == 0.004
@@ -132,7 +133,7 @@ def test_rows_follow_each_other_and_rates_come_before_what_takes_the_best(tmp_pa
 
 
 def settings_row(number: int) -> str:
-    return row_of(*settings.IMAGE_FIRST[number])
+    return row_of(*settings.IMAGE_ROWS[number])
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,11 @@ computed.
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from recipes import study
 from recipes.studies.lib.results import Results, nested
 from recipes.study import Study
 
@@ -68,6 +70,21 @@ def test_quick_cells_are_never_taken_for_others(toy, tmp_path):
     toy.start("--data", "x")
     assert toy.computed == [2, 3, 2, 3]
     assert len(Results(tmp_path / "toy")) == 4
+
+
+def test_what_is_published_is_asked_for_whatever_the_rate(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "PUBLISHED", tmp_path / "published")
+    Results(tmp_path / "published" / "toy").add({"of": 2, "learning_rate": 0.1}, {})
+    cells = {(str(n),): {"of": n, "learning_rate": rate} for n, rate in ((2, 0.5), (3, 0.1))}
+
+    def asked(all: bool) -> list[str]:
+        args = SimpleNamespace(quick=False, all=all, output=tmp_path / "toy")
+        return [place[0] for place in toy(args).published(cells)]
+
+    assert asked(all=False) == ["2"]
+    assert asked(all=True) == ["2", "3"]
+    Results(tmp_path / "toy").add(cells["3",], {})
+    assert asked(all=False) == ["2", "3"]
 
 
 def test_an_interrupted_run_goes_on(toy, tmp_path):
