@@ -249,15 +249,18 @@ class Thousand(CandidateStudy):
     }
 
     def cells(self) -> dict:
-        return self.published(self.listed() | self.reconstructed())
+        skips_attacks = self.quick and not self.args.all
+        return self.published(self.listed() | ({} if skips_attacks else self.reconstructed()))
 
     @property
     def plan(self) -> dict:
         return QUICK if self.quick else PLAN | {"candidates": POOL}
 
     @property
-    def shown_later(self) -> list[str]:
-        return [name for name in self.DEFENSES if name not in self.FIRST_SHOWN]
+    def groups(self) -> list:
+        """Defenses, in the order of the tables; of quick runs the first ones."""
+        shown_later = [name for name in self.DEFENSES if name not in self.FIRST_SHOWN]
+        return [self.FIRST_SHOWN] if self.quick else [self.FIRST_SHOWN, shown_later]
 
     def listed(self) -> dict:
         """One cell for all strengths, which share the candidates' gradients."""
@@ -266,7 +269,7 @@ class Thousand(CandidateStudy):
                 "defense": defense, "strengths": self.DEFENSES[defense], "state": state,
                 "size": size, "messages": messages, "informed": True, **self.plan,
             }
-            for names in (self.FIRST_SHOWN, self.shown_later)
+            for names in self.groups
             for size, messages in ({1: 1} if self.quick else self.MESSAGES).items()
             for state in reversed(STATES)
             for defense in names

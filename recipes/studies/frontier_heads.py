@@ -31,7 +31,7 @@ from .lib.text import of_usual_length, sst2
 from .patch_features import PatchFeatures
 
 PLAIN = "`none`"
-EMBEDDINGS = {1: "last layer", 4: "last four layers"}
+EMBEDDINGS = {1: "last layer", 4: "last four layers"}  # Devlin et al. (2019), Table 7
 
 
 class Rows(Dataset):
