@@ -27,7 +27,7 @@ from recipes.studies.frontier_rows import (
     STAGES,
 )
 from recipes.studies.frontier_tables import lost, score_text
-from recipes.studies.lib.intervals import share
+from recipes.studies.lib.intervals import over_seeds
 from recipes.studies.lib.text import sst2
 from recipes.studies.private_accuracy import RATES, Accuracy
 
@@ -98,7 +98,7 @@ def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     assert plain["span, 1, start"]["0"]["token_f1"] == [1.0]  # a lone sentence, undefended
     told = plain["candidates, 4, start"]["0"]
     assert len(told["rank"]) == 4  # one of each of the message's sentences
-    assert score_text({"0": told}) == share(round(sum(told["tpr_1%"])), 4).text(2)
+    assert score_text({"0": told}) == over_seeds([told["tpr_1%"]], "shares").text(2)
     assert lost(plain["accuracy"], plain["accuracy"]) == "0.000 [0.000, 0.000] (1 seed)"
     assert (tmp_path / "frontier_text.png").exists()
 
