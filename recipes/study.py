@@ -96,16 +96,17 @@ class Study:
 
     def published(self, cells: dict[Place, dict]) -> dict[Place, dict]:
         """With `--all` all cells. Without, those that are there, and those that are published under
-        this name, whatever their learning rate: that follows from a search.
+        this name. What follows from a search for learning rates is asked for at another rate too.
         """
         if self.quick or self.args.all:
             return cells
-        results = Results(self.output)
-        asked = {_without_rate(settings) for settings in Results(PUBLISHED / self.output.name)}
+        results, stored = Results(self.output), Results(PUBLISHED / self.output.name)
+        asked = {_without_rate(settings) for settings in stored}
+        asked -= {_without_rate(cell) for cell in cells.values() if cell in stored}
         return {
             place: cell
             for place, cell in cells.items()
-            if cell in results or _without_rate(cell) in asked
+            if cell in results or cell in stored or _without_rate(cell) in asked
         }
 
 

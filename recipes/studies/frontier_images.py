@@ -87,6 +87,8 @@ class Images(Study):
         return self.task.trained(cell)
 
     def report(self, metrics: dict) -> None:
+        # Without rows whose search for a rate has not ended
+        metrics = {row: cells for row, cells in metrics.items() if set(cells) != {tables.RATES}}
         columns = {"rates (held out)": tables.pop_rates(metrics)}
         tables.write_frontier(metrics, plan.IMAGE_ATTACKS, self.output, columns)
         tables.write_lists(metrics, plan.IMAGE_ATTACKS, self.output)

@@ -134,7 +134,7 @@ def adam_shapes(s: Tensor, p: Tensor, prior: float = 1e-3) -> dict[str, Callable
     }
 
 
-def scaled(shape: Callable[[float], Tensor], evaluated: dict[str, Tensor], goal: float) -> Tensor:
+def scaled(shape: Callable[[float], Tensor], evaluated: dict[str, Tensor], share: float) -> Tensor:
     """The variance at which Adam makes the given share of its progress; by bisection."""
     mean, p = evaluated["mean"], evaluated["p"]
     undefended = float((mean / p.clamp(min=1e-30).sqrt()).sum())
@@ -142,5 +142,5 @@ def scaled(shape: Callable[[float], Tensor], evaluated: dict[str, Tensor], goal:
     for _ in range(50):
         middle = (low + high) / 2
         progress = float((mean / (p + shape(middle)).sqrt()).sum()) / undefended
-        low, high = (middle, high) if progress > goal else (low, middle)
+        low, high = (middle, high) if progress > share else (low, middle)
     return shape(low)

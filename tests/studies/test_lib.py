@@ -77,14 +77,16 @@ def test_what_is_published_is_asked_for_whatever_the_rate(toy, tmp_path, monkeyp
     Results(tmp_path / "published" / "toy").add({"of": 2, "learning_rate": 0.1}, {})
     cells = {(str(n),): {"of": n, "learning_rate": rate} for n, rate in ((2, 0.5), (3, 0.1))}
 
-    def asked(all: bool) -> list[str]:
-        args = SimpleNamespace(quick=False, all=all, output=tmp_path / "toy")
-        return [place[0] for place in toy(args).published(cells)]
+    def asked(**args: object) -> list[str]:
+        args = {"quick": False, "all": False, "output": tmp_path / "toy"} | args
+        return [place[0] for place in toy(SimpleNamespace(**args)).published(cells)]
 
-    assert asked(all=False) == ["2"]
+    assert asked() == ["2"]
     assert asked(all=True) == ["2", "3"]
     Results(tmp_path / "toy").add(cells["3",], {})
-    assert asked(all=False) == ["2", "3"]
+    assert asked() == ["2", "3"]
+    cells["published",] = {"of": 2, "learning_rate": 0.1}  # then no other rate is asked for
+    assert asked() == ["3", "published"]
 
 
 def test_an_interrupted_run_goes_on(toy, tmp_path):
