@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import index
 from os import urandom
+from typing import Literal
 
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
@@ -24,7 +25,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
 
-__all__ = ["KEY_BYTES", "Stream", "draw_tensors", "normal", "signs", "torch_generator"]
+__all__ = ["GRID", "KEY_BYTES", "Stream", "normal", "signs", "torch_generator"]
 
 KEY_BYTES = 32
 BLOCK_WORDS = 16
@@ -34,10 +35,14 @@ _ZEROS = memoryview(bytes(2**19))  # what is encrypted: the keystream is what co
 _CHUNK = 2**15
 _CHUNK_ELSEWHERE = 2**24
 _SMALL_DRAW = 2**10  # words, of which signs are made together
-_SHARED_DRAW, _SHARED_DRAW_ELSEWHERE = 2**20, 2**24
-"""Numbers of small tensors in one draw, on a processor and on other devices."""
 
+GRID = 2.0**-14
+"""The spacing of the grid of `Stream.noisy` times √entries, in standard deviations, at most."""
+
+Distribution = Literal["gaussian", "laplace"]
 _Draw = tuple[bytes, bytes]  # key and nonce
+_Maker = Callable[[Tensor], tuple[Tensor, ...]]
+_EXPONENT = 0x7FF << 52  # of a float64
 
 
 class Stream:
@@ -105,23 +110,12 @@ class Stream:
     ) -> Tensor:
         """Standard normal numbers, by Box and Muller's method.
 
-        The radius is from 64 bits and computed in float64, so that tails reach 8.7 σ; the angle is
+        The radius is from 64 bits and computed in float64, so that tails reach 9.4 σ; the angle is
         from 32 bits, for float64 from 64.
         """
-        exact = dtype == torch.float64
-
-        def make(words: Tensor) -> tuple[Tensor, Tensor]:
-            pairs = len(words) // (4 if exact else 3)
-            radius, angle = words[: 2 * pairs].view(torch.int64), words[2 * pairs :]
-            if exact:
-                angle = angle.view(torch.int64).double().mul_(math.pi * 2.0**-63)
-                radius = _log_uniform(radius).mul_(-2).sqrt_()
-            else:
-                angle = angle.float().mul_(math.pi * 2.0**-31)
-                radius = _log_uniform(radius).mul_(-2).float().sqrt_()
-            return angle.cos().mul_(radius), angle.sin_().mul_(radius)
-
-        return self._draw_numbers(4 if exact else 3, shape, device, dtype, make, per=2)
+        is_wide = dtype == torch.float64
+        make, words_per_pair = (_wide_normal, 4) if is_wide else (_narrow_normal, 3)
+        return self._draw_numbers(words_per_pair, shape, device, dtype, make, per=2)
 
     def signs(
         self,
@@ -196,30 +190,78 @@ class Stream:
             "key would lie in a file. Use spawn(), or make a new one."
         )
 
+    def noisy(
+        self, values: Tensor, deviation: Tensor, entries: int, noise: Distribution = "gaussian"
+    ) -> Tensor:
+        """Values with independent noise, both in whole multiples of a grid's spacing.
+
+        A sum of floats shows in its low bits what was added: only few floats are g plus a multiple
+        of a float. So values and noise, drawn in float64, are each rounded to the grid and added up
+        there, exactly. Noise on the grid is the same whatever it is added to, and all that follows,
+        such as rounding to float32, sees only the sum. What rounding moves the values by is at most
+        GRID deviations, over all entries together.
+
+        Args:
+            values: `(n,)` floats.
+            deviation: Standard deviation of each, `(n,)` or `()`: known without the values. Where
+                it is 0 the value stays as it is.
+            entries: Of the whole message, of which `values` may be a part.
+            noise: Its distribution.
+        """
+        noisy = torch.empty_like(values)
+        fineness = GRID / 2 ** math.ceil(math.log2(max(entries, 1)) / 2)
+        deviation = deviation.to(values.device)
+        make, words, per = _MAKERS[noise]
+
+        def add(start: int, unit_noise: Tensor) -> None:
+            part = slice(start, start + len(unit_noise))
+            std = (deviation[part] if deviation.dim() else deviation).double()
+            # The power of two at or below a float is its exponent's bits alone.
+            spacing = (std.view(torch.int64) & _EXPONENT).view(torch.float64) * fineness
+            value = values[part].double()
+            on_grid = unit_noise.mul_(std / spacing).round_().add_((value / spacing).round_())
+            noisy[part] = torch.where(std > 0, on_grid.mul_(spacing), value)
+
+        self._draw_chunks(words, len(values), values.device, make, add, per)
+        return noisy
+
     def _draw_numbers(
         self,
         words_per_number: int,
         shape: Sequence[int],
         device: torch.device | str,
         dtype: torch.dtype,
-        make: Callable[[Tensor], tuple[Tensor, ...]],
+        make: _Maker,
         per: int = 1,
     ) -> Tensor:
         """One draw. Of n · `words_per_number` words, `make` makes `per` tensors of n numbers."""
-        device, size, draw = torch.device(device), math.prod(shape), self._next_draw()
-        out, count, chunk = (
-            torch.empty(size, device=device, dtype=dtype),
-            -(-size // per),
-            _chunk(device),
-        )
+        drawn = torch.empty(math.prod(shape), device=device, dtype=dtype)
+
+        def write(start: int, numbers: Tensor) -> None:
+            drawn[start : start + len(numbers)] = numbers
+
+        self._draw_chunks(words_per_number, len(drawn), drawn.device, make, write, per)
+        return drawn.view(tuple(shape))
+
+    def _draw_chunks(
+        self,
+        words_per_number: int,
+        size: int,
+        device: torch.device,
+        make: _Maker,
+        write: Callable[[int, Tensor], None],
+        per: int,
+    ) -> None:
+        """One draw, whose chunks `write` gets with the place of their first number."""
+        draw, count, chunk = self._next_draw(), -(-size // per), _chunk(device)
 
         def fill(start: int, end: int) -> None:
             done = start * per
             for words in _words(*draw, words_per_number, end - start, device, chunk, start):
                 for numbers in make(words):
-                    taken = min(len(numbers), size - done)
-                    out[done : done + taken] = numbers[:taken]
-                    done += taken
+                    needed = numbers[: size - done]
+                    write(done, needed)
+                    done += len(needed)
 
         ends = _shares(count, chunk, device)
         if len(ends) == 1:
@@ -227,7 +269,6 @@ class Stream:
         else:  # each goes on in the middle of one keystream: what comes out is the same
             with ThreadPoolExecutor(len(ends)) as threads:
                 list(threads.map(fill, [0, *ends[:-1]], ends))
-        return out.view(tuple(shape))
 
     def _next_draw(self) -> _Draw:
         """Key and nonce."""
@@ -270,9 +311,41 @@ def _shares(count: int, chunk: int, device: torch.device) -> list[int]:
     return [round(n * chunks / threads) * chunk for n in range(1, threads)] + [count]
 
 
+def _narrow_normal(words: Tensor) -> tuple[Tensor, ...]:
+    """Normal pairs from 3 words each: a radius of 64 bits and an angle of 32."""
+    pairs = len(words) // 3
+    radius = _log_uniform(words[: 2 * pairs].view(torch.int64)).mul_(-2).float().sqrt_()
+    angle = words[2 * pairs :].float().mul_(math.pi * 2.0**-31)
+    return angle.cos().mul_(radius), angle.sin_().mul_(radius)
+
+
+def _wide_normal(words: Tensor) -> tuple[Tensor, ...]:
+    """Normal pairs in float64 from 4 words each."""
+    pairs = len(words) // 4
+    radius = _log_uniform(words[: 2 * pairs].view(torch.int64)).mul_(-2).sqrt_()
+    angle = words[2 * pairs :].view(torch.int64).double().mul_(math.pi * 2.0**-63)
+    return angle.cos().mul_(radius), angle.sin_().mul_(radius)
+
+
+def _laplace(words: Tensor) -> tuple[Tensor, ...]:
+    """Laplace numbers of variance 1 in float64 from 4 words each: the difference of two exponential
+    numbers has variance 2.
+    """
+    upward, downward = _log_uniform(words.view(torch.int64)).chunk(2)
+    return (downward.sub_(upward).mul_(math.sqrt(0.5)),)
+
+
+_MAKERS: dict[Distribution, tuple[_Maker, int, int]] = {
+    "gaussian": (_wide_normal, 4, 2),
+    "laplace": (_laplace, 4, 1),
+}
+"""What makes numbers of a distribution, of how many words, and how many at a time."""
+
+
 def _log_uniform(words: Tensor) -> Tensor:
-    """ln u in float64 for u uniform in (0, 1] from 64-bit words; u is at least 2⁻⁵⁵."""
-    return words.double().mul_(2.0**-64).add_(0.5).add_(2.0**-55).log_()
+    """ln u in float64 for u uniform in (0, 1] from 64-bit words; u is at least 2⁻⁶⁴."""
+    # Sizes, not values: floats near 0 are dense, so that tails have no gaps.
+    return words.double().abs_().mul_(2.0**-63).add_(2.0**-64).log_()
 
 
 def _chunk(device: torch.device) -> int:
@@ -344,51 +417,6 @@ def torch_generator(
         return generator
     seed = int.from_bytes((generator or Stream()).bytes(8), "little") >> 1
     return torch.Generator(device=device).manual_seed(seed)
-
-
-def draw_tensors(
-    tensors: Mapping[str, Tensor], draw: Callable[[Tensor], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Random tensors in the shapes of those given. Small neighbors are cut from one draw, since a
-    draw costs as much as a thousand numbers, and a long one is shared out over torch's threads.
-    Large ones have draws of their own, so that no more is held than one of them.
-
-    Args:
-        tensors: By name.
-        draw: Gives a random tensor in the shape, type and place of the one that it gets, whose
-            values mean nothing. Its entries are independent of each other.
-
-    Yields:
-        A name, and what was drawn for it, in the order of `tensors`.
-
-    Example:
-        >>> like = {"weight": torch.zeros(4, 3), "bias": torch.zeros(4)}
-        >>> noise = dict(draw_tensors(like, lambda tensor: Stream().normal(tensor.shape)))
-        >>> noise["weight"].shape, noise["bias"].shape
-        (torch.Size([4, 3]), torch.Size([4]))
-    """
-    pending: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        neighbor = next(iter(pending.values()), tensor)
-        size = sum(waiting.numel() for waiting in pending.values()) + tensor.numel()
-        fits = size <= (_SHARED_DRAW if _on_cpu(tensor.device) else _SHARED_DRAW_ELSEWHERE)
-        if not (fits and (tensor.dtype, tensor.device) == (neighbor.dtype, neighbor.device)):
-            yield from _cut_from_one_draw(pending, draw)
-            pending = {}
-        pending[name] = tensor
-    yield from _cut_from_one_draw(pending, draw)
-
-
-def _cut_from_one_draw(
-    tensors: Mapping[str, Tensor], draw: Callable[[Tensor], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    if len(tensors) < 2:
-        yield from ((name, draw(tensor)) for name, tensor in tensors.items())
-        return
-    sizes = [tensor.numel() for tensor in tensors.values()]
-    numbers = draw(next(iter(tensors.values())).new_empty(sum(sizes))).split(sizes)
-    for (name, tensor), random_tensor in zip(tensors.items(), numbers, strict=True):
-        yield name, random_tensor.view(tensor.shape)
 
 
 def chacha20_words(

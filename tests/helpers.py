@@ -10,10 +10,12 @@ no pytest.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -513,13 +515,23 @@ def exact_map(name: str) -> GradientMap:
     return gmap
 
 
+@contextmanager
+def unit_noise_of(value: float) -> Iterator[None]:
+    """A constant in place of unit noise, and no grid."""
+
+    def noisy(_: Stream, values: Tensor, deviation: Tensor, *_more: Any) -> Tensor:
+        return values + value * deviation.to(values)
+
+    with patch.object(Stream, "noisy", noisy):
+        yield
+
+
 def standard_deviations(defense: NoiseDefense, gmap: GradientMap) -> dict[str, Tensor]:
     """std of the noise on every coordinate: half the difference of what is shared with a draw of 1
     and of -1.
     """
     shared = []
     for value in (1.0, -1.0):
-        defense.draw = lambda like, _generator, value=value: torch.full_like(like, value)  # type: ignore[method-assign]
-        shared.append(defense(gmap, rng()))
-    del defense.draw
+        with unit_noise_of(value):
+            shared.append(defense(gmap, rng()))
     return {name: (plus - shared[1][name]) / 2 for name, plus in shared[0].items()}

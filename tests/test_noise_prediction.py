@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -46,20 +47,21 @@ def share(gmap: GradientMap, defense: NoiseDefense, twister: bool) -> Victim:
     """What a defense shares with noise from a Mersenne Twister, or with its own."""
     generator, stream, drawn = torch_rng(1), Stream(), []
 
-    def draw(like: Tensor, own: Stream) -> Tensor:
-        noise = (
-            torch.randn(like.shape, generator=generator, dtype=like.dtype)
-            if twister
-            else type(defense).draw(defense, like, own)
-        )
-        drawn.append(noise.flatten().clone())  # the message is written where the noise was
-        return noise
+    noisy_of = Stream.noisy
 
-    defense.draw = draw  # type: ignore[method-assign]
+    def noisy(own: Stream, values: Tensor, deviation: Tensor, *more: Any) -> Tensor:
+        if twister:
+            drawn.append(torch.randn(values.shape, generator=generator, dtype=values.dtype))
+            return values + drawn[-1] * deviation.to(values)
+        shared = noisy_of(own, values, deviation, *more)
+        drawn.append((shared - values) / deviation)
+        return shared
+
     messages, noises = [], []
     for _ in range(2):
         drawn.clear()
-        messages.append(flat(defense(gmap, stream)).double().numpy())
+        with patch.object(Stream, "noisy", noisy):
+            messages.append(flat(defense(gmap, stream)).double().numpy())
         noises.append(torch.cat(drawn).double().numpy())
     return Victim(*messages, flat(gmap.gradient()).double().numpy(), (noises[0], noises[1]))
 

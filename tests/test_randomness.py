@@ -17,7 +17,8 @@ from scipy import stats
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from hf_gradguard.randomness import Stream, chacha20_words, draw_tensors, keystream, normal, signs
+from hf_gradguard.defenses.noise import add_noise
+from hf_gradguard.randomness import Stream, chacha20_words, keystream, normal, signs
 
 # RFC 8439: Section 2.3.2, and Appendix A.1, test vectors 1 to 5: key, nonce, block, keystream.
 VECTORS = {
@@ -127,14 +128,15 @@ def test_distribution_of_a_hundred_million() -> None:
 
 
 def test_tails_reach_beyond_eight_deviations() -> None:
-    """The smallest u there is gives 8.7 σ; torch's own, of 24 bits, end at 5.8."""
+    """The smallest u there is gives 9.4 σ; torch's own, of 24 bits, end at 5.8."""
     from hf_gradguard.randomness import _log_uniform
 
-    extremes = torch.tensor([-(2**63), 2**63 - 1, 0])
-    largest, least, middle = (-2 * _log_uniform(extremes)).sqrt().tolist()
-    assert 8.7 < largest < 8.8
-    assert least == 0
+    extremes = torch.tensor([0, -(2**63), 2**63 - 1, 2**62, 1])
+    largest, least, as_small, middle, second = (-2 * _log_uniform(extremes)).sqrt().tolist()
+    assert 9.4 < largest < 9.45
+    assert least == as_small == 0
     assert middle == pytest.approx(math.sqrt(2 * math.log(2)))
+    assert largest - second < 0.15  # no gap in the tail is wide
 
 
 def test_integers() -> None:
@@ -312,33 +314,31 @@ def test_workers_of_a_data_loader_draw_their_own() -> None:
     assert drawn(lambda: stream.normal((2000,))) < 6
 
 
-def test_small_tensors_are_cut_from_one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neighbors up to a size, of one type; larger ones alone, as they are."""
-    monkeypatch.setattr("hf_gradguard.randomness._SHARED_DRAW", 10)
+def test_small_tensors_share_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbors up to a size, of one type; larger ones alone. Deviations follow their tensors."""
+    monkeypatch.setattr("hf_gradguard.defenses.noise._SHARED_DRAW", 10)
     sizes = {"a": (2, 3), "b": (4,), "c": (1,), "large": (11,), "d": (), "e": (0,), "f": (3, 3)}
     tensors = {name: torch.ones(shape) for name, shape in sizes.items()}
     tensors["g"] = torch.ones(1, dtype=torch.float64)
-    seen = []
+    deviations = {
+        name: torch.full(t.shape, float(n)) for n, (name, t) in enumerate(tensors.items())
+    }
+    draws = []
 
-    def draw(like: Tensor) -> Tensor:
-        seen.append(
-            (like.numel(), like.dtype, next((n for n, t in tensors.items() if t is like), ""))
-        )
-        start = sum(size for size, *_ in seen[:-1])
-        return torch.arange(start, start + like.numel(), dtype=like.dtype).view(like.shape)
+    def noisy(_: Stream, values: Tensor, deviation: Tensor, entries: int, noise: str) -> Tensor:
+        draws.append((len(values), values.dtype))
+        assert (entries, noise) == (33, "laplace")
+        return values + deviation
 
-    drawn = dict(draw_tensors(tensors, draw))
+    monkeypatch.setattr(Stream, "noisy", noisy)
+    shared = dict(add_noise(tensors, deviations.__getitem__, 33, Stream(), "laplace"))
     single, double = torch.float32, torch.float64
-    assert seen == [
-        (10, single, ""), (1, single, "c"), (11, single, "large"), (10, single, ""),
-        (1, double, "g"),
-    ]  # fmt: skip
-    assert [*drawn] == [*tensors]
+    assert draws == [(10, single), (1, single), (11, single), (10, single), (1, double)]
+    assert [*shared] == [*tensors]
     for name, tensor in tensors.items():
-        assert (drawn[name].shape, drawn[name].dtype) == (tensor.shape, tensor.dtype)
-    every = torch.cat([part.flatten().double() for part in drawn.values()])
-    assert torch.equal(every, torch.arange(33.0, dtype=double))  # each number once, and in order
-    assert dict(draw_tensors({}, draw)) == {}
+        assert (shared[name].shape, shared[name].dtype) == (tensor.shape, tensor.dtype)
+        assert bool((shared[name] == 1 + deviations[name]).all())
+    assert dict(add_noise({}, deviations.__getitem__, 0, Stream())) == {}
 
 
 def test_keys_are_not_copied_and_not_stored() -> None:

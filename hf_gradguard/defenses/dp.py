@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.per_sample.clipping import clipped_sum
-from ..randomness import Stream, draw_tensors
+from ..randomness import Stream
 from .base import DefenseFacts, is_number
 from .mechanism import Mechanism
 from .message import Message, cast_like, first_not_finite, norm, true_gradient
-from .noise import NoiseDefense, OptimalNoise
+from .noise import NoiseDefense, OptimalNoise, add_noise
 
 if TYPE_CHECKING:
     from ..sharded.shards import Shards
@@ -189,11 +189,10 @@ class DPSGD(NoiseDefense):
                 "hf_gradguard.leakage.dp_sgd_noise_multiplier finds it."
             )
         size = self.expected_batch_size or samples
-        std = self.noise_multiplier * self.clip
-        shared = {
-            name: noise.mul_(std).add_(total[name]).div_(size)
-            for name, noise in draw_tensors(total, lambda tensor: self.draw(tensor, generator))
-        }
+        std = torch.tensor(self.noise_multiplier * self.clip, dtype=torch.float64)
+        entries = sum(tensor.numel() for tensor in total.values())
+        noisy = add_noise(total, lambda name: std.expand_as(total[name]), entries, generator)
+        shared = {name: tensor.div_(size) for name, tensor in noisy}
         return Message(cast_like(shared, gmap), metrics=metrics)
 
 

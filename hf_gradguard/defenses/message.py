@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
-from ..randomness import Stream, draw_tensors
 
 if TYPE_CHECKING:
     from ..sharded.shards import How, Shards
@@ -303,27 +302,6 @@ def _square_sum(tensor: Tensor) -> Tensor:
 def norm(tensors: Mapping[str, Tensor], shards: Shards | None) -> float:
     """The Euclidean norm over all entries of all tensors."""
     return float(power(tensors, shards).sqrt())
-
-
-def draw_noise(
-    tensors: Mapping[str, Tensor],
-    draw: Callable[[Tensor, Stream], Tensor],
-    generator: Stream,
-    shards: Shards | None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Random tensors in the shapes of those given: on each of a client's devices others, but for
-    parameters that all of them hold.
-
-    Args:
-        tensors: By name.
-        draw: Gives a random tensor in the shape, type and place of the one that it gets, whose
-            entries are independent of each other.
-        generator: This device's.
-        shards: Of the map.
-    """
-    groups = [(tensors, generator)] if shards is None else shards.streams(tensors, generator)
-    for group, stream in groups:
-        yield from draw_tensors(group, lambda tensor, stream=stream: draw(tensor, stream))  # type: ignore[misc]
 
 
 def scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:

@@ -12,8 +12,7 @@ Their Algorithm 1 prints s_i squared; their theorem, its proof and this module h
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,9 +20,9 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ..gradient_map import GradientMap, Tensors, by_differences
+from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.views import ZeroGradient
-from ..randomness import Stream
+from ..randomness import Distribution, Stream
 from .base import Defense, DefenseFacts, is_number
 from .mechanism import Mechanism
 from .message import (
@@ -32,7 +31,6 @@ from .message import (
     OnDemand,
     cast_like,
     count,
-    draw_noise,
     power,
     root,
     scaled,
@@ -40,18 +38,20 @@ from .message import (
     true_gradient,
 )
 from .sensitivity import (
-    LARGEST_RATIO,
-    SMALLEST_GRADIENT,
     SensitivityDefense,
     capped,
     sensitivity_ratio,
 )
+from .shape_information import shape_trace
 
 if TYPE_CHECKING:
     from ..sharded.shards import Shards
 
 
 logger = logging.get_logger(__name__)
+
+_SHARED_DRAW, _SHARED_DRAW_ELSEWHERE = 2**20, 2**24
+"""Numbers of small tensors in one draw, on a processor and on other devices."""
 
 
 @dataclass
@@ -66,6 +66,7 @@ class NoiseDefense(Defense):
         utility_budget: C ≥ 0 with U₂ = -C: the variance of ⟨g, y⟩ that the noise may cause.
     """
 
+    distribution: ClassVar[Distribution] = "gaussian"
     scale: float | None = None
     relative_scale: float | None = None
     utility_budget: float | None = None
@@ -142,9 +143,16 @@ class NoiseDefense(Defense):
         gradient = self.clipped(undefended, shards)
         shape, shape_trace = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape, shards)
+        entries = count(gradient, shards)
+        groups = [(gradient, generator)]
+        if shards is not None:
+            groups = list(shards.streams(gradient, generator))
         noisy = {
-            name: torch.addcmul(gradient[name], root(variance, name), unit_noise, out=unit_noise)
-            for name, unit_noise in draw_noise(gradient, self.draw, generator, shards)
+            name: tensor
+            for group, stream in groups
+            for name, tensor in add_noise(
+                group, lambda name: root(variance, name), entries, stream, self.distribution
+            )
         }
 
         # Only meters and audits ask for it, and it takes as much memory as gradients do.
@@ -165,7 +173,7 @@ class NoiseDefense(Defense):
             needs_input=False,
             post_processes=True,
             sharded_refusal=None,
-            adds_gaussian_noise=type(self).draw is NoiseDefense.draw,
+            adds_gaussian_noise=self.distribution == "gaussian",
             noise_ratio=self.relative_scale,
         )
 
@@ -180,12 +188,6 @@ class NoiseDefense(Defense):
     def _plain(self) -> bool:
         """Whether covariances add up where Gaussian noise was before; see `Noise`."""
         return type(self).clipped is NoiseDefense.clipped
-
-    def draw(self, tensor: Tensor, generator: Stream) -> Tensor:
-        """Independent noise of unit variance in the shape, type and place of `like`, whose values
-        mean nothing. The message is written where the noise was.
-        """
-        return generator.normal(tensor.shape, device=tensor.device, dtype=tensor.dtype)
 
 
 @dataclass
@@ -203,15 +205,8 @@ class LaplaceNoise(NoiseDefense):
     """
 
     name: ClassVar[str] = "laplace_noise"
+    distribution: ClassVar[Distribution] = "laplace"
     facts = NoiseDefense.facts
-
-    def draw(self, tensor: Tensor, generator: Stream) -> Tensor:
-        # The difference of two unit exponentials is Laplace(0, 1), of variance 2.
-        upward, downward = (
-            generator.exponential(tensor.shape, device=tensor.device, dtype=tensor.dtype)
-            for _ in range(2)
-        )
-        return (upward - downward) / math.sqrt(2)
 
     def _mechanism(self, message: Message) -> Mechanism | None:
         """Of relative noise, y itself tells its strength: E ‖y‖² = ‖g‖² (1 + r²)."""
@@ -303,91 +298,64 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         return OnDemand(gradient, lifted, shape_sum), 0.0
 
 
-def shape_trace(gmap: GradientMap, gradient: Tensors, weight: Tensors, noise: Any) -> float:
-    """The Fisher information about the whole batch's input that lies in the shape of noise which
-    follows the batch itself:
-
-        ½ Σ_i ‖∂ log Σ_ii/∂x‖²,   Σ_ii = λ w_i,   w_i = s_i/|g_i|
-
-    s_i counts as a constant: what changes of it is of third order in the loss, and small beside
-    coordinates that are nearly zero. Ratios at their cap do not follow the input, and neither does
-    what carries no noise. λ brings the noise to the strength asked for, so it follows the input
-    wherever w does:
-
-        λ = scale² d/Σ w,   relative_scale² ‖g‖²/Σ w,   or utility_budget/Σ g² w
+def add_noise(
+    tensors: Mapping[str, Tensor],
+    deviations: Callable[[str], Tensor],
+    entries: int,
+    stream: Stream,
+    noise: Distribution = "gaussian",
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors with noise, see `Stream.noisy`. Small neighbors share a draw, since a draw costs as
+    much as a thousand numbers. Large ones have draws of their own.
 
     Args:
-        gmap: The batch's map, for two products with J.
-        gradient: g, to which noise is added.
-        weight: w, capped, 0 where there is no noise.
-        noise: The defense, for its strength and granularity. With one ratio per tensor, and on
-            several devices, the trace is a bound from above.
+        tensors: By name.
+        deviations: Gives the standard deviations of a tensor's noise, in its shape. An expanded
+            number stands for a tensor of it.
+        entries: Of the whole message, of which these may be a part.
+        stream: Of the noise.
+        noise: Its distribution.
+
+    Yields:
+        A name, and the tensor with noise, in the order of `tensors`.
+
+    Example:
+        >>> zeros = {"weight": torch.zeros(4, 3), "bias": torch.zeros(4)}
+        >>> std = torch.tensor(0.5)
+        >>> noisy = dict(add_noise(zeros, lambda name: std.expand_as(zeros[name]), 16, Stream()))
+        >>> noisy["weight"].shape, noisy["bias"].shape
+        (torch.Size([4, 3]), torch.Size([4]))
     """
-    weight_sum = float(total(weight, gmap.shards))
-    if not weight_sum:
-        return 0.0
-    follows = {name: w.where(w < LARGEST_RATIO, 0) for name, w in weight.items()}
-    vjp = None if noise.granularity == "layer" else _product(gmap)
-    if vjp is None:
-        return _bound(gradient, weight, follows, noise, gmap.shards)
-    own_part = float(power(OnDemand(follows, lambda name: follows[name].double()), None))
-    inverse = {
-        name: (1 / g).where((follows[name] > 0) & (g.abs() >= SMALLEST_GRADIENT), 0)
-        for name, g in gradient.items()
-    }
-    if noise.utility_budget is not None:
-        weighted_squares = {name: g.square() * weight[name] for name, g in gradient.items()}
-        weighted_power = float(total(weighted_squares, None))
-        factor = {
-            name: -g * weight[name] * (1 + (inverse[name] == 0).to(g)) / (weighted_power or 1.0)
-            for name, g in gradient.items()
-        }
-    else:
-        factor = {name: weight[name] * inverse[name] / weight_sum for name in gradient}
-        if noise.relative_scale is not None:
-            squared_norm = float(power(gradient, None)) or 1.0
-            noisy_gradient = {name: g.where(weight[name] > 0, 0) for name, g in gradient.items()}
-            factor = {
-                name: slope_of_weight + 2 * noisy_gradient[name] / squared_norm
-                for name, slope_of_weight in factor.items()
-            }
-    slope = vjp(cast_like(factor, gmap)).double()
-    cross = (vjp(cast_like(inverse, gmap)).double() * slope).sum()
-    noisy = int(total({name: (w > 0).sum() for name, w in weight.items()}, None))
-    return max(own_part / 2 - float(cross) + noisy / 2 * float(slope.square().sum()), 0.0)
+    for group in _neighbors(tensors):
+        sizes = [tensor.numel() for tensor in group.values()]
+        stds = [deviations(name) for name in group]
+        values = torch.cat([tensor.flatten() for tensor in group.values()])
+        noisy = stream.noisy(values, _joined(stds), entries, noise).split(sizes)
+        for (name, tensor), noisy_tensor in zip(group.items(), noisy, strict=True):
+            yield name, noisy_tensor.view(tensor.shape)
 
 
-def _product(gmap: GradientMap) -> Callable[[Tensors], Tensor] | None:
-    """δ ↦ J δ, by differences where there are no second derivatives; `None` on several devices."""
-    plain = gmap.undefended
-    if gmap.shards is not None:
-        return None
-    if plain.replay.second_order:
-        return plain.vjp
-    return (by_differences(plain) or plain.twice()).vjp
+def _neighbors(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Runs of small tensors of one type and device, and large ones alone."""
+    group: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        neighbor = next(iter(group.values()), tensor)
+        size = sum(waiting.numel() for waiting in group.values()) + tensor.numel()
+        fits = size <= (_SHARED_DRAW if tensor.device.type == "cpu" else _SHARED_DRAW_ELSEWHERE)
+        if group and not (
+            fits and (tensor.dtype, tensor.device) == (neighbor.dtype, neighbor.device)
+        ):
+            yield group
+            group = {}
+        group[name] = tensor
+    if group:
+        yield group
 
 
-def _bound(
-    gradient: Tensors, weight: Tensors, follows: Tensors, noise: Any, shards: Shards | None
-) -> float:
-    """With r the ratio of a coordinate, or of its tensor: ‖∂ log w‖ ≤ r, ‖∂ ‖g‖²‖ ≤ 2 r ‖g‖², and
-    the triangle inequality.
-    """
-
-    def weighted_mean(weights: Tensors) -> float:
-        weight_sum = float(total(weights, shards))
-        following = {name: w * follows[name] for name, w in weights.items()}
-        return float(total(following, shards)) / (weight_sum or 1.0)
-
-    if noise.utility_budget is not None:
-        slope_bound = 3 * weighted_mean(
-            {name: g.square() * weight[name] for name, g in gradient.items()}
-        )
-    else:
-        slope_bound = weighted_mean(weight)
-        if noise.relative_scale is not None:
-            slope_bound += 2 * weighted_mean({name: g.square() for name, g in gradient.items()})
-    bounds = OnDemand(
-        follows, lambda name: (follows[name].double() + slope_bound).where(weight[name] > 0, 0)
-    )
-    return float(power(bounds, shards)) / 2
+def _joined(stds: Sequence[Tensor]) -> Tensor:
+    """`()` where all are one number, else `(n,)`."""
+    if not any(any(std.stride()) for std in stds):
+        numbers = {float(std.flatten()[0]) for std in stds if std.numel()}
+        if len(numbers) <= 1:
+            return torch.tensor(numbers.pop() if numbers else 0.0, dtype=torch.float64)
+    return torch.cat([std.flatten() for std in stds])

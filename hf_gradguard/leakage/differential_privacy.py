@@ -2,7 +2,9 @@
 random, by privacy loss distributions.
 
 Neighbors are data sets of which one has one row more. A row changes a message's sum by C at most,
-and is in it with probability q, independently of other rows (Poisson sampling).
+and is in it with probability q, independently of other rows (Poisson sampling). Sums are rounded to
+the grid of their noise first (`Stream.noisy`), which adds at most GRID of its deviation to C. What
+is computed here is therefore of the numbers that are shared, and not of real ones.
 
 References: Abadi et al., "Deep Learning with Differential Privacy" (2016); Koskela, Jälkö and
 Honkela, "Computing Tight Differential Privacy Guarantees Using FFT" (2020); Doroshenko et al.,
@@ -20,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..randomness import GRID
 
 INTERVAL = 5e-4
 """Of discretization, in units of ε; `dp-accounting`'s own is 1e-4. It errs upward: by 0.1 % of ε
@@ -87,7 +91,18 @@ def membership_power(
     if messages < 1:
         raise ValueError(f"messages must be at least 1, but is {messages}.")
     normal = NormalDist()
-    return normal.cdf(normal.inv_cdf(false_alarms) + math.sqrt(messages) / noise_multiplier)
+    distance = math.sqrt(messages) / of_rounded_sums(noise_multiplier)
+    return normal.cdf(normal.inv_cdf(false_alarms) + distance)
+
+
+def of_rounded_sums(noise_multiplier: float) -> float:
+    """σ over the most that a row moves a sum on the grid of its noise, 1 + GRID · σ of C.
+
+    Example:
+        >>> round(of_rounded_sums(10.0), 4)
+        9.9939
+    """
+    return noise_multiplier / (1 + GRID * noise_multiplier)
 
 
 def dp_sgd_noise_multiplier(
@@ -243,7 +258,8 @@ def _epsilon(messages: Mapping[tuple[float, float], int], delta: float, interval
             "'hf-gradguard[accounting]'. Without target_epsilon and delta nothing is computed."
         ) from error
     all_losses = identity(value_discretization_interval=interval)
-    for (multiplier, rate), count in messages.items():
+    for (noise_multiplier, rate), count in messages.items():
+        multiplier = of_rounded_sums(noise_multiplier)
         if rate < 1:
             losses = _losses(multiplier, rate, interval).self_compose(count)
         else:

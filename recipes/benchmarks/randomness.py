@@ -5,7 +5,7 @@ The steps are those of a model of MODEL's kind with two layers of width 32. Smal
 cut from one draw; beside it stands a draw for each tensor.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from unittest.mock import patch
 
 import torch
@@ -48,7 +48,7 @@ def measure(args) -> dict:
     ratios = {}
     for name in NOISES:
         ratios[f"{name}, small tensors together"] = alternate(case(name), case("none"), rounds)
-        with patch("hf_gradguard.defenses.message.draw_tensors", one_by_one):
+        with patch("hf_gradguard.defenses.noise._SHARED_DRAW", 0):
             ratios[f"{name}, one by one"] = alternate(case(name), case("none"), rounds)
     return {
         "threads": torch.get_num_threads(),
@@ -67,13 +67,6 @@ def small(name: str) -> torch.nn.Module:
     model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
     model.get_input_embeddings().requires_grad_(False)
     return model.to(DEVICE).train()
-
-
-def one_by_one(
-    tensors: Mapping[str, Tensor], draw: Callable[[Tensor], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """In place of `draw_tensors`: a draw for every tensor."""
-    yield from ((name, draw(tensor)) for name, tensor in tensors.items())
 
 
 def table(report: dict) -> tuple[list[str], list[list[str]]]:

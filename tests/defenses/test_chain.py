@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import exact_map, flat, make_task, rng, small_convolution
+from helpers import exact_map, flat, make_task, rng, small_convolution, unit_noise_of
 from torch import Tensor
 
 from hf_gradguard import GradientMap, chain, make_defense
@@ -145,8 +145,8 @@ def test_layer_noise_after_pruning_weighs_by_what_pruning_left() -> None:
         left = y != 0
         variance[name] = squares[name][left].sum().sqrt() / y.norm().clamp(min=1e-8) * left
     power = flat(variance).mean()
-    noise.draw = lambda like, _generator: torch.ones_like(like)
-    std = flat(chain(pruning, noise)(gmap, rng())) - flat(shared)
+    with unit_noise_of(1.0):
+        std = flat(chain(pruning, noise)(gmap, rng())) - flat(shared)
     torch.testing.assert_close(std.square(), flat(variance) / power, rtol=1e-9, atol=1e-12)
 
 
@@ -161,8 +161,8 @@ def test_scale_in_a_chain_still_counts_all_parameters(noise: str, settings: dict
             make_defense("pruning", ratio=0.7),
             make_defense(noise, scale=0.1, **settings),
         )
-        defense.draw = lambda like, _generator, sign=sign: sign * torch.ones_like(like)
-        shared.append(flat(chain(pruning, defense)(gmap, rng())))
+        with unit_noise_of(sign):
+            shared.append(flat(chain(pruning, defense)(gmap, rng())))
     std = (shared[0] - shared[1]) / 2
     assert abs(std.square().mean() / 0.01 - 1) < 1e-12
 

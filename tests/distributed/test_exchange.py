@@ -14,7 +14,8 @@ from launcher import launch
 from torch import Tensor
 from transformers import set_seed
 
-from hf_gradguard.randomness import Stream, draw_tensors, normal
+from hf_gradguard.defenses.noise import add_noise
+from hf_gradguard.randomness import Stream, normal
 
 CPU = torch.device("cpu")
 
@@ -224,16 +225,16 @@ def _stream(
     """What a peer who knows the generator's state draws for `messages` messages, in the way of a
     defense.
     """
-    like = {str(index): torch.empty(shape) for index, shape in enumerate(shapes)}
+    zeros = {str(index): torch.zeros(shape) for index, shape in enumerate(shapes)}
+    entries, one = sum(tensor.numel() for tensor in zeros.values()), torch.tensor(1.0)
+    if not isinstance(generator, Stream):
+        return normal(generator, (messages, entries), CPU, torch.float32)
 
-    def draw(tensor: Tensor) -> Tensor:
-        return normal(generator, tensor.shape, CPU, torch.float32)
+    def draw() -> Tensor:
+        noisy = add_noise(zeros, lambda name: one.expand_as(zeros[name]), entries, generator)
+        return torch.cat([tensor.flatten() for _, tensor in noisy])
 
-    draws = [
-        torch.cat([drawn.flatten() for _, drawn in draw_tensors(like, draw)])
-        for _ in range(messages)
-    ]
-    return torch.stack(draws)
+    return torch.stack([draw() for _ in range(messages)])
 
 
 @pytest.mark.parametrize("name", NOISE_RUNS)

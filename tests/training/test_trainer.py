@@ -779,12 +779,14 @@ def test_no_two_messages_have_related_noise(
     """
     drawn: list[Tensor] = []
 
-    def draw(defense: GaussianNoise, like: Tensor, generator: Stream) -> Tensor:
-        noise = generator.normal(like.shape, dtype=like.dtype)
-        drawn.append(noise.clone())  # the message is made where the noise was
-        return noise
+    noisy_of = Stream.noisy
 
-    monkeypatch.setattr(GaussianNoise, "draw", draw)
+    def noisy(stream: Stream, values: Tensor, *settings: Any) -> Tensor:
+        shared = noisy_of(stream, values, *settings)
+        drawn.append(shared - values)
+        return shared
+
+    monkeypatch.setattr(Stream, "noisy", noisy)
 
     def largest_correlation(**more: Any) -> float:
         drawn.clear()

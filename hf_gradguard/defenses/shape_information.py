@@ -1,0 +1,105 @@
+"""The Fisher information about a batch that lies in the shape of noise which follows that batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..gradient_map import GradientMap, Tensors, by_differences
+from .message import OnDemand, cast_like, power, total
+from .sensitivity import LARGEST_RATIO, SMALLEST_GRADIENT
+
+if TYPE_CHECKING:
+    from ..sharded.shards import Shards
+
+
+def shape_trace(gmap: GradientMap, gradient: Tensors, weight: Tensors, noise: Any) -> float:
+    """The Fisher information about the whole batch's input that lies in the shape of noise which
+    follows the batch itself:
+
+        ½ Σ_i ‖∂ log Σ_ii/∂x‖²,   Σ_ii = λ w_i,   w_i = s_i/|g_i|
+
+    s_i counts as a constant: what changes of it is of third order in the loss, and small beside
+    coordinates that are nearly zero. Ratios at their cap do not follow the input, and neither does
+    what carries no noise. λ brings the noise to the strength asked for, so it follows the input
+    wherever w does:
+
+        λ = scale² d/Σ w,   relative_scale² ‖g‖²/Σ w,   or utility_budget/Σ g² w
+
+    Args:
+        gmap: The batch's map, for two products with J.
+        gradient: g, to which noise is added.
+        weight: w, capped, 0 where there is no noise.
+        noise: The defense, for its strength and granularity. With one ratio per tensor, and on
+            several devices, the trace is a bound from above.
+    """
+    weight_sum = float(total(weight, gmap.shards))
+    if not weight_sum:
+        return 0.0
+    follows = {name: w.where(w < LARGEST_RATIO, 0) for name, w in weight.items()}
+    vjp = None if noise.granularity == "layer" else _product(gmap)
+    if vjp is None:
+        return _bound(gradient, weight, follows, noise, gmap.shards)
+    own_part = float(power(OnDemand(follows, lambda name: follows[name].double()), None))
+    inverse = {
+        name: (1 / g).where((follows[name] > 0) & (g.abs() >= SMALLEST_GRADIENT), 0)
+        for name, g in gradient.items()
+    }
+    if noise.utility_budget is not None:
+        weighted_squares = {name: g.square() * weight[name] for name, g in gradient.items()}
+        weighted_power = float(total(weighted_squares, None))
+        factor = {
+            name: -g * weight[name] * (1 + (inverse[name] == 0).to(g)) / (weighted_power or 1.0)
+            for name, g in gradient.items()
+        }
+    else:
+        factor = {name: weight[name] * inverse[name] / weight_sum for name in gradient}
+        if noise.relative_scale is not None:
+            squared_norm = float(power(gradient, None)) or 1.0
+            noisy_gradient = {name: g.where(weight[name] > 0, 0) for name, g in gradient.items()}
+            factor = {
+                name: slope_of_weight + 2 * noisy_gradient[name] / squared_norm
+                for name, slope_of_weight in factor.items()
+            }
+    slope = vjp(cast_like(factor, gmap)).double()
+    cross = (vjp(cast_like(inverse, gmap)).double() * slope).sum()
+    noisy = int(total({name: (w > 0).sum() for name, w in weight.items()}, None))
+    return max(own_part / 2 - float(cross) + noisy / 2 * float(slope.square().sum()), 0.0)
+
+
+def _product(gmap: GradientMap) -> Callable[[Tensors], Tensor] | None:
+    """δ ↦ J δ, by differences where there are no second derivatives; `None` on several devices."""
+    plain = gmap.undefended
+    if gmap.shards is not None:
+        return None
+    if plain.replay.second_order:
+        return plain.vjp
+    return (by_differences(plain) or plain.twice()).vjp
+
+
+def _bound(
+    gradient: Tensors, weight: Tensors, follows: Tensors, noise: Any, shards: Shards | None
+) -> float:
+    """With r the ratio of a coordinate, or of its tensor: ‖∂ log w‖ ≤ r, ‖∂ ‖g‖²‖ ≤ 2 r ‖g‖², and
+    the triangle inequality.
+    """
+
+    def weighted_mean(weights: Tensors) -> float:
+        weight_sum = float(total(weights, shards))
+        following = {name: w * follows[name] for name, w in weights.items()}
+        return float(total(following, shards)) / (weight_sum or 1.0)
+
+    if noise.utility_budget is not None:
+        slope_bound = 3 * weighted_mean(
+            {name: g.square() * weight[name] for name, g in gradient.items()}
+        )
+    else:
+        slope_bound = weighted_mean(weight)
+        if noise.relative_scale is not None:
+            slope_bound += 2 * weighted_mean({name: g.square() for name, g in gradient.items()})
+    bounds = OnDemand(
+        follows, lambda name: (follows[name].double() + slope_bound).where(weight[name] > 0, 0)
+    )
+    return float(power(bounds, shards)) / 2
