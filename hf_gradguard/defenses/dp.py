@@ -21,6 +21,7 @@ from .base import DefenseFacts, is_number
 from .mechanism import Mechanism
 from .message import Message, cast_like, first_not_finite, norm, true_gradient
 from .noise import NoiseDefense, OptimalNoise, add_noise
+from .strength import UsualPower
 
 if TYPE_CHECKING:
     from ..sharded.shards import Shards
@@ -67,6 +68,7 @@ class DPSGD(NoiseDefense):
 
     def __post_init__(self) -> None:
         _check_clip(self.clip)
+        self._usual = UsualPower()
         if self.clip_by not in ("norm", "coordinate"):
             raise ValueError(f"clip_by must be 'norm' or 'coordinate', but is {self.clip_by!r}.")
         if not self.per_sample:

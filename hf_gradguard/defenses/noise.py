@@ -12,9 +12,10 @@ Their Algorithm 1 prints s_i squared; their theorem, its proof and this module h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ from .sensitivity import (
     sensitivity_ratio,
 )
 from .shape_information import shape_trace
+from .strength import UsualPower, random_power
 
 if TYPE_CHECKING:
     from ..sharded.shards import Shards
@@ -64,19 +66,27 @@ class NoiseDefense(Defense):
         relative_scale: `scale` as a multiple of the root mean square of the gradient that the noise
             is added to.
         utility_budget: C ≥ 0 with U₂ = -C: the variance of ⟨g, y⟩ that the noise may cause.
+        strength: Which gradient `relative_scale` and `utility_budget` are relative to. `"own"`: the
+            one that is shared, whose norm the message then shows. `"transcript"`: the usual one,
+            known from random inputs at first and then from what was shared, so that the strength
+            tells nothing more (`UsualPower`).
     """
 
     distribution: ClassVar[Distribution] = "gaussian"
     scale: float | None = None
     relative_scale: float | None = None
     utility_budget: float | None = None
+    strength: Literal["own", "transcript"] = "own"
 
     def __post_init__(self) -> None:
+        self._usual = UsualPower()
         strengths = {
-            f.name: getattr(self, f.name)
-            for f in fields(NoiseDefense)
-            if getattr(self, f.name) is not None
+            name: getattr(self, name)
+            for name in ("scale", "relative_scale", "utility_budget")
+            if getattr(self, name) is not None
         }
+        if self.strength not in ("own", "transcript"):
+            raise ValueError(f"strength must be 'own' or 'transcript', but is {self.strength!r}.")
         if len(strengths) > 1:
             raise ValueError(
                 f"Give one of scale, relative_scale and utility_budget, not "
@@ -116,14 +126,18 @@ class NoiseDefense(Defense):
         self, gradient: Tensors, shape: Mapping[str, Tensor], shards: Shards | None
     ) -> Mapping[str, Tensor]:
         """The diagonal of Σ: `shape` times the factor λ that gives the strength asked for."""
+        size, usual = count(gradient, shards), self._usual.mean
         if self.utility_budget is not None:
             weighted = OnDemand(gradient, lambda name: gradient[name].square() * shape[name])
             unit_cost, budget = total(weighted, shards), self.utility_budget
+            if self.follows_transcript:
+                unit_cost = total(shape, shards) / size * usual
         else:
-            size = count(gradient, shards)
             unit_cost, budget = total(shape, shards) / size, (self.scale or 0.0) ** 2
             if self.relative_scale is not None:
-                budget = self.relative_scale**2 * float(power(gradient, shards)) / size
+                if not self.follows_transcript:
+                    usual = float(power(gradient, shards))
+                budget = self.relative_scale**2 * usual / size
         # The factor is the strength asked for over the strength of the shape as it is.
         if not budget:
             return {name: torch.zeros_like(g) for name, g in gradient.items()}
@@ -138,9 +152,16 @@ class NoiseDefense(Defense):
             return OnDemand(gradient, lambda name: scaled(shape[name], factor))
         return {name: scaled(tensor, factor) for name, tensor in shape.items()}
 
+    @property
+    def follows_transcript(self) -> bool:
+        """Whether its strength is relative to the usual gradient, and not to this one."""
+        return self.strength == "transcript" and self.scale is None
+
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         undefended, shards = true_gradient(gmap), gmap.shards
         gradient = self.clipped(undefended, shards)
+        if self.follows_transcript and not self._usual.is_known:
+            self._usual.begin(random_power(gmap, generator, lambda g: self.clipped(g, shards)))
         shape, shape_trace = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape, shards)
         entries = count(gradient, shards)
@@ -155,6 +176,11 @@ class NoiseDefense(Defense):
             )
         }
 
+        metrics = {}
+        if self.follows_transcript:
+            metrics["noise_scale"] = math.sqrt(float(total(variance, shards)) / entries)
+            self._usual.observe(noisy, variance, gmap)
+
         # Only meters and audits ask for it, and it takes as much memory as gradients do.
         def noise() -> Noise:
             added = dict(variance)
@@ -165,7 +191,15 @@ class NoiseDefense(Defense):
             cast_like(noisy, gmap),
             noise=noise if self.facts.adds_gaussian_noise else None,
             transmitted=gmap.transmitted,
+            metrics=metrics,
         )
+
+    def state_dict(self) -> Tensors:
+        return super().state_dict() | self._usual.state_dict()
+
+    def load_state_dict(self, state: Tensors) -> None:
+        self._usual.load_state_dict(state)
+        super().load_state_dict({k: v for k, v in state.items() if k != "usual_power"})
 
     @property
     def facts(self) -> DefenseFacts:
@@ -212,8 +246,9 @@ class LaplaceNoise(NoiseDefense):
         """Of relative noise, y itself tells its strength: E ‖y‖² = ‖g‖² (1 + r²)."""
         masks, entries = message.transmitted, count(message, None)
         noisy = max(entries if masks is None else int(total(masks, None)), 1)
-        if self.scale is not None:
-            variance = self.scale**2 * entries / noisy
+        scale = message.metrics.get("noise_scale", self.scale)
+        if scale is not None:
+            variance = scale**2 * entries / noisy
         elif self.relative_scale is not None:
             share = self.relative_scale**2 / (1 + self.relative_scale**2)
             squares = sum(float(t.double().square().sum()) for t in message.values())
@@ -243,6 +278,11 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
     def __post_init__(self) -> None:
         NoiseDefense.__post_init__(self)
         SensitivityDefense.__post_init__(self)
+        if self.follows_transcript and self.utility_budget is not None:
+            raise ValueError(
+                f"utility_budget of {self.name} weighs entries by this batch's squares, so its "
+                "strength follows the batch: give relative_scale or scale, or strength='own'."
+            )
         if self.shape == "own":
             if self.floor is not None:
                 raise ValueError(

@@ -168,6 +168,16 @@ def test_a_list_of_gradients_does_not_name_the_right_one() -> None:
     assert named <= 2  # P(more) < 2e-4 at 1/200 each
 
 
+@pytest.mark.parametrize("strength", STRENGTHS)
+def test_a_peer_of_two_ranks_reads_no_more_from_the_mean(strength: float) -> None:
+    """It takes its own message off the mean, in the float32 that ranks exchange."""
+    gradient = torch.randn(ENTRIES, generator=torch.manual_seed(6)) * 1e-3
+    deviation = torch.tensor(strength * 1e-3)
+    other, own = (Stream().noisy(gradient, deviation, ENTRIES) for _ in range(2))
+    shared = 2 * ((other + own) / 2) - own
+    assert abs(excess(shared, gradient, deviation)) < 2e-3
+
+
 def per_sample(gmap: GradientMap, multiplier: float) -> tuple[Tensor, Tensor]:
     """A message of DP-SGD by samples, and the sum that its noise was added to."""
     defense = DPSGD(per_sample=True, clip=0.5, noise_multiplier=multiplier, expected_batch_size=4.0)
