@@ -17,6 +17,7 @@ from hf_gradguard.leakage import (
     gaussian_epsilon,
     membership_power,
 )
+from hf_gradguard.leakage.differential_privacy import of_rounded_sums
 
 
 def composed(accountant: dp_accounting.PrivacyAccountant, *runs: tuple[float, float, int]) -> float:
@@ -122,7 +123,7 @@ def test_power_is_the_other_side_of_epsilon(sigma: float, delta: float) -> None:
     """δ at ε is the most by which power exceeds e^ε times the false alarms (Wasserman and Zhou,
     2010), over all of these.
     """
-    epsilon = gaussian_epsilon(sigma, delta)
+    epsilon = gaussian_epsilon(of_rounded_sums(sigma), delta)
     # About the test at which both densities differ by e^ε.
     edges = np.linspace(epsilon * sigma + 0.5 / sigma - 2, epsilon * sigma + 0.5 / sigma + 2, 4001)
     alarms = [0.5 * math.erfc(edge / math.sqrt(2)) for edge in edges]
