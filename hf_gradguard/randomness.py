@@ -42,7 +42,10 @@ GRID = 2.0**-14
 Distribution = Literal["gaussian", "laplace"]
 _Draw = tuple[bytes, bytes]  # key and nonce
 _Maker = Callable[[Tensor], tuple[Tensor, ...]]
-_EXPONENT = 0x7FF << 52  # of a float64
+_FEWEST = 2.0**-16
+"""Of the largest deviation: smaller ones have a grid that is coarser for them, so that all whole
+numbers fit into a float64.
+"""
 
 
 class Stream:
@@ -198,8 +201,8 @@ class Stream:
         A sum of floats shows in its low bits what was added: only few floats are g plus a multiple
         of a float. So values and noise, drawn in float64, are each rounded to the grid and added up
         there, exactly. Noise on the grid is the same whatever it is added to, and all that follows,
-        such as rounding to float32, sees only the sum. What rounding moves the values by is at most
-        GRID deviations, over all entries together.
+        such as rounding to float32, sees only the sum. Rounding moves two sets of values apart by
+        at most GRID of the least deviation, over all entries together.
 
         Args:
             values: `(n,)` floats.
@@ -208,19 +211,24 @@ class Stream:
             entries: Of the whole message, of which `values` may be a part.
             noise: Its distribution.
         """
-        noisy = torch.empty_like(values)
-        fineness = GRID / 2 ** math.ceil(math.log2(max(entries, 1)) / 2)
-        deviation = deviation.to(values.device)
+        noisy, deviation = torch.empty_like(values), deviation.to(values.device)
+        is_bare = deviation == 0
+        any_bare = bool(is_bare.any())
+        stds = deviation[~is_bare] if any_bare else deviation
+        if not stds.numel():
+            return values.clone()
+        least, most = stds.aminmax()
+        spacing = _spacing(float(least), float(most), entries)
         make, words, per = _MAKERS[noise]
 
         def add(start: int, unit_noise: Tensor) -> None:
             part = slice(start, start + len(unit_noise))
-            std = (deviation[part] if deviation.dim() else deviation).double()
-            # The power of two at or below a float is its exponent's bits alone.
-            spacing = (std.view(torch.int64) & _EXPONENT).view(torch.float64) * fineness
-            value = values[part].double()
-            on_grid = unit_noise.mul_(std / spacing).round_().add_((value / spacing).round_())
-            noisy[part] = torch.where(std > 0, on_grid.mul_(spacing), value)
+            std = deviation[part] if deviation.dim() else deviation
+            on_grid = values[part].to(torch.float64, copy=True).div_(spacing).round_()
+            on_grid.add_(unit_noise.mul_(std).div_(spacing).round_())
+            noisy[part] = on_grid.mul_(spacing)
+            if any_bare:
+                noisy[part] = torch.where(is_bare[part], values[part], noisy[part])
 
         self._draw_chunks(words, len(values), values.device, make, add, per)
         return noisy
@@ -302,6 +310,12 @@ def _words(
         blocks = -(-size // BLOCK_WORDS)
         yield chacha20_words(key, nonce, block, blocks, device)[:size]
         block += blocks
+
+
+def _spacing(least: float, most: float, entries: int) -> float:
+    """Of the grid for noise of these deviations: a power of two, so that scaling rounds nothing."""
+    fineness = GRID / 2 ** math.ceil(math.log2(max(entries, 1)) / 2)
+    return 2.0 ** (math.frexp(max(least, _FEWEST * most))[1] - 1) * fineness
 
 
 def _shares(count: int, chunk: int, device: torch.device) -> list[int]:

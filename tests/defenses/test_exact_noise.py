@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -79,10 +80,11 @@ DEFENSES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def relative_spacings(message: Tensor, deviations: Tensor, entries: int) -> Tensor:
-    """What each entry of a message is, in spacings of its grid."""
+def in_spacings(message: Tensor, deviations: Tensor, entries: int) -> Tensor:
+    """What each entry of a tensor is, in spacings of its grid."""
     fineness = GRID / 2 ** math.ceil(math.log2(entries) / 2)
-    return message.double() / (2.0 ** deviations.double().log2().floor() * fineness)
+    finest = max(float(deviations.min()), 2.0**-16 * float(deviations.max()))
+    return message.double() / (2.0 ** math.floor(math.log2(finest)) * fineness)
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)
@@ -96,13 +98,16 @@ def test_messages_of_defenses_lie_on_a_grid_that_is_no_gradients(
     name, settings = DEFENSES[kind]
     gmap = GradientMap(*make_task("bert"))
     scale = strength * float(flat(gmap.gradient()).norm()) / math.sqrt(len(flat(gmap.gradient())))
-    message = make_defense(name, scale=scale, **settings)(gmap, Stream())
+    with patch("hf_gradguard.defenses.noise._SHARED_DRAW", 0):  # a grid for each tensor
+        message = make_defense(name, scale=scale, **settings)(gmap, Stream())
     assert flat(message).dtype == torch.float64
-    if message.noise is not None and message.noise.added is not None:
-        deviations = flat(message.noise.added).sqrt()
-    else:
-        deviations = torch.full_like(flat(message), scale)
-    whole = relative_spacings(flat(message), deviations, len(flat(message)))
+    tensors = []
+    for parameter, tensor in message.items():
+        deviations = torch.full_like(tensor, scale)
+        if message.noise is not None and message.noise.added is not None:
+            deviations = message.noise.added[parameter].sqrt()
+        tensors.append(in_spacings(tensor, deviations, len(flat(message))).flatten())
+    whole = torch.cat(tensors)
     assert torch.equal(whole, whole.round())
     for bits in (1, 2, 4):
         ones = float(((whole / bits).floor() % 2).mean())
@@ -206,7 +211,7 @@ def test_an_empty_batch_shares_noise_of_the_same_grid() -> None:
     gmap = GradientMap(model, batch, second_order=False)
     defense = DPSGD(per_sample=True, clip=0.5, noise_multiplier=2.0, expected_batch_size=4.0)
     shared = flat(NoSample.of(defense)(gmap, Stream())).double() * 4
-    whole = relative_spacings(shared, torch.ones_like(shared), len(shared))
+    whole = in_spacings(shared, torch.ones_like(shared), len(shared))
     if shared.dtype == torch.float64:
         assert torch.allclose(whole, whole.round(), rtol=0, atol=1e-3 * whole.abs().max())
 
@@ -288,7 +293,7 @@ def test_half_precision_is_a_function_of_the_exact_sum(dtype: torch.dtype) -> No
     values = {"w": torch.randn(1_000).to(dtype).float()}
     one = torch.tensor(1.0)
     ((_, shared),) = add_noise(values, lambda name: one.expand_as(values[name]), 1_000, Stream())
-    whole = relative_spacings(shared, torch.ones(1_000), 1_000)
+    whole = in_spacings(shared, torch.ones(1_000), 1_000)
     assert torch.equal(whole, whole.round())
 
 
