@@ -40,7 +40,7 @@ GRID = 2.0**-14
 """The spacing of the grid of `Stream.noisy` times √entries, in standard deviations, at most."""
 
 Distribution = Literal["gaussian", "laplace"]
-_Draw = tuple[bytes, bytes]  # key and nonce
+_Draw = tuple[bytes, bytes]
 _Maker = Callable[[Tensor], tuple[Tensor, ...]]
 _FEWEST = 2.0**-16
 """Of the largest deviation: smaller ones have a grid that is coarser for them, so that all whole
@@ -226,9 +226,8 @@ class Stream:
             std = deviation[part] if deviation.dim() else deviation
             on_grid = values[part].to(torch.float64, copy=True).div_(spacing).round_()
             on_grid.add_(unit_noise.mul_(std).div_(spacing).round_())
-            noisy[part] = on_grid.mul_(spacing)
-            if any_bare:
-                noisy[part] = torch.where(is_bare[part], values[part], noisy[part])
+            on_grid.mul_(spacing)
+            noisy[part] = torch.where(is_bare[part], values[part], on_grid) if any_bare else on_grid
 
         self._draw_chunks(words, len(values), values.device, make, add, per)
         return noisy
