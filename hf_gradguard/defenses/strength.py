@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.domain import domain_of_batch
-from ..gradient_map.random_batch import random_batch, special_ids
+from ..gradient_map.domain import domain_of_batch, special_ids
+from ..gradient_map.random_batch import random_batch
 from ..randomness import Stream
 from .message import power, total
 
