@@ -1,7 +1,7 @@
 # make install   the environment, in .venv
 # make demo      train on two ranks with and without protection, compare, and attack what was shared (a few minutes, no downloads)
 # make test      the test suite
-# make docs-test the tests of documents: pages' code, figures, tables and links
+# make docs-test the tests of documents: pages' code, tables, links, and the studies that make figures
 # make docs      the documentation as a site in site/, strictly: a broken link fails
 # make lint      what CI checks before the tests
 # make test-versions   the tests of Trainers, updates and the gradient map with the oldest and the newest supported versions
@@ -16,7 +16,8 @@ none_SETTINGS := {}
 refiner_SETTINGS := {}
 optimal_noise_SETTINGS := {"relative_scale": 5}
 optimal_pruning_SETTINGS := {}
-OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+# Bytecode is written, or every process that a test starts compiles all anew.
+OFFLINE := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
 PYTEST := $(OFFLINE) $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
@@ -45,7 +46,7 @@ test: install lint
 	$(PYTEST) -m "not slow and not docs"
 
 docs-test: install
-	$(PYTEST) -m "docs and not slow" tests/docs
+	$(PYTEST) -m "docs and not slow" tests/docs tests/studies
 
 slow: install
 	$(OFFLINE) $(BIN)/python -m pytest -m slow

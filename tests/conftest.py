@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from hf_gradguard.attacks.matching.descent import OPTIMIZERS
+from hf_gradguard.leakage.estimators import DFILBound
 
-DOCUMENTS = Path(__file__).parent / "docs"
+DOCUMENTS = [Path(__file__).parent / folder for folder in ("docs", "studies")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of documents are `make docs-test`'s."""
+    """Tests of documents, and of the studies that make their figures, are `make docs-test`'s."""
     for test in items:
-        if test.path.is_relative_to(DOCUMENTS):
+        if any(test.path.is_relative_to(folder) for folder in DOCUMENTS):
             test.add_marker(pytest.mark.docs)
 
 
@@ -41,3 +42,9 @@ def few_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.optim.LBFGS, max_iter=2, history_size=100, line_search_fn="strong_wolfe"
     )
     monkeypatch.setitem(OPTIMIZERS, "lbfgs", lambda leaves, rate: few(leaves, lr=rate))
+
+
+@pytest.fixture
+def few_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An audit's dFIL takes two probes, and not fifty: for tests that look at no estimate."""
+    monkeypatch.setattr(DFILBound, "probes", 2)
