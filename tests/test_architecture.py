@@ -22,9 +22,10 @@ ROOMS = [
     "recommend",
     "audit", "federation",
     "training",
+    "secure", "sharded",
     "leakage", "attacks", "defenses", "metrics", "networks",
     "gradient_map", "data",
-    "sharded", "randomness", "registry", "models",
+    "randomness", "registry", "models",
 ]  # fmt: skip
 """From the top. A room imports rooms that come later, and nothing that comes earlier."""
 
@@ -60,8 +61,6 @@ class Import:
     target: str
     line: int
     names: tuple[str, ...]
-    for_annotations: bool
-    """Under `if TYPE_CHECKING`: loads nothing."""
 
 
 @functools.cache
@@ -84,16 +83,10 @@ def imports(module: str) -> tuple[Import, ...]:
     """All that a module imports from the package, also inside functions and for annotations."""
     path = modules()[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    annotations = {
-        id(inner)
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
     found = []
     for node in ast.walk(tree(path)):
         for target, names in _targets(node, package):
-            found.append(Import(target, node.lineno, names, id(node) in annotations))
+            found.append(Import(target, node.lineno, names))
     return tuple(found)
 
 
@@ -154,13 +147,9 @@ def test_strangers(pair: tuple[str, str]) -> None:
 
 
 def test_no_circle() -> None:
-    """Also inside a room, and through imports in functions.
-
-    Imports for annotations do not count: they load nothing, and a check may say which trainer it is
-    handed. They do count as arrows.
-    """
+    """Also inside a room, and through imports in functions and for annotations."""
     graph = {
-        module: [i.target for i in imports(module) if not i.for_annotations and i.target != NAME]
+        module: [found.target for found in imports(module) if found.target != NAME]
         for module in modules()
     }
     done: set[str] = set()

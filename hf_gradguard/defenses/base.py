@@ -17,7 +17,6 @@ from ..randomness import Stream
 from .mechanism import Mechanism
 from .message import (
     Message,
-    cast_like,
     check_message,
     effect,
     first_not_finite,
@@ -250,7 +249,8 @@ class NoDefense(Defense):
     )
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
-        return Message(cast_like(true_gradient(gmap), gmap), exact=True)
+        true_gradient(gmap)  # refuses one that is not finite
+        return Message(gmap.gradient(), exact=True)
 
 
 def is_number(value: object) -> bool:

@@ -9,22 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.per_sample.clipping import clipped_sum
+from ..gradient_map.types import Shards
 from ..randomness import Stream
 from .base import DefenseFacts, is_number
 from .mechanism import Mechanism
 from .message import Message, cast_like, first_not_finite, norm, true_gradient
 from .noise import NoiseDefense, OptimalNoise, add_noise
 from .strength import UsualPower
-
-if TYPE_CHECKING:
-    from ..sharded.shards import Shards
 
 _OF_MESSAGES = ("scale", "relative_scale", "utility_budget")
 

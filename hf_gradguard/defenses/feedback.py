@@ -14,20 +14,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.types import Shards
 from ..randomness import Stream
 from .base import Defense, DefenseFacts, check_whole
 from .mechanism import Mechanism
 from .message import Message, cast_like, norm, true_gradient
-
-if TYPE_CHECKING:
-    from ..sharded.shards import Shards
 
 logger = logging.get_logger(__name__)
 

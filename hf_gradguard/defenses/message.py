@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
-
-if TYPE_CHECKING:
-    from ..sharded.shards import How, Shards
+from ..gradient_map.types import How, Shards
 
 
 class Noise(NamedTuple):

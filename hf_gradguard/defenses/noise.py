@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.types import Shards
 from ..gradient_map.views import ZeroGradient
 from ..randomness import Distribution, Stream
 from .base import Defense, DefenseFacts, is_number
@@ -45,10 +46,6 @@ from .sensitivity import (
 )
 from .shape_information import shape_trace
 from .strength import UsualPower, random_power
-
-if TYPE_CHECKING:
-    from ..sharded.shards import Shards
-
 
 logger = logging.get_logger(__name__)
 

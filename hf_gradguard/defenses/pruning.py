@@ -12,20 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.types import Shards
 from ..randomness import Stream
 from .base import DefenseFacts, floor_share, is_number
 from .feedback import BiasedDefense, LeftOut, check_min_batches
 from .message import Message, cast_like, count, true_gradient
 from .sensitivity import SensitivityDefense
-
-if TYPE_CHECKING:
-    from ..sharded.shards import Shards
 
 
 @dataclass

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.types import Shards
 from ..randomness import Stream
 from .base import DefenseFacts
 from .feedback import BiasedDefense
 from .mechanism import Mechanism
 from .message import Message, cast_like, of_whole, true_gradient
-
-if TYPE_CHECKING:
-    from ..sharded.shards import Shards
 
 
 @dataclass

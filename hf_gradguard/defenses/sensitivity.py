@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,10 @@ from ..gradient_map.local_training.batches import first_rows
 from ..gradient_map.marginals import Sums, heard, own_pass, power_sums, probe_sums, sums_of
 from ..gradient_map.random_batch import random_batch
 from ..gradient_map.sensitivity import TOLERANCE, plan_of, probe_squares
+from ..gradient_map.types import Shards
 from ..randomness import Stream
 from .base import Defense, DefenseFacts, check_whole
 from .message import OnDemand, add_up, first_not_finite, of_whole, total
-
-if TYPE_CHECKING:
-    from ..sharded.shards import Shards
-
 
 DECAY = 0.7
 """What an average keeps at every step: about the last three batches count."""

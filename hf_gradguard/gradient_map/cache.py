@@ -78,6 +78,12 @@ class ModelCache:
         None
     )
 
+    def tables_of(self, parameter_names: tuple[str, ...]) -> KnownTables:
+        """What is known of a model with these parameters: nothing, if it had others."""
+        if self.tables.parameter_names != parameter_names:
+            self.tables = KnownTables(parameter_names)
+        return self.tables
+
 
 _CACHES: WeakKeyDictionary[nn.Module, ModelCache] = WeakKeyDictionary()
 
@@ -89,10 +95,9 @@ def cache_of(model: nn.Module) -> ModelCache:
         >>> cache_of(model) is cache_of(model)
         True
     """
-    cache = _CACHES.get(model)
-    if cache is None:
-        cache = _CACHES[model] = ModelCache()
-    return cache
+    if model not in _CACHES:
+        _CACHES[model] = ModelCache()
+    return _CACHES[model]
 
 
 def forget(model: nn.Module) -> None:

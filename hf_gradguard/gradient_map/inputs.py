@@ -53,7 +53,8 @@ class ContinuousInput:
 
         assert isinstance(self.domain, Text)
         texts = self.domain.texts(batch)
-        slots = Slots(list(texts.values()), value, only=len(self.domain.keys) == 1)
+        is_single = len(self.domain.keys) == 1
+        slots = OneSlot(value) if is_single else Slots(list(texts.values()), value)
         with self.embedding.register_forward_hook(slots, with_kwargs=True):
             loss = loss_fn(model, dict(batch))
         if slots.strangers or slots.embedded_count != len(texts):
@@ -133,38 +134,74 @@ class PixelSpace:
         return x * self.std + self.mean
 
 
-class Slots:
+class OneSlot:
     """A hook on the module that embeds texts, which puts the continuous input in the place of what
-    it makes.
+    it makes of a batch's one text. A model may embed what it makes.
 
     A call without gradients, as of a reference model that shares its weights, is let through: it
-    counts as a constant. One with ids that were seen before is the same text. One with several of
-    the batch's texts, row under row, is those.
+    counts as a constant. One with ids that were seen before is the same text.
 
     Args:
-        texts: The batch's, `(B, T)` each.
         value: The continuous input; `None` makes a new leaf of what the module makes.
-        only: Whether the batch has one text alone, of which a model may embed what it makes.
     """
 
-    def __init__(self, texts: Sequence[Tensor], value: Tensor | None, only: bool) -> None:
-        self._texts, self.x, self._has_value, self._only = (
-            list(texts),
-            value,
-            value is not None,
-            only,
-        )
-        self._ends = torch.tensor([text.shape[-1] for text in texts]).cumsum(0).tolist()
-        self._embedded_texts: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, value: Tensor | None) -> None:
+        self.x, self._has_value = value, value is not None
+        self._ids: Tensor | None = None
+        self._embedding: Tensor | None = None
         self.strangers = 0
         # Vectorized evaluations differentiate by themselves, with the engine's own graphs off.
         self._enabled = torch.is_grad_enabled()
+
+    @property
+    def embedded_count(self) -> int:
+        """How many texts were embedded."""
+        return int(self._ids is not None)
 
     def __call__(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
         if self._enabled and not torch.is_grad_enabled():
             return None
         ids = args[0] if args else next(iter(kwargs.values()))
-        rows = len(ids) if self._only else len(self._texts[0])
+        if self._ids is None:
+            self._ids = ids
+            if not self._has_value:
+                self._embedding, self.x = output.detach(), _leaf(output)
+        elif not _same(ids, self._ids):
+            self.strangers += 1
+            return None
+        elif not self._has_value:
+            check_same(self._embedding, output)
+        assert self.x is not None
+        # The value is x. The graph keeps `output`, so the embedding matrix still gets its gradient
+        # if it is shared.
+        return output + (self.x - output.detach())
+
+
+class Slots:
+    """As `OneSlot`, of several texts. A call with several of them, row under row, is those.
+
+    Args:
+        texts: The batch's, `(B, T)` each.
+        value: As for `OneSlot`: texts stand side by side in it.
+    """
+
+    def __init__(self, texts: Sequence[Tensor], value: Tensor | None) -> None:
+        self._texts, self.x, self._has_value = list(texts), value, value is not None
+        self._ends = torch.tensor([text.shape[-1] for text in texts]).cumsum(0).tolist()
+        self._embedded_texts: dict[int, Tensor] = {}
+        self.strangers = 0
+        self._enabled = torch.is_grad_enabled()
+
+    @property
+    def embedded_count(self) -> int:
+        """How many texts were embedded."""
+        return len(self._embedded_texts)
+
+    def __call__(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
+        if self._enabled and not torch.is_grad_enabled():
+            return None
+        ids = args[0] if args else next(iter(kwargs.values()))
+        rows = len(self._texts[0])
         texts = zip(ids.split(rows), output.split(rows), strict=True)
         entered = [self._enter(text_ids, embedded) for text_ids, embedded in texts]
         inputs = [x for x in entered if x is not None]
@@ -172,48 +209,28 @@ class Slots:
             self.strangers += 1
             return None
         x = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-        # The value is x. The graph keeps `output`, so the embedding matrix still gets its gradient
-        # if it is shared.
         return output + (x - output.detach())
-
-    @property
-    def embedded_count(self) -> int:
-        """How many texts were embedded."""
-        return len(self._embedded_texts)
 
     def _enter(self, ids: Tensor, embedded: Tensor) -> Tensor | None:
         """What stands in the place of an embedded text; `None` if it is none of the batch's."""
-        place = self._place(ids)
+        place = next((k for k, text in enumerate(self._texts) if _pads(ids, text)), None)
         if place is None:
             return None
-        length = embedded.shape[1] if self._only else self._texts[place].shape[1]
+        length = self._texts[place].shape[1]
         text_embedding = embedded[:, :length]  # what follows is padding
         if place not in self._embedded_texts:
-            self._embedded_texts[place] = ids, text_embedding.detach()
+            self._embedded_texts[place] = text_embedding.detach()
             if not self._has_value:
                 self._fill(place, text_embedding)
-        elif not self._has_value and not torch.equal(
-            self._embedded_texts[place][1], text_embedding
-        ):
-            raise ValueError(
-                "A text was embedded twice, and not in the same way: noise on embeddings "
-                "(neftune_noise_alpha) has no place in a loss that reads a text twice."
-            )
+        elif not self._has_value:
+            check_same(self._embedded_texts[place], text_embedding)
         x = self._slot_of(place)
-        return (
-            x if length == embedded.shape[1] else torch.cat([x, embedded[:, length:].detach()], 1)
-        )
-
-    def _place(self, ids: Tensor) -> int | None:
-        if self._only:
-            return 0 if not self._embedded_texts or _same(ids, self._embedded_texts[0][0]) else None
-        return next((k for k, text in enumerate(self._texts) if _pads(ids, text)), None)
+        if length == embedded.shape[1]:
+            return x
+        return torch.cat([x, embedded[:, length:].detach()], 1)
 
     def _fill(self, place: int, embedded: Tensor) -> None:
         """Write what was embedded to the leaf."""
-        if len(self._texts) == 1:
-            self.x = embedded.detach().clone().requires_grad_()
-            return
         if self.x is None:
             shape = (len(embedded), self._ends[-1], embedded.shape[-1])
             self.x = embedded.new_zeros(shape).requires_grad_()
@@ -222,10 +239,21 @@ class Slots:
 
     def _slot_of(self, place: int) -> Tensor:
         assert self.x is not None
-        if len(self._texts) == 1:
-            return self.x
         end = self._ends[place]
         return self.x[:, end - self._texts[place].shape[1] : end]
+
+
+def check_same(former: Tensor | None, embedding: Tensor) -> None:
+    """Refuse a text that is embedded twice, and not in the same way.
+
+    Raises:
+        ValueError: With what does so.
+    """
+    if former is None or not torch.equal(former, embedding):
+        raise ValueError(
+            "A text was embedded twice, and not in the same way: noise on embeddings "
+            "(neftune_noise_alpha) has no place in a loss that reads a text twice."
+        )
 
 
 def _pads(ids: Tensor, text: Tensor) -> bool:

@@ -19,7 +19,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,7 @@ from transformers.utils import logging
 
 from .domain import TEXT, text_keys
 from .replay import draws_kept, modes_kept, no_exchange
-from .types import Batch, LossFunction
-
-if TYPE_CHECKING:
-    from ..sharded.shards import Shards
+from .types import Batch, LossFunction, Shards
 
 logger = logging.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,11 @@ from ..randomness import Stream
 from .domain import Domain
 from .inputs import ContinuousInput, find_input, model_loss
 from .jacobian import Jacobian
-from .parameters import check_sharding, shared_by_batch
+from .parameters import check_sharding, find_tables, shared_parameters
 from .replay import Replay, differentiate
 from .sensitivity import Method, estimate_squares
-from .types import Batch, LossFunction, Tensors
+from .types import Batch, LossFunction, Shards, Tensors
 from .vectorized import Candidates, Factors
-
-if TYPE_CHECKING:
-    from ..sharded.shards import Shards
 
 
 class GradientMap:
@@ -78,6 +75,7 @@ class GradientMap:
     shards: Shards | None = None
     _base: GradientMap | None = None
     _shown: Tensors | None = None
+    _gradient: Tensors | None = None
 
     def __init__(
         self,
@@ -94,18 +92,17 @@ class GradientMap:
         check_sharding(model, shards, second_order)
         self.model, self.loss_fn, self.shards = model, loss_fn or model_loss, shards
         self._batch, self._needs_input = batch, needs_input or second_order
-        share = share_input_embeddings
-        self._sharing: Any = {"share_input_embeddings": share, "withhold": withhold}
+        self._share, self._withhold = share_input_embeddings, withhold
+        # First-order defenses take batches of any kind, also without text or image.
         self._source = find_input(model, batch) if self._needs_input else None
         self.replay = Replay(model, second_order)
         with torch.enable_grad(), self.replay.kernels():
-            self._parameters = shared_by_batch(
-                model, batch, self.loss_fn, **self._sharing, shards=shards
-            )
+            if not self._share:
+                find_tables(model, batch, self.loss_fn, shards)
+            self._parameters = shared_parameters(model, self._share, withhold)
             self._x, self._loss = self._first_pass()
+        # The graph of this pass is kept: the gradient comes of it without another one.
         check_loss(self._loss)
-        self._gradient: Tensors | None = None
-        self._candidates: dict[bool, Candidates] = {}
 
     @property
     def input(self) -> Tensor:
@@ -174,15 +171,15 @@ class GradientMap:
             return self._base.versions() | {
                 shown.format(name): tensor._version for name, tensor in self.gradient().items()
             }
-        versions = {"the continuous input": self._x._version}
-        for name, tensor in self.gradient().items():
-            versions[f"the true gradient of {name!r}"] = tensor._version
-        for name, parameter in self._parameters.items():
-            version = parameter._version if self.shards is None else self.shards.version(parameter)
-            versions[f"the parameter {name!r}"] = version
-            if parameter.grad is not None:
-                versions[f"the .grad of {name!r}"] = parameter.grad._version
-        return versions
+        parameters, shards = self._parameters, self.shards
+        version = (lambda p: p._version) if shards is None else shards.version
+        grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        return {
+            "the continuous input": self._x._version,
+            **{f"the true gradient of {n!r}": g._version for n, g in self.gradient().items()},
+            **{f"the parameter {n!r}": version(p) for n, p in parameters.items()},
+            **{f"the .grad of {n!r}": grad._version for n, grad in grads.items()},
+        }
 
     def gradient(self) -> Tensors:
         """g(x): the gradient of the batch-mean loss, zeros where that does not use a parameter.
@@ -261,9 +258,16 @@ class GradientMap:
                 f"xs has shape {tuple(xs.shape)}, but should be (K, {', '.join(map(str, shape))})."
             )
         self._require_second_order("slopes_at")
-        if factored not in self._candidates:
-            self._candidates[factored] = Candidates(self, factored)
-        return self._candidates[factored].slopes(function, xs, extras, entries)
+        candidates = self._factored_candidates if factored else self._plain_candidates
+        return candidates.slopes(function, xs, extras, entries)
+
+    @cached_property
+    def _plain_candidates(self) -> Candidates:
+        return Candidates(self, factored=False)
+
+    @cached_property
+    def _factored_candidates(self) -> Candidates:
+        return Candidates(self, factored=True)
 
     def input_gradient(self, value: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The derivatives of a scalar that was computed from `gradient_at(x, create_graph=True)`,
@@ -367,7 +371,8 @@ class GradientMap:
                 second_order=second_order,
                 needs_input=self._needs_input,
                 shards=self.shards,
-                **self._sharing,
+                share_input_embeddings=self._share,
+                withhold=self._withhold,
             )
 
     def twice(self) -> GradientMap:
@@ -415,6 +420,7 @@ class GradientMap:
             >>> bool((view.gradient()["classifier.bias"] >= 0).all())
             True
         """
+        # What an earlier defense zeroed by chance (g was 0 there) was transmitted all the same.
         view = self.corrected(shared)
         if transmitted is None:
             transmitted = {n: (shared[n] != 0) | (g == 0) for n, g in self.gradient().items()}

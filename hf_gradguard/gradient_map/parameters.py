@@ -6,19 +6,15 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers.utils import logging
 
-from .cache import KnownTables, cache_of
+from .cache import cache_of
 from .domain import domain_of_model
 from .lookups import scan
-from .types import Batch, LossFunction
-
-if TYPE_CHECKING:
-    from ..sharded.shards import Shards
+from .types import Batch, LossFunction, Shards
 
 logger = logging.get_logger(__name__)
 
@@ -42,13 +38,11 @@ def shared_parameters(
         ValueError: If nothing is left to share, or a pattern is of no parameter.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    ids = tuple((name, id(p)) for name, p in trainable.items())
     cache = cache_of(model)
     # Of a step's messages all but the first have the same answer. Whoever freezes or swaps a
     # parameter in between changes the signature.
-    signature = (
-        share_input_embeddings, tuple(withhold), cache.tables.names,
-        tuple(trainable), tuple(map(id, trainable.values())),
-    )  # fmt: skip
+    signature = share_input_embeddings, tuple(withhold), cache.tables.names, ids
     if cache.shared_parameters is None or cache.shared_parameters[0] != signature:
         shared = _find_shared(model, trainable, share_input_embeddings, withhold)
         cache.shared_parameters = signature, trainable, shared
@@ -80,20 +74,6 @@ def _find_shared(
         if chosen:
             logger.warning_once(f"Withheld as told: {', '.join(chosen)}.")
     return shared
-
-
-def shared_by_batch(
-    model: nn.Module,
-    batch: Batch,
-    loss_fn: LossFunction,
-    share_input_embeddings: bool = False,
-    withhold: Sequence[str] = (),
-    shards: Shards | None = None,
-) -> dict[str, nn.Parameter]:
-    """`shared_parameters`, after a look at which tables the batch indexes."""
-    if not share_input_embeddings:
-        find_tables(model, batch, loss_fn, shards)
-    return shared_parameters(model, share_input_embeddings, withhold)
 
 
 def withheld_parameters(model: nn.Module) -> dict[str, list[str]]:
@@ -164,19 +144,16 @@ def find_tables(
         >>> sorted(find_tables(model, batch, lambda model, batch: model(**batch).loss))
         ['bert.embeddings.word_embeddings.weight']
     """
-    names = tuple(name for name, _ in model.named_parameters())
-    cache = cache_of(model)
-    if cache.tables.parameter_names != names:
-        cache.tables = KnownTables(names)
+    tables = cache_of(model).tables_of(tuple(name for name, _ in model.named_parameters()))
     entries = frozenset(batch)
-    is_new = entries not in cache.tables.watched_entries
+    is_new = entries not in tables.watched_entries
     if shards is not None:  # all devices run the model, or none
         is_new = shards.any(is_new)
     if is_new:
-        tables = scan(model, batch, loss_fn, shards)
-        remember_tables(model, tables if shards is None else shards.union(tables))
-        cache.tables.watched_entries.add(entries)
-    return cache.tables.names
+        names = scan(model, batch, loss_fn, shards)
+        tables.names |= names if shards is None else shards.union(names)
+        tables.watched_entries.add(entries)
+    return tables.names
 
 
 def check_sharding(model: nn.Module, shards: Shards | None, second_order: bool) -> None:

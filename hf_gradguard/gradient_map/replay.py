@@ -202,13 +202,8 @@ def differentiate(
         RuntimeError: With `create_graph`, if they come through a kernel that is not to be
             differentiated twice.
     """
-    gradients = torch.autograd.grad(
-        loss,
-        list(leaves.values()),
-        retain_graph=retain_graph or create_graph,
-        create_graph=create_graph,
-        allow_unused=True,
-    )
+    graph: Any = {"retain_graph": retain_graph or create_graph, "create_graph": create_graph}
+    gradients = torch.autograd.grad(loss, list(leaves.values()), **graph, allow_unused=True)
     if all(gradient is None for gradient in gradients):
         raise ValueError(
             "The loss is not computed from any shared parameter, so there is no gradient of it. "
@@ -217,10 +212,8 @@ def differentiate(
         )
     if create_graph:
         check_whole(gradient for gradient in gradients if gradient is not None)
-    return {
-        name: torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
-        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
-    }
+    pairs = zip(leaves.items(), gradients, strict=True)
+    return {n: torch.zeros_like(p.detach()) if g is None else g for (n, p), g in pairs}
 
 
 @contextmanager

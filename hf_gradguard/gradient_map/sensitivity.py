@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,10 +16,7 @@ from ..randomness import Stream, normal
 from .cache import DifferencePlan, cache_of
 from .layers import Change, Layer, Pass, layers_of
 from .replay import nodes_of
-from .types import ClientMap, Tensors
-
-if TYPE_CHECKING:
-    from ..sharded.shards import Shards
+from .types import ClientMap, Shards, Tensors
 
 STEP = 5.0
 """Of a difference, in square roots of the type's precision, relative to the input's root mean

@@ -138,26 +138,28 @@ def _linear_calls(gmap: ClientMap) -> tuple[Tensors, dict[str, nn.Module]]:
 
 @dataclass(frozen=True)
 class Factors:
-    """The matrix leftᵀ right, not written out.
+    """The matrix LᵀR, not written out.
 
     Args:
-        left: `(T, rows)`.
-        right: `(T, columns)`.
+        left_factor: L, `(T, rows)`.
+        right_factor: R, `(T, columns)`.
     """
 
-    left: Tensor
-    right: Tensor
+    left_factor: Tensor
+    right_factor: Tensor
 
     def dense(self) -> Tensor:
         """`(rows, columns)`."""
-        return self.left.mT @ self.right
+        return self.left_factor.mT @ self.right_factor
 
     def squared_norm(self) -> Tensor:
-        """Σ_ij (leftᵀ right)²_ij, from two T × T products."""
-        return ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum()
+        """Σ_ij (LᵀR)²_ij, from two T × T products."""
+        return (
+            (self.left_factor @ self.left_factor.mT) * (self.right_factor @ self.right_factor.mT)
+        ).sum()
 
     def __mul__(self, scale: Tensor) -> Factors:
-        return Factors(self.left * scale, self.right)
+        return Factors(self.left_factor * scale, self.right_factor)
 
 
 @dataclass

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .shards import Shards
+from ..gradient_map.types import Shards
 
 
 class ClientRanks:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..gradient_map.types import How
 from ..randomness import KEY_BYTES, Stream
-
-How = Literal["sum", "min", "max"]
 
 
 class Shards:

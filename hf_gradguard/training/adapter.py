@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from transformers.trainer_utils import TrainOutput
 
 from ..defenses import Defense
 from ..gradient_map.domain import check_batch
-from .card import sharing
+from ..gradient_map.replay import no_exchange
+from .accelerator import GuardedAccelerator
 from .checkpoints.complete import (
     OURS,
     begin_checkpoint,
@@ -26,6 +26,7 @@ from .checkpoints.complete import (
     newest_complete,
     without_private_files,
 )
+from .clients.batches import PlainRows
 from .clients.partition import is_of_datasets
 from .guards.batch_statistics import freeze_statistics
 from .guards.watch import Ledger
@@ -60,10 +61,12 @@ class TrainerAdapter(Trainer):
     data_collator: Any
     _begins_anew = False  # though it was to be resumed: there is no checkpoint
     counts_items: bool = True  # whether ranks add up the labels of a step
+    next_pass_counts: bool = False  # for metrics; the passes of a defense do not
+    accelerator: GuardedAccelerator
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ledger = Ledger()
-        self.shared_messages = SharedMessages(lambda: sharing(self))
+        self.shared_messages = SharedMessages(self.describe_message)
         super().__init__(*args, **kwargs)
         self.add_callback(RatesFollowNoise(lambda: self.defense, self.optimizer))
         self.add_callback(self.ledger)
@@ -71,12 +74,8 @@ class TrainerAdapter(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """As in `Trainer`, which makes a new one for every trial of a search."""
         super().create_accelerator_and_postprocess()
-        # "Evaluation mode" is Accelerate's word for preparing a model (device, autocast) without
-        # wrapping it in DDP.
-        self.accelerator.prepare_model = functools.partial(
-            self.accelerator.prepare_model, evaluation_mode=True
-        )
-        self.ledger.guard(self.accelerator)
+        average = self.average_over_ranks
+        self.accelerator = GuardedAccelerator(self.accelerator, self.ledger, average)
 
     def save_state_of_rank(self, folder: str) -> None:
         """Write what this rank alone remembers to a checkpoint."""
@@ -151,6 +150,10 @@ class TrainerAdapter(Trainer):
         loaded.
         """
 
+    def describe_message(self) -> dict[str, str]:
+        """How a message would be shared now, for the card: `defense`, its `settings`, and more."""
+        return {"defense": self.defense.name}
+
     def average_over_ranks(self, figure: Tensor) -> None:
         """Replace a figure of this rank by its mean over ranks, in place. Here: on one rank."""
 
@@ -183,22 +186,19 @@ class TrainerAdapter(Trainer):
         *args: Any,
         **kwargs: Any,
     ) -> DataLoader:
-        rows = dataset
-        if description == _TRAINING and (rows := self.training_data(dataset)) is not dataset:
-            if is_of_datasets(dataset, "Dataset"):  # as for a data set that is read as it is
-                dataset = self._remove_unused_columns(dataset, description=description)
-                rows = self.training_data(dataset)
-            draw = sampler_fn
-            sampler_fn = None if draw is None else lambda _: draw(dataset)
-        collate = self.data_collator
-        if description == _TRAINING and is_of_datasets(rows, "Dataset", "IterableDataset"):
-            self.data_collator = self.training_collator(collate)  # which is taken as it is
-        try:
+        if description != _TRAINING:
             return super()._get_dataloader(
-                rows, description, batch_size, sampler_fn, *args, **kwargs
+                dataset, description, batch_size, sampler_fn, *args, **kwargs
             )
-        finally:
-            self.data_collator = collate
+        is_table = is_of_datasets(dataset, "Dataset")
+        if is_table:
+            dataset = self._remove_unused_columns(dataset, description=description)
+        rows = self.training_data(dataset)
+        if is_table and rows is dataset:
+            rows = PlainRows(dataset)  # a table's own rows would be collated without asking how
+        # Samplers may look at the data, by the length of its rows say.
+        draw = None if sampler_fn is None else lambda _: sampler_fn(dataset)
+        return super()._get_dataloader(rows, description, batch_size, draw, *args, **kwargs)
 
     def _get_collator_with_removed_columns(
         self, data_collator: Any, description: str | None = None
@@ -222,29 +222,34 @@ class TrainerAdapter(Trainer):
         return averages
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Tensor | int | None:
-        if not self.counts_items:
-            return None
-        with self._reduced_counts():
-            return super()._get_num_items_in_batch(*args, **kwargs)
+        return super()._get_num_items_in_batch(*args, **kwargs) if self.counts_items else None
 
-    def _track_num_input_tokens(self, *args: Any, **kwargs: Any) -> None:
-        with self._reduced_counts():
-            super()._track_num_input_tokens(*args, **kwargs)
+    def loss_pass(self) -> Callable[[], AbstractContextManager[None]]:
+        """What each pass of a loss in this training is to run in: nothing is exchanged, and what a
+        Trainer adds up for its log counts once a message.
+        """
+        logs = any(name in vars(self) for name in _METRICS)
+        is_alone = self.accelerator.num_processes == 1
+        return nullcontext if is_alone and not logs else self._silent_pass
 
     @contextmanager
-    def _reduced_counts(self) -> Iterator[None]:
-        """Counts that the Trainer would gather from all ranks, to add them up, arrive added up."""
-
-        def total(count: Tensor) -> Tensor:
-            mean = count.to(torch.float64, copy=True)  # whole numbers up to 2⁵³
-            self.average_over_ranks(mean)
-            return (mean * self.accelerator.num_processes).round().to(count.dtype)
-
-        gather, self.accelerator.gather = self.accelerator.gather, total
+    def _silent_pass(self) -> Iterator[None]:
+        """Metrics of TRL's Trainers are this rank's own: they gather rewards and log-probabilities
+        of every example to log means. What any other loss gathers is refused.
+        """
+        # A loss is computed several times per batch. The first pass with gradients counts.
+        counts = self.next_pass_counts and torch.is_grad_enabled()
+        self.next_pass_counts = self.next_pass_counts and not counts
+        names = [] if counts else [name for name in _METRICS if name in vars(self)]
+        saved = {name: copy.deepcopy(getattr(self, name)) for name in names}
+        kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(self).__mro__}
+        gathering = self.accelerator.keeping_own() if kinds & _GATHER_FOR_LOG else nullcontext()
         try:
-            yield
+            with gathering, no_exchange(self.model):
+                yield
         finally:
-            self.accelerator.gather = gather
+            for name, metrics in saved.items():
+                setattr(self, name, metrics)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse weights under other names than the model's, which Transformers writes for some
@@ -344,40 +349,7 @@ _SINGLE = (
 )
 
 
-@contextmanager
-def without_exchange(trainer: Trainer, counts: bool) -> Iterator[None]:
-    """While a Trainer computes a loss, its metrics are this rank's own: nothing is gathered.
-
-    Trainers gather rewards and log-probabilities of every example to log their means. And a loss is
-    computed several times per batch, which must not count several times.
-
-    Args:
-        trainer: Of any class.
-        counts: Whether this pass is the one that its metrics are of.
-    """
-    saved = {} if counts else _metrics_of(trainer)
-    accelerator: dict[str, Any] = vars(trainer.accelerator)
-    replaced = {name: accelerator[name] for name in _EXCHANGES if name in accelerator}
-    accelerator.update(dict.fromkeys(_EXCHANGES, _unchanged))
-    try:
-        yield
-    finally:
-        for name in _EXCHANGES:
-            del accelerator[name]
-        accelerator.update(replaced)
-        for name, value in saved.items():
-            setattr(trainer, name, value)
-
-
-def _metrics_of(trainer: Trainer) -> dict[str, Any]:
-    attributes = vars(trainer)
-    return {name: copy.deepcopy(attributes[name]) for name in _METRICS if name in attributes}
-
-
-def _unchanged(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    return tensor
-
-
-_EXCHANGES = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
+_GATHER_FOR_LOG = {("trl", "SFTTrainer"), ("trl", "DPOTrainer"), ("trl", "RewardTrainer")}
+"""Trainers whose loss gathers for its log alone."""
 _METRICS = ("_metrics", "_total_train_tokens", "accum_loss_components")
 """What TRL and sentence-transformers add up while they compute a loss, to log it."""

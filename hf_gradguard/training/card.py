@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import ModelCard
 
 from ..gradient_map.parameters import withheld_by_name, withheld_parameters
+from .adapter import TrainerAdapter
 from .config import setting
 from .guards.batch_statistics import tracking_layers
+from .message import SharedMessages
 from .privacy.private_rows import CLIENT_LEVEL, is_client_level
 
-if TYPE_CHECKING:
-    from .message import SharedMessages
-    from .trainer import GradGuardTrainer
 
-
-def complete_card(trainer: GradGuardTrainer) -> None:
+def complete_card(trainer: TrainerAdapter) -> None:
     """Append `privacy_section` to the card in the Trainer's output folder, and say what the model
     was made of: a tag, the figures of its last evaluation, and the model that it started from.
 
@@ -49,7 +47,7 @@ def complete_card(trainer: GradGuardTrainer) -> None:
     card.save(path)
 
 
-def _evaluated(trainer: GradGuardTrainer) -> dict[str, float]:
+def _evaluated(trainer: TrainerAdapter) -> dict[str, float]:
     """The last evaluation's figures, without those of its speed."""
     logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     if not logged:
@@ -62,7 +60,7 @@ def _evaluated(trainer: GradGuardTrainer) -> dict[str, float]:
     }
 
 
-def privacy_section(trainer: GradGuardTrainer) -> str:
+def privacy_section(trainer: TrainerAdapter) -> str:
     """Markdown that names the defenses that messages were shared behind, their settings, what was
     withheld, and what is not protected. Before the first message it is of what was asked for.
 
@@ -148,7 +146,7 @@ def _summary(messages: SharedMessages) -> str:
     return summary if messages.complete else f"{summary} {_UNKNOWN}"
 
 
-def _clients(trainer: GradGuardTrainer) -> str:
+def _clients(trainer: TrainerAdapter) -> str:
     args, ranks = trainer.args, trainer.accelerator.num_processes
     clients = setting(args, "clients_per_process")
     if not setting(args, "num_clients"):
@@ -162,7 +160,7 @@ def _clients(trainer: GradGuardTrainer) -> str:
     )
 
 
-def _embeddings(trainer: GradGuardTrainer) -> str:
+def _embeddings(trainer: TrainerAdapter) -> str:
     shared = setting(trainer.args, "share_input_embeddings")
     tables = [] if shared else list(withheld_parameters(trainer.model))
     by_name = withheld_by_name(trainer.model, setting(trainer.args, "withhold") or [])
@@ -179,7 +177,7 @@ def _embeddings(trainer: GradGuardTrainer) -> str:
     return " ".join(sentences) or "No parameter was withheld."
 
 
-def _labels(trainer: GradGuardTrainer) -> str:
+def _labels(trainer: TrainerAdapter) -> str:
     epsilon = setting(trainer.args, "label_epsilon")
     if epsilon is None:
         return ""
@@ -189,14 +187,14 @@ def _labels(trainer: GradGuardTrainer) -> str:
     )
 
 
-def _statistics(trainer: GradGuardTrainer) -> str:
+def _statistics(trainer: TrainerAdapter) -> str:
     if not tracking_layers(trainer.model):
         return ""
     choice = setting(trainer.args, "batch_statistics")
     return f"Batch statistics {_STATISTICS[choice]}"
 
 
-def _aggregation(trainer: GradGuardTrainer) -> str:
+def _aggregation(trainer: TrainerAdapter) -> str:
     args = trainer.args
     if not setting(args, "secure_aggregation"):
         return ""
@@ -212,7 +210,7 @@ _SCRATCH = "was trained from scratch"  # in the words of the Trainer's card
 _ALONE = "One process trained, so nothing left it: these clients were simulated."
 
 
-def _epsilon(trainer: GradGuardTrainer) -> str:
+def _epsilon(trainer: Any) -> str:
     rows, subjects = trainer.private_rows, trainer.shared_messages.by("epsilon")
     uncovered = subjects.pop("", 0)
     if rows is None or not rows.account.messages:

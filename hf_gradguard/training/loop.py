@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -18,9 +19,8 @@ from ..gradient_map.domain import check_batch
 from ..gradient_map.inputs import model_loss
 from ..gradient_map.parameters import is_sharded
 from ..gradient_map.replay import no_exchange
-from ..gradient_map.types import LossFunction
-from .exchange.average import average
-from .exchange.secure_aggregation import SecureAggregation
+from ..gradient_map.types import LossFunction, Shards
+from .exchange.average import SecureSum, average
 from .guards.batch_statistics import warn_of_statistics
 from .guards.checks import check_accelerator, check_loader, check_model
 from .guards.watch import AgreedTables, BufferGuard, RowGuard
@@ -29,8 +29,6 @@ from .message import RandomStreams, private_draws
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
-
-    from ..sharded import Shards
 
     Clients = dist.ProcessGroup | DeviceMesh
 
@@ -44,7 +42,7 @@ def protect(
     accelerator: Any = None,
     loss_fn: LossFunction | None = None,
     clients: Clients | None = None,
-    secure: SecureAggregation | None = None,
+    secure: SecureSum | None = None,
 ) -> Tensor:
     """Differentiate the loss of a batch, and add the protected gradient to `.grad`.
 
@@ -101,7 +99,7 @@ def protect(
 
 @torch.no_grad()
 def _add(
-    gmap: GradientMap, message: Message, ranks: Any, steps: int, secure: SecureAggregation | None
+    gmap: GradientMap, message: Message, ranks: Any, steps: int, secure: SecureSum | None
 ) -> None:
     """To `.grad`, averaged over ranks."""
     shared = [message[n].to(p.dtype, copy=True) for n, p in gmap.parameters.items()]
@@ -128,8 +126,9 @@ def _message(
     if shards is not None:
         noise = shards.new_message(noise)
     device = next(module.parameters()).device
-    dropout = None if isinstance(defense, NoDefense) else dropout
-    with no_exchange(module), private_draws(dropout, device):
+    if isinstance(defense, NoDefense):
+        dropout = None
+    with no_exchange(module), nullcontext() if dropout is None else private_draws(dropout, device):
         gmap = defense.gradient_map(module, batch, loss_fn=loss_fn, shards=shards)
         return gmap, defense(gmap, noise)
 
@@ -200,13 +199,13 @@ def _shards_of(model: nn.Module) -> Shards | None:
     """The client's devices, if the model is cut over several."""
     if not is_sharded(model):
         return None
-    from ..sharded import Shards
+    from ..sharded import Shards as ShardsOfModel
 
-    return Shards(model)
+    return ShardsOfModel(model)
 
 
 def _check_carriers(
-    shards: Shards | None, accelerator: Any, clients: Any, secure: SecureAggregation | None
+    shards: Shards | None, accelerator: Any, clients: Any, secure: SecureSum | None
 ) -> None:
     """Refuse what would average clients and shards together, and say, once, what counts as one
     client.

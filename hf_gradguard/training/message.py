@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from ..defenses import Defense
+from ..defenses import Defense, Message
 from ..defenses.base import NoDefense
-from ..gradient_map.types import LossFunction
+from ..gradient_map.types import LossFunction, Tensors
 from ..gradient_map.views import ZeroGradient
 from ..randomness import Stream
 from .config import setting
@@ -46,10 +46,8 @@ class RandomStreams:
         self, seed: int | None = None, rank: int = 0, private_dropout: bool = True
     ) -> None:
         self._seed, self._rank, self._private_dropout = seed, rank, private_dropout
-        self._messages_of_step = (
-            -1,
-            0,
-        )  # the optimizer step, and how many messages of it were drawn for
+        # the optimizer step, and how many messages of it were drawn for
+        self._messages_of_step = (-1, 0)
         if seed is not None:
             logger.warning(
                 f"UNSAFE: noise_seed={seed} makes all noise reproducible by anybody who knows it. "
@@ -126,9 +124,14 @@ class MessageMaker:
         withhold: Sequence[str] = (),
     ) -> None:
         self._streams, self._meter, self._ledger = streams, meter, ledger
-        self._parameters_of: dict[int, str] = {}  # by client; of its last message
+        # Undefended training is the stock Trainer's, mask by mask: nothing is drawn for it.
+        self._undefended: tuple[Stream, Stream, Stream | None] = Stream(), Stream(), None
+        self._trainable: dict[int, tuple[str, ...] | str] = {}  # by client; of its last message
         self._rows, self._buffers = RowGuard(), BufferGuard()
-        self._share_input_embeddings, self._withhold = share_input_embeddings, withhold
+        self._sharing: Any = {
+            "share_input_embeddings": share_input_embeddings,
+            "withhold": withhold,
+        }
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
     def share(
@@ -142,51 +145,34 @@ class MessageMaker:
             RuntimeError, TypeError, ValueError: If the defense breaks its contract; see
                 `Defense.__call__`; or if something else wrote to `.grad`. Nothing was added then.
         """
-        self._forget_other_parameters(client.defense, module)
-        noise, probes, dropout = self._streams.next_message(step)
-        if isinstance(client.defense, NoDefense):
-            dropout = None  # undefended training is the stock Trainer's, mask by mask
-        with private_draws(dropout, next(module.parameters()).device):
-            return self._share(module, client, loss_fn, step, noise, probes)
-
-    def _share(
-        self,
-        module: nn.Module,
-        client: ClientBatch,
-        loss_fn: LossFunction,
-        step: int,
-        noise: Stream,
-        probes: Stream,
-    ) -> Tensor:
-        defense = client.defense
-        measured = self._meter is not None and self._meter.measures(step)
-        with self._buffers.watch(module):
-            gmap = defense.gradient_map(
-                module,
-                client.batch,
-                measured,
-                loss_fn=loss_fn,
-                share_input_embeddings=self._share_input_embeddings,
-                withhold=self._withhold,
-            )
-            gradient = gmap.gradient()
-        norm = _norm(gradient)  # waits for the device: what follows times the defense alone
-        start = time.perf_counter()
-        state = defense.state_dict() if measured else {}
-        defense.at_step(step)
-        message = defense(gmap, noise)
-        shared = dict(message.items())
-        self._rows.compare(gradient, shared)
-        if not client.is_empty:
-            self._record(gradient, shared, norm, start)
-        for name, value in message.metrics.items():
-            self._metrics[f"defense/{name}"].append(value)
-        if measured and not self._meter.admits(gmap, message, step, probes, client.rows):  # type: ignore[union-attr]
-            # Nothing is added: to the other ranks it is a gradient of zeros. Nor does a later
-            # message hold anything of it.
-            defense.load_state_dict(state)
-            return gmap.loss
-        self._add(gmap.parameters, shared, client.weight)
+        defense, meter = client.defense, self._meter
+        self._forget_other_parameters(defense, module)
+        is_measured = meter is not None and meter.measures(step)
+        noise, probes, dropout = self._undefended
+        if not isinstance(defense, NoDefense):
+            noise, probes, dropout = self._streams.next_message(step)
+        device = next(module.parameters()).device
+        with nullcontext() if dropout is None else private_draws(dropout, device):
+            with self._buffers.watch(module):
+                gmap = defense.gradient_map(
+                    module, client.batch, is_measured, loss_fn=loss_fn, **self._sharing
+                )
+                gradient = gmap.gradient()
+            norm = _norm(gradient)  # waits for the device: what follows times the defense alone
+            start = time.perf_counter()
+            # What the defense remembers goes back to this if its message is not shared.
+            state = defense.state_dict() if is_measured else {}
+            defense.at_step(step)
+            message = defense(gmap, noise)
+            self._rows.compare(gradient, message)
+            if not client.is_empty:
+                self._record(gradient, message, norm, start)
+            if is_measured and not meter.admits(gmap, message, step, probes, client.rows):  # type: ignore[union-attr]
+                # Nothing is added: to the other ranks it is a gradient of zeros. Nor does a later
+                # message hold anything of it.
+                defense.load_state_dict(state)
+                return gmap.loss
+        self._add(gmap.parameters, message, client.weight)
         return torch.zeros_like(gmap.loss) if client.is_empty else gmap.loss
 
     def share_noise(
@@ -200,16 +186,14 @@ class MessageMaker:
         """
         noise, _, _ = self._streams.next_message(step)
         defense.at_step(step)
-        self._add(parameters, dict(defense(ZeroGradient(parameters), noise)), weight)
+        self._add(parameters, defense(ZeroGradient(parameters), noise), weight)
 
     @torch.no_grad()
-    def _add(
-        self, parameters: Mapping[str, nn.Parameter], shared: dict[str, Tensor], weight: float
-    ) -> None:
+    def _add(self, parameters: Mapping[str, nn.Parameter], shared: Message, weight: float) -> None:
         self._ledger.check(parameters.values(), "share a message")
         for name, parameter in parameters.items():
             # A copy: clipping and averaging write to it, and a defense may keep its message.
-            weighted = shared.pop(name).to(parameter.dtype).mul(weight)
+            weighted = shared[name].to(parameter.dtype).mul(weight)
             parameter.grad = weighted if parameter.grad is None else parameter.grad.add_(weighted)
         self._ledger.write(parameters.values())
 
@@ -217,12 +201,12 @@ class MessageMaker:
         """What stands for the parameters that each client's last message was of, `"-"` before its
         first.
         """
-        return [self._parameters_of.get(id(defense), "-") for defense in clients]
+        return [_short(self._trainable.get(id(defense), "-")) for defense in clients]
 
     def expect_parameters(self, clients: Sequence[Defense], names: Sequence[str]) -> None:
         """What `parameters_of` said when the clients' state was saved."""
         pairs = zip(clients, names, strict=False)
-        self._parameters_of = {id(defense): name for defense, name in pairs if name != "-"}
+        self._trainable = {id(defense): name for defense, name in pairs if name != "-"}
 
     def pop_metrics(self) -> dict[str, float]:
         """What the defense did to messages since this was asked last: means over them."""
@@ -234,37 +218,31 @@ class MessageMaker:
         """What a defense remembers is of the parameters that were trained. Where those are others
         now, because some were frozen or unfrozen, it starts anew.
         """
-        name = name_of(name for name, p in module.named_parameters() if p.requires_grad)
-        last_name = self._parameters_of.get(id(defense), name)
-        self._parameters_of[id(defense)] = name
-        if last_name != name and defense.state_dict():
+        trainable = tuple(name for name, p in module.named_parameters() if p.requires_grad)
+        former = self._trainable.get(id(defense), trainable)
+        self._trainable[id(defense)] = trainable
+        # A checkpoint holds the short name alone.
+        if former != trainable and _short(former) != _short(trainable) and defense.state_dict():
             defense.load_state_dict({})
             logger.warning(
                 "Other parameters are trained than at the last message: some were frozen or "
                 f"unfrozen. {defense.name} forgot what it remembered of the former ones."
             )
 
-    def _record(
-        self,
-        gradient: Mapping[str, Tensor],
-        shared: Mapping[str, Tensor],
-        norm: float,
-        start: float,
-    ) -> None:
-        shared_norm = _norm(shared)
-        self._metrics["defense/seconds"].append(time.perf_counter() - start)
-        if not norm:
-            return
-        error = math.hypot(*(float((shared[name] - g).norm()) for name, g in gradient.items()))
-        self._metrics["defense/relative_error"].append(error / norm)
-        if shared_norm:
-            inner = sum(
-                float(torch.dot(g.flatten(), shared[name].flatten()))
-                for name, g in gradient.items()
-            )
+    def _record(self, gradient: Tensors, message: Message, norm: float, start: float) -> None:
+        """Note what the defense did to the gradient, and how long it took."""
+        shared_norm = _norm(message)
+        metrics = {"seconds": time.perf_counter() - start, **message.metrics}
+        pairs = [(g, message[name]) for name, g in gradient.items()]
+        if norm:
+            error = math.hypot(*(float((m - g).norm()) for g, m in pairs))
+            metrics["relative_error"] = error / norm
+        if norm and shared_norm:
+            inner = sum(float(torch.dot(g.flatten(), m.flatten())) for g, m in pairs)
             # Sums in float32 can end just outside.
-            cosine = max(-1.0, min(1.0, inner / (norm * shared_norm)))
-            self._metrics["defense/cosine"].append(cosine)
+            metrics["cosine"] = max(-1, min(1, inner / (norm * shared_norm)))
+        for name, figure in metrics.items():
+            self._metrics[f"defense/{name}"].append(figure)
 
 
 def name_of(parameters: Iterable[str]) -> str:
@@ -277,6 +255,10 @@ def name_of(parameters: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parameters).encode()).hexdigest()
 
 
+def _short(names: tuple[str, ...] | str) -> str:
+    return names if isinstance(names, str) else name_of(names)
+
+
 def _norm(tensors: Mapping[str, Tensor]) -> float:
     return float(torch.nn.utils.get_total_norm(list(tensors.values())))
 
@@ -285,12 +267,12 @@ _STATE_WORDS = 624  # of a Mersenne Twister
 
 
 @contextmanager
-def private_draws(stream: Stream | None, device: torch.device | str) -> Iterator[None]:
+def private_draws(stream: Stream, device: torch.device | str) -> Iterator[None]:
     """Let torch's global generators follow `stream`. Afterwards they are as before, so that
     whatever else draws from them (the order of data, checkpoints of their state) never sees it.
 
     Args:
-        stream: `None` leaves them alone.
+        stream: With a key of its own.
         device: Of the model. On the CPU the generator's whole state is drawn; an accelerator's has
             a key of 64 bits.
 
@@ -298,9 +280,6 @@ def private_draws(stream: Stream | None, device: torch.device | str) -> Iterator
         >>> with private_draws(Stream(), "cpu"):
         ...     mask = torch.nn.functional.dropout(torch.ones(9))
     """
-    if stream is None:
-        yield
-        return
     device = torch.device(device)
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):

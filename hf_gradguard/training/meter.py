@@ -168,6 +168,7 @@ class LeakageMeter:
                 accountant cannot tell whose it is. Nothing is shared then.
             ArithmeticError: Likewise.
         """
+        # For the log two products are taken: of one pass at x they share the differences.
         probed = by_differences(gmap) if self.logs(step) else None
         leakage = self._dfil(probed or gmap, message.noise, generator)
         bound = None if leakage is None else mse_bound_from_dfil(float(leakage.samples.value.max()))
@@ -178,6 +179,7 @@ class LeakageMeter:
                 self._metrics["leakage/mse_bound"].append(bound)
             self._measure_influence(probed or gmap.twice(), message)
         if self._limit is not None and bound is not None and bound < self._limit:
+            # Ranks agree on stopping after the step: here the others still wait for this one.
             self._skipped += 1
             self._stop_due = self._stops
             logger.warning_once(

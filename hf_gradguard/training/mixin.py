@@ -21,10 +21,9 @@ from transformers import TrainingArguments
 from ..defenses import Defense
 from ..gradient_map.cache import forget
 from ..gradient_map.parameters import shared_parameters
-from ..gradient_map.replay import no_exchange
 from ..leakage import FisherAccountant, PrivacyAccount
-from .adapter import TrainerAdapter, annotate_errors, without_exchange
-from .card import complete_card
+from .adapter import TrainerAdapter, annotate_errors
+from .card import complete_card, sharing
 from .checkpoints.private_state import (
     RunRecord,
     check_record,
@@ -45,23 +44,21 @@ from .clients.batches import (
     round_sampler,
     split,
 )
-from .clients.empty import EmptyClients
+from .clients.empty import EmptyClients, is_summed
 from .config import GradGuardConfig, setting
-from .exchange.average import any_rank, average, average_gradients
-from .exchange.secure_aggregation import secure_aggregation_of
+from .exchange.average import any_rank, average, average_gradients, secure_sum_of
 from .exchange.start import StartAlike, warn_about_ranks
-from .exchange.summed_noise import is_summed, share_of_noise
 from .guards.batch_statistics import average_statistics, warn_of_statistics
 from .guards.checks import (
     check_arguments,
     check_collator,
     check_drawing,
-    check_leakage,
     check_loss,
     check_order,
     check_training,
     draws_batches,
 )
+from .guards.leakage import check_leakage
 from .guards.trackers import check_trackers
 from .guards.watch import AgreedTables
 from .message import ClientBatch, MessageMaker, RandomStreams
@@ -138,7 +135,6 @@ class GradGuardMixin(TrainerAdapter):
         self._privacy_account: PrivacyAccount | None = None
         self._fingerprints = Fingerprints()
         self._labels = Randomizer()
-        self._counts_metrics = False
         super().__init__(args=args, **kwargs)
         self.before_training()
 
@@ -168,7 +164,10 @@ class GradGuardMixin(TrainerAdapter):
         self._requested.resolve(self.args)
         forget(self.model)  # its loss may be another now
         self.shared_messages.begin_training()
-        self._weights = LossWeights(self._loss)
+        self._loss_pass, self._weights = self.loss_pass(), LossWeights(self._loss)
+        self._normalizations = {
+            counted: Normalization.of_trainer(self, counted) for counted in (False, True)
+        }
         own_batches = draws_batches(type(self), GradGuardMixin)
         self.account_file.write_to(str(self.args.output_dir))
         self.train_dataset = self._labels(self.train_dataset, self.args, self.model, own_batches)
@@ -176,10 +175,14 @@ class GradGuardMixin(TrainerAdapter):
         check_training(self.args, self.model, self.accelerator, self.train_dataset)
         check_trackers(self.callback_handler.callbacks)
         check_loss(getattr(self, "loss", None))
-        self._secure = secure_aggregation_of(self.args, self.accelerator)
-        defense = share_of_noise(self.defense, self.args, self.accelerator.num_processes)
+        self._secure = secure_sum_of(self.args, self.accelerator)
+        defense, sums = self.defense, is_summed(self.defense, self.args)
+        if sums:
+            from ..secure.summed_noise import share_of_noise
+
+            defense = share_of_noise(defense, self.args, self.accelerator.num_processes)
         check_leakage(self.args, defense, self._accountant, own_batches, self.train_dataset)
-        self._empty = EmptyClients(self._shared, is_summed(defense, self.args))
+        self._empty = EmptyClients(self._shared, sums)
         changed = self._requested.changed(self.args, objects)
         if not changed:
             return
@@ -248,7 +251,9 @@ class GradGuardMixin(TrainerAdapter):
         step is due.
         """
         module, inputs = self.ready_for_step(model), dict(self._prepare_inputs(inputs))
-        normalization = Normalization.of(self, num_items_in_batch)
+        accumulation = self.current_gradient_accumulation_steps
+        rules = self._normalizations[num_items_in_batch is not None]
+        normalization = rules.at_step(num_items_in_batch, accumulation)
         step = self.state.global_step
         losses = []
         with annotate_errors(inputs):
@@ -259,15 +264,13 @@ class GradGuardMixin(TrainerAdapter):
             for client in clients:
                 if client.weight:
                     # The message's own pass counts for metrics, its defense's passes do not.
-                    self._counts_metrics = True
+                    self.next_pass_counts = True
                     loss = self._messages.share(module, client, mean_loss, step)
                     losses.append(client.weight * loss)
             if self._empty.summed or len(losses) < len(clients):
-                accumulation = normalization.accumulation
                 self._empty.share(self._messages, module, clients, accumulation, step)
         self.shared_messages.add(len(clients))
-        steps = self.args.torch_empty_cache_steps
-        if steps is not None and step % steps == 0:
+        if (steps := self.args.torch_empty_cache_steps) and step % steps == 0:
             clear_device_cache()
         if self.accelerator.sync_gradients:
             self._exchange(module)
@@ -276,13 +279,7 @@ class GradGuardMixin(TrainerAdapter):
     def _loss(self, module: nn.Module, batch: dict[str, Any], items: float | None) -> Tensor:
         """The Trainer's own loss, which a subclass may have overridden."""
         count = None if items is None else torch.tensor(items, device=self.args.device)
-        counts = self._counts_metrics and torch.is_grad_enabled()
-        self._counts_metrics = self._counts_metrics and not counts
-        with (
-            self.compute_loss_context_manager(),
-            without_exchange(self, counts),
-            no_exchange(self.model),
-        ):
+        with self.compute_loss_context_manager(), self._loss_pass():
             return self.compute_loss(module, dict(batch), num_items_in_batch=count)
 
     def _clients_of(
@@ -317,13 +314,17 @@ class GradGuardMixin(TrainerAdapter):
         parameters = self._shared(module).values()
         self.ledger.check(parameters, "exchange gradients")
         average_gradients(parameters, self.accelerator, self._secure)
-        self.ledger.exchange(parameters)
-        # A rank that left alone would leave the others waiting for it.
-        meter = self._meter
-        if meter and meter.stops and any_rank(meter.stop_due, self.accelerator, self._secure):
-            self.control.should_training_stop = True
+        self.ledger.write(parameters, exchanged=True)
+        if self._meter is not None and self._meter.stops:
+            # A rank that left alone would leave the others waiting for it.
+            is_due = any_rank(self._meter.stop_due, self.accelerator, self._secure)
+            self.control.should_training_stop |= is_due
         if self._batch_statistics == "shared":
             average_statistics(module, self.accelerator, self._secure)
+
+    def describe_message(self) -> dict[str, str]:
+        """How a message would be shared now, for the card."""
+        return sharing(self)
 
     def average_over_ranks(self, number: Tensor) -> None:
         """Of losses and counts, which the stock Trainer gathers from every rank."""

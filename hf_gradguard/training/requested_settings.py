@@ -149,8 +149,8 @@ class _Same:
     def __init__(self, value: Any) -> None:
         self._value = value
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
+    def __eq__(self, candidate: object) -> bool:
+        return isinstance(candidate, _Same) and candidate._value is self._value
 
     def __hash__(self) -> int:
         return id(self._value)

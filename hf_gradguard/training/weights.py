@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -66,21 +66,26 @@ class Normalization:
     shifts_labels: bool
 
     @classmethod
-    def of(cls, trainer: Trainer, num_items: Tensor | int | None) -> Normalization:
-        """What a Trainer says at this step: its subclasses set some of it after construction."""
-        accepts = trainer.model_accepts_loss_kwargs and num_items is not None
+    def of_trainer(cls, trainer: Trainer, is_counted: bool) -> Normalization:
+        """What holds for a whole training, of steps whose labels are counted, or of those whose
+        are not.
+        """
         has_own_loss = trainer.compute_loss_func is not None
-        over_ranks = accepts or (has_own_loss and num_items is not None)
+        accepts = trainer.model_accepts_loss_kwargs and is_counted
+        over_ranks = is_counted and (accepts or has_own_loss)
+        averages = over_ranks and trainer.args.average_tokens_across_devices
         scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         return cls(
-            num_items,
-            float(trainer.accelerator.num_processes)
-            if over_ranks and trainer.args.average_tokens_across_devices
-            else 1.0,
-            trainer.current_gradient_accumulation_steps,
-            (accepts or has_own_loss) if scaled is None else scaled,
-            getattr(trainer, "_loss_shifts_labels", False),
+            num_items=None,
+            rank_factor=float(trainer.accelerator.num_processes) if averages else 1.0,
+            accumulation=1,
+            accumulated=(accepts or has_own_loss) if scaled is None else scaled,
+            shifts_labels=getattr(trainer, "_loss_shifts_labels", False),
         )
+
+    def at_step(self, num_items: Tensor | int | None, accumulation: int) -> Normalization:
+        """What holds for one step."""
+        return replace(self, num_items=num_items, accumulation=accumulation)
 
     def items(self, batch: dict[str, Any]) -> int | None:
         """Labels of a batch that count toward the loss, as the Trainer counts them; `None` if the
@@ -145,40 +150,44 @@ class LossWeights:
         Raises:
             NotImplementedError: If the loss depends on `num_items_in_batch` in another way.
         """
-        counts = [normalization.items(batch) for batch in batches]
-        sizes = [
-            count_rows(batch) if count is None else count
-            for batch, count in zip(batches, counts, strict=True)
-        ]
-        total, spread = float(sum(sizes)), Spread()
-        if normalization.num_items is not None and total:
-            fullest = batches[max(range(len(sizes)), key=sizes.__getitem__)]
-            items = float(normalization.num_items)
-            if self._takes_a_mean(module, fullest):
-                spread = Spread(items / total)
-            else:
-                spread, total = Spread(items / total, items / total), items
+        if normalization.num_items is None:
+            sizes, spread = [count_rows(batch) for batch in batches], Spread()
+            total = float(sum(sizes))
+        else:
+            sizes = [normalization.items(batch) or 0 for batch in batches]
+            fullest = batches[sizes.index(max(sizes))]
+            total, spread = self._spread(module, fullest, sum(sizes), normalization.num_items)
         factor = normalization.rank_factor
         if not normalization.accumulated:
             factor /= normalization.accumulation
         return Weights([size * factor / total if size else 0.0 for size in sizes], spread)
 
-    def _takes_a_mean(self, module: nn.Module, batch: dict[str, Any]) -> bool:
-        """Whether of A/n + B there is B alone. A batch that cannot tell is asked again."""
-        if self._is_mean is None:
-            of_one, of_two, of_many = self._losses(module, batch)
-            largest = max(abs(of_one), abs(of_two), abs(of_many))
-            if not 0 < largest < math.inf:
-                return False  # a loss that is not finite is refused later
-            if abs(of_two - (of_one + of_many) / 2) > 1e-2 * largest:
-                raise NotImplementedError(
-                    f"The loss changes by a factor of {of_two / of_one:g} when num_items_in_batch "
-                    "doubles. It has to be a sum divided by it, a mean that ignores it, or one of "
-                    "each added up: change compute_loss_func or compute_loss."
-                )
-            # so small an A makes no difference that arithmetic could tell
-            self._is_mean = abs(of_one - of_many) <= 1e-6 * largest
-        return self._is_mean
+    def _spread(
+        self, module: nn.Module, fullest: dict[str, Any], size: int, num_items: Tensor | int
+    ) -> tuple[float, Spread]:
+        """What sizes are divided by, and the spread."""
+        if not size:
+            return 1.0, Spread()
+        items = float(num_items)
+        ratio = items / size
+        if self._is_mean is None:  # a batch that cannot tell is asked again
+            self._is_mean = self._takes_a_mean(module, fullest)
+        return (size, Spread(ratio)) if self._is_mean else (items, Spread(ratio, ratio))
+
+    def _takes_a_mean(self, module: nn.Module, batch: dict[str, Any]) -> bool | None:
+        """Whether of A/n + B there is B alone; `None` if this batch cannot tell."""
+        of_one, of_two, of_many = self._losses(module, batch)
+        largest = max(abs(of_one), abs(of_two), abs(of_many))
+        if not 0 < largest < math.inf:
+            return None  # a loss that is not finite is refused later
+        if abs(of_two - (of_one + of_many) / 2) > 1e-2 * largest:
+            raise NotImplementedError(
+                f"The loss changes by a factor of {of_two / of_one:g} when num_items_in_batch "
+                "doubles. It has to be a sum divided by it, a mean that ignores it, or one of "
+                "each added up: change compute_loss_func or compute_loss."
+            )
+        # so small an A makes no difference that arithmetic could tell
+        return abs(of_one - of_many) <= 1e-6 * largest
 
     def _losses(self, module: nn.Module, batch: dict[str, Any]) -> tuple[float, float, float]:
         """The loss per item, per two items, and per so many that only B is left."""

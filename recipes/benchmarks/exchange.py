@@ -16,8 +16,8 @@ import torch
 from accelerate import Accelerator
 from torch.multiprocessing import get_context, spawn
 
+from hf_gradguard.secure.aggregation import FixedPoint, SecureAggregation
 from hf_gradguard.training.exchange.average import average
-from hf_gradguard.training.exchange.secure_aggregation import FixedPoint, SecureAggregation
 
 from .measuring import cells, classifier, spread
 

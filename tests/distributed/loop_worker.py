@@ -165,6 +165,27 @@ class Counting(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels, reduction="sum") / count}
 
 
+class Plain(nn.Module):
+    """Exchanges nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(12, 2)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(pixel_values.flatten(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Gathering(GradGuardTrainer):
+    """Its loss asks the accelerator for all ranks' outputs."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        self.accelerator.gather(outputs["logits"].detach())
+        return outputs["loss"]
+
+
 def exchanging(group: recording.Recorder, folder: Path) -> dict[str, Any]:
     """How training a model ends that exchanges in its loss, and what was sent."""
     accelerator, model = Accelerator(cpu=True), Counting()
@@ -180,6 +201,8 @@ def exchanging(group: recording.Recorder, folder: Path) -> dict[str, Any]:
     args = GradGuardConfig(str(folder), max_steps=1, use_cpu=True, report_to="none")
     trainer = GradGuardTrainer(model, args, defense="gaussian_noise", train_dataset=rows)
     found["trainer"] = refusal(trainer.train, NotImplementedError)
+    trainer = Gathering(Plain(), args, defense="gaussian_noise", train_dataset=rows)
+    found["gather"] = refusal(trainer.train, NotImplementedError)
     group.on = False
     floats = [t for _, t in group.sent if t.is_floating_point() and len(t) == 1]
     return found | {"sent": loops + len(floats)}

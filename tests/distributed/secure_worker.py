@@ -19,8 +19,8 @@ from launcher import begin, finish
 from torch import Tensor, nn
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, protect
+from hf_gradguard.secure.aggregation import SecureAggregation
 from hf_gradguard.training.exchange.average import average
-from hf_gradguard.training.exchange.secure_aggregation import SecureAggregation
 
 BOUND = 4.0
 LORA = {"defense": "gaussian_noise", "defense_kwargs": {"scale": 0.01}}

@@ -19,7 +19,7 @@ from launcher import Running, launch
 from secure_worker import BOUND, RUNS
 from torch import Tensor
 
-from hf_gradguard.training.exchange.secure_aggregation import FixedPoint
+from hf_gradguard.secure.aggregation import FixedPoint
 
 pytestmark = pytest.mark.distributed
 SECURE = [name for name in RUNS if RUNS[name].get("secure_aggregation", True)]

@@ -32,9 +32,9 @@ from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.training.guards.checks import (
     check_accelerator,
     check_arguments,
-    check_leakage,
     check_model,
 )
+from hf_gradguard.training.guards.leakage import check_leakage
 
 
 @pytest.fixture(autouse=True)

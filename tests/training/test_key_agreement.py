@@ -22,8 +22,8 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from identities import private_pem, write, write_keys
 from torch import Tensor
 
-from hf_gradguard.training.exchange import key_agreement
-from hf_gradguard.training.exchange.key_agreement import (
+from hf_gradguard.secure import key_agreement
+from hf_gradguard.secure.key_agreement import (
     agree,
     load_identity,
     pair_key,

@@ -80,12 +80,7 @@ SEAMS = (
     Seam(
         _TRAINER,
         "_get_num_items_in_batch",
-        "training/adapter.py reduces the counts of labels that it gathers",
-    ),
-    Seam(
-        _TRAINER,
-        "_track_num_input_tokens",
-        "training/adapter.py reduces the counts of tokens that it gathers",
+        "training/adapter.py leaves counts of labels out",
     ),
     Seam(
         _TRAINER,

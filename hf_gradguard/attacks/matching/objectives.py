@@ -101,7 +101,7 @@ def _distance(
     for name, g in shared.items():
         estimate = candidate[name]
         if isinstance(estimate, Factors):
-            tensors.append((estimate.left, estimate.right, g))
+            tensors.append((estimate.left_factor, estimate.right_factor, g))
         else:
             tensors.append((estimate, g))
         weights.append(absolute[name] if absolute else 0.0)

@@ -18,7 +18,7 @@ from ..domain import Text, embed
 from ..inputs import find_input, model_loss
 from ..jacobian import UnrolledJacobian
 from ..map import GradientMap, check_loss
-from ..parameters import check_sharding, shared_by_batch
+from ..parameters import check_sharding, find_tables, shared_parameters
 from ..replay import Replay, differentiate
 from ..types import Batch, LossFunction, Tensors
 from ..vectorized import Factors, RunWithin
@@ -84,10 +84,7 @@ class UpdateMap(GradientMap):
         check_sharding(model, None, second_order=False)
         self.model, self.loss_fn = model, loss_fn or model_loss
         self._needs_input = needs_input or second_order
-        self._sharing: Any = {
-            "share_input_embeddings": share_input_embeddings,
-            "withhold": withhold,
-        }
+        self._share, self._withhold = share_input_embeddings, withhold
         self.optimizer = make_optimizer(optimizer, optimizer_kwargs)
         unique = {id(batch): batch for batch in batches}
         self._pieces = Pieces(list(unique.values()), self._needs_input)
@@ -97,8 +94,9 @@ class UpdateMap(GradientMap):
         self._source = find_input(model, self._batch) if self._needs_input else None
         self.replay = _Steps(model, second_order, f"{self.optimizer}, {len(self._order)} steps")
         with self.replay.kernels():
-            for batch in self._pieces.batches:
-                self._parameters = shared_by_batch(model, batch, self.loss_fn, **self._sharing)
+            for batch in [] if self._share else self._pieces.batches:
+                find_tables(model, batch, self.loss_fn)
+            self._parameters = shared_parameters(model, self._share, withhold)
         self._runner = RunWithin(model)
         self._batch_inputs: list[Tensor] = []
         losses: list[Tensor] = []
@@ -186,7 +184,8 @@ class UpdateMap(GradientMap):
                 loss_fn=self.loss_fn,
                 second_order=second_order,
                 needs_input=self._needs_input,
-                **self._sharing,
+                share_input_embeddings=self._share,
+                withhold=self._withhold,
             )
 
     def outcome(self, weights: Tensors, change: Tensors) -> Tensors:
@@ -201,12 +200,14 @@ class UpdateMap(GradientMap):
         losses: list[Tensor] | None = None,
     ) -> Tensors:
         """The change of the weights, kept apart from them: beside them it would be rounded off."""
+        # Computed, not written to the model: a step is a function of the weights before it.
         start_weights = {name: p.detach() for name, p in self._parameters.items()}
         change = {name: torch.zeros_like(p) for name, p in start_weights.items()}
         state: State = {}
         batch_inputs_by_index: dict[int, Tensor] = {}
         for step, (index, rate) in enumerate(zip(self._order, self.rates, strict=True), 1):
             weights = {name: start_weights[name] + change[name] for name in start_weights}
+            # Without a graph, each step starts from leaves, so that no earlier step is kept alive.
             if not create_graph:
                 weights = {name: w.detach() for name, w in weights.items()}
             for weight in weights.values():
@@ -221,6 +222,7 @@ class UpdateMap(GradientMap):
             with torch.set_grad_enabled(create_graph):
                 step_change, state = self.optimizer.change(weights, gradient, state, rate, step)
                 change = {name: change[name] + step_change[name] for name in change}
+        # Only the first training of all has no inputs given: theirs are the map's own.
         if not self._batch_inputs:
             self._batch_inputs = [batch_inputs_by_index[index] for index in range(len(batches))]
         return self.outcome(start_weights, change)
@@ -230,9 +232,10 @@ class UpdateMap(GradientMap):
         along.
         """
         domain, embedding = self.domain, self.embedding
-        if embedding is None or not self._sharing["share_input_embeddings"]:
+        if embedding is None or not self._share:
             return batch_input
         assert isinstance(domain, Text)
+        # The input is a point, and not ids: only its distance from the table's rows is given.
         embedded = [embed(embedding, ids) for ids in domain.texts(batch).values()]
         return torch.cat(embedded, 1) + (batch_input - self._batch_inputs[index])
 
@@ -296,6 +299,7 @@ def mean_gradient(
         >>> mean_gradient(make_optimizer("sgd"), [0.1, 0.1], weights, change)["w"]
         tensor([2.5000, 2.5000])
     """
+    # Weight decay shrinks the start as well: what is left of it has to be taken out first.
     decay, total = optimizer.linear(list(rates))
     if decay == 1:
         return {name: -delta / total for name, delta in change.items()}

@@ -98,6 +98,7 @@ class OfLayer(Share):
         if isinstance(self.layer.module, LINEAR):
             slopes, features = self._joined()
             tokens, out, into = slopes.shape[1], slopes.shape[2], features.shape[2]
+            # Two T × T products, or one weight written out: whatever is smaller.
             if 2 * tokens**2 <= out * into:
                 return squares + _ghost_squares(slopes, features)
         return squares + Written(self.written).squares()
@@ -164,6 +165,7 @@ class OfTable(Share):
     def squares(self) -> Tensor:
         squares = []
         for ids, slopes in zip(self.ids, self.slopes, strict=True):
+            # Of a word that comes twice the slopes add up before they are squared.
             used, places = ids.unique(return_inverse=True)
             rows = slopes.new_zeros(len(used), slopes.shape[-1]).index_add_(0, places, slopes)
             squares.append(rows.double().square().sum())
@@ -287,6 +289,7 @@ class Listener:
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         modules = dict(self.model.named_modules())
         holders = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
+        # A tied tensor's gradient is a sum over modules, of which each sees its own part alone.
         if tied := [name for key, name in names.items() if holders[key] > 1]:
             raise NotApartError(f"{tied[0]} is used by several modules")
         self._layers: dict[str, Layer] = layers_of(self.model, self.parameters)
@@ -309,6 +312,7 @@ class Listener:
         handles, replaced = [], {}
         for name, shared_names in self._shared_names.items():
             module = self._modules[name]
+            # What happens between its parts is not seen, so the parameter itself is given apart.
             if name not in self._layers and any(module.children()):
                 replaced[name] = {n: module._parameters[n] for n in shared_names}
                 handles.append(module.register_forward_pre_hook(self._give_copies(name)))
@@ -329,6 +333,7 @@ class Listener:
         Raises:
             NotApartError: With the module in which samples are not rows.
         """
+        # One backward pass for all slopes. They come in the order in which they are asked for.
         edges = [call.output for calls in self._calls.values() for call in calls]
         copies = [copy for copies in self._copies.values() for copy in copies]
         heard: list[Any] = [*edges, *copies]
@@ -348,6 +353,7 @@ class Listener:
         return shares
 
     def _share(self, name: str, calls: list[tuple[_Call, Tensor]]) -> Share:
+        # Features are kept by reference. One that was written to since is not what entered.
         for call, _ in calls:
             present_versions = [arg._version for arg in call.args if isinstance(arg, Tensor)]
             if present_versions != call.versions:
@@ -357,6 +363,7 @@ class Listener:
             for call, slope in calls:
                 features = layer.features(_wide(call.args[0]))
                 pair = layer.rows(_wide(slope), self.samples), layer.rows(features, self.samples)
+                # Better no shares than wrong ones: clipping and ε rest on them.
                 if pair[0] is None or pair[1] is None or not self._is_by_samples(features):
                     raise NotApartError(f"samples are no rows of what enters {name}")
                 rows.append((pair[0], pair[1]))

@@ -88,6 +88,7 @@ class ClientSampler(Sampler[SampledRow]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[SampledRow]:
+        # The same on every rank, without any exchange: all need each round's total.
         generator = np.random.default_rng([self.seed, self.epoch])
         hosted = [
             np.arange(rank, len(self.rows_of_clients), self.ranks) for rank in range(self.ranks)
@@ -108,6 +109,7 @@ class ClientSampler(Sampler[SampledRow]):
                     candidates, min(self.batch_size, len(candidates)), replace=False
                 )
                 yield from (SampledRow(int(row), client, share) for row in rows)
+                # Ranks read the sampler in turn, so every client takes up as many places.
                 yield from [SampledRow(None, client, share)] * (self.batch_size - len(rows))
 
 
@@ -186,6 +188,27 @@ class WholeCollator:
                 "clients_per_process=1, num_clients left out."
             )
         return batch
+
+
+class PlainRows(Dataset):
+    """The rows of a table of the library `datasets`, and no table.
+
+    Example:
+        >>> PlainRows(["zero", "one"])[1]
+        'one'
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.data[row]
+
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        return list(fetched(self.data, rows))
 
 
 class NumberedRows(Dataset):
@@ -276,6 +299,7 @@ def split(batch: dict[str, Any], num_clients: int) -> list[dict[str, Any]]:
     """
     if num_clients == 1:
         return [dict(batch)]
+    # All texts in one row: cut by rows, one client would have them all.
     rows = count_rows(batch)
     if rows == 1 and _is_padding_free(batch):
         raise NotImplementedError(f"GradGuardTrainer does not support {PADDING_FREE}")
@@ -300,6 +324,7 @@ def clients_in(
     numbers, shares = batch[CLIENT], batch[SHARE]
     if count_rows(columns) != len(numbers):
         raise NotImplementedError(f"GradGuardTrainer does not support {PADDING_FREE}")
+    # In the order of their numbers: messages of one noise_seed come in the same order again.
     for number in numbers.unique():
         index = (numbers == number).nonzero().flatten()
         client_batch = _take(columns, index, len(numbers))

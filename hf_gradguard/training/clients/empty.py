@@ -11,12 +11,25 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import TrainingArguments
 
 from ...defenses import Defense
 from ...defenses.noise import NoiseDefense
-from ..exchange.average import average
-from ..exchange.secure_aggregation import SecureAggregation
+from ..config import setting
+from ..exchange.average import SecureSum, average
 from ..message import ClientBatch, MessageMaker
+
+
+def is_summed(defense: Defense, args: TrainingArguments) -> bool:
+    """Whether a `scale` is of the sum of messages. Of a noise multiplier `PrivateRows` gives each
+    message its share.
+
+    Example:
+        >>> is_summed(make_defense("gaussian_noise"), TrainingArguments("out"))
+        False
+    """
+    summed = setting(args, "noise_for") == "sum"
+    return summed and not getattr(defense, "per_sample", False)
 
 
 class EmptyClients:
@@ -79,7 +92,7 @@ class EmptyClients:
 
     def share_sum(
         self, messages: MessageMaker, module: nn.Module, step: int, accelerator: Accelerator,
-        secure: SecureAggregation | None = None,
+        secure: SecureSum | None = None,
     ) -> None:  # fmt: skip
         """Add what was kept, before a step's gradients are exchanged. All ranks must call it.
 

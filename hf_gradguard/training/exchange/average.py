@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers import TrainingArguments
 
-from .secure_aggregation import Bits, FixedPoint, Masks, SecureAggregation
+from ..config import setting
+
+Bits = Literal[32, 64]
+
+
+class SecureSum(Protocol):
+    """What hides each rank's part of an average: `hf_gradguard.secure.SecureAggregation`, which is
+    imported where it is asked for.
+    """
+
+    def agreed(
+        self, tensors: Sequence[Tensor], bits: Bits, add_up: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        """Takes means of tensors' entries, once all ranks are ready for them."""
+
+    def check_carrier(self, accelerator: object) -> None:
+        """Refuse another accelerator than its own."""
+
+
+def secure_sum_of(args: TrainingArguments, accelerator: Accelerator) -> SecureSum | None:
+    """What training arguments ask for.
+
+    Example:
+        >>> secure_sum_of(TrainingArguments("out"), Accelerator(cpu=True)) is None
+        True
+    """
+    settings: Any = args
+    if not setting(args, "secure_aggregation"):
+        return None
+    from ...secure import SecureAggregation
+
+    bound, keys = settings.secure_aggregation_range, settings.secure_aggregation_keys
+    return SecureAggregation(accelerator, bound, keys)
 
 
 def average(
     tensors: Sequence[Tensor],
     accelerator: Accelerator,
-    secure: SecureAggregation | None = None,
+    secure: SecureSum | None = None,
     bits: Bits = 64,
 ) -> None:
     """Replace tensors by their means over ranks, in place. All ranks must give the same ones in the
@@ -36,58 +71,16 @@ def average(
     """
     if accelerator.num_processes == 1:
         return
-    point, masks = (None, None) if secure is None else _agreed(tensors, accelerator, secure, bits)
+    mean_of: Callable[[Tensor], Tensor]
+    mean_of = functools.partial(_reduced, accelerator=accelerator, reduction="mean")
+    if secure is not None:
+        add_up = functools.partial(_reduced, accelerator=accelerator, reduction="sum")
+        mean_of = secure.agreed(tensors, bits, add_up)
     for bucket in buckets(tensors):
-        flat = torch.cat([tensor.flatten() for tensor in bucket])
-        if point is None or masks is None:
-            mean = _reduced(flat, accelerator, "mean")
-        else:
-            words = point.encode(flat)
-            masks.hide(words)
-            mean = point.mean(_reduced(words, accelerator, "sum"))
-        for tensor, mean_part in zip(
-            bucket, mean.split([tensor.numel() for tensor in bucket]), strict=True
-        ):
+        sizes = [tensor.numel() for tensor in bucket]
+        mean = mean_of(torch.cat([tensor.flatten() for tensor in bucket]))
+        for tensor, mean_part in zip(bucket, mean.split(sizes), strict=True):
             tensor.copy_(mean_part.view_as(tensor))
-
-
-def _agreed(
-    tensors: Sequence[Tensor], accelerator: Accelerator, secure: SecureAggregation, bits: Bits
-) -> tuple[FixedPoint, Masks]:
-    """The fixed point and the masks of an exchange that all ranks are ready for.
-
-    Ranks first add up, hidden likewise, how many of them have an entry too large. So no rank waits
-    for one that refuses, none learns which one it is, and nothing of a message has left any. The
-    sum is a small number only if all masks are gone from it: if every rank is at the same exchange
-    of the same tensors, and the sum wraps.
-    """
-    point = secure.point(bits)
-    masks = secure.masks(f"{point} {[(tensor.dtype, tensor.numel()) for tensor in tensors]}")
-    largest = point.largest(tensors)
-    refuses = not largest <= point.bound  # NaN is not
-    votes = torch.tensor([refuses, 0, 0, 0], dtype=point.word, device=accelerator.device)
-    masks.hide(votes)
-    count, *padding = _reduced(votes, accelerator, "sum").tolist()
-    if any(padding) or not 0 <= count <= point.ranks:
-        raise RuntimeError(
-            "The masks of secure_aggregation are not gone from the sum, so nothing was exchanged. "
-            "Ranks differ in what they exchange (the model, its types, secure_aggregation_range), "
-            "keys or messages were changed on their way, or this backend's sums do not wrap."
-        )
-    if count:
-        this_rank = (
-            f"This rank's largest is {largest:g}." if refuses else "This rank's are within it."
-        )
-        advice = {
-            32: "Set a higher secure_aggregation_range, the same on all ranks, or make gradients "
-            "or noise smaller.",
-            64: "Losses, counts and statistics so large have no room: look for one that diverges.",
-        }
-        raise OverflowError(
-            f"{count} of {point.ranks} ranks have an entry that is not finite, or beyond "
-            f"±{point.bound:g}, so nothing was exchanged. {this_rank} {advice[bits]}"
-        )
-    return point, masks
 
 
 def _reduced(tensor: Tensor, accelerator: Accelerator, reduction: str) -> Tensor:
@@ -126,7 +119,7 @@ def buckets(tensors: Sequence[Tensor], entries: int = 2**23) -> Iterator[list[Te
 def average_gradients(
     parameters: Iterable[nn.Parameter],
     accelerator: Accelerator,
-    secure: SecureAggregation | None = None,
+    secure: SecureSum | None = None,
 ) -> None:
     """Replace parameters' `.grad` by its mean over ranks: the only exchange of gradients there
     is.
@@ -146,7 +139,7 @@ def average_gradients(
     average(gradients, accelerator, secure, bits=32)
 
 
-def any_rank(due: bool, accelerator: Accelerator, secure: SecureAggregation | None = None) -> bool:
+def any_rank(due: bool, accelerator: Accelerator, secure: SecureSum | None = None) -> bool:
     """Whether something is due on any rank. All ranks must ask.
 
     Example:

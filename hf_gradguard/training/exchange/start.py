@@ -123,7 +123,7 @@ class StartAlike(TrainerCallback):
             pairs = zip(digests, map(_digest, compared), strict=True)
             if args.process_index and not self._started and setting(args, "check_received"):
                 say_received(model)
-            if num_different := sum(own != received for own, received in pairs):
+            if num_different := sum(sent != received for sent, received in pairs):
                 logger.warning(_PLANTED.format(num_different, len(tensors)))
         self._started = True
         _TRAINED.add(model)

@@ -11,8 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers.utils import logging
 
-from ..exchange.average import average
-from ..exchange.secure_aggregation import SecureAggregation
+from ..exchange.average import SecureSum, average
 
 logger = logging.get_logger(__name__)
 
@@ -66,7 +65,7 @@ def freeze_statistics(model: nn.Module) -> None:
 
 
 def average_statistics(
-    model: nn.Module, accelerator: Accelerator, secure: SecureAggregation | None = None
+    model: nn.Module, accelerator: Accelerator, secure: SecureSum | None = None
 ) -> None:
     """Replace running means and variances by their means over ranks, as federated averaging does.
     Unprotected but for `secure`, which hides each rank's behind the mean.

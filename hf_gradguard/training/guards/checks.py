@@ -6,8 +6,8 @@ protected from the outside. Better no training than training that only looks pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
@@ -17,47 +17,12 @@ from torch._dynamo import OptimizedModule
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from ...defenses import Defense
-from ...defenses.dp import DPSGD
 from ..clients.partition import is_of_datasets
-from ..config import setting
-
-if TYPE_CHECKING:
-    from ...leakage import FisherAccountant
-
-DISPATCHED = (
-    "dispatched batches: rank 0 would read everybody's data and send it, unprotected, to the other "
-    "ranks, as Accelerate does by default with iterable data sets. Set "
-    "accelerator_config={'dispatch_batches': False}; in a loop of your own "
-    "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))."
-)
-
-
-def check_loader(loader: Any) -> None:
-    """Refuse one that dispatches, also where a class of the user's own made it.
-
-    Raises:
-        NotImplementedError: With the reason and what to use instead.
-
-    Example:
-        >>> check_loader(torch.utils.data.DataLoader([1, 2]))
-    """
-    if isinstance(loader, DataLoaderDispatcher):
-        raise NotImplementedError(f"GradGuardTrainer does not support {DISPATCHED}")
 
 
 def is_iterable(dataset: Any) -> bool:
     """Whether a data set has no rows that could be drawn."""
     return isinstance(dataset, IterableDataset) or is_of_datasets(dataset, "IterableDataset")
-
-
-_REPLICATED = {
-    DistributedType.NO,
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_GPU,
-    DistributedType.MULTI_NPU,
-    DistributedType.MULTI_XPU,
-}
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -71,7 +36,7 @@ def check_arguments(args: TrainingArguments) -> None:
         Traceback (most recent call last):
         NotImplementedError: GradGuardTrainer does not support torch.compile: ...
     """
-    _raise_first(_argument_refusals(args))
+    refuse(_ARGUMENTS, args)
 
 
 def check_model(model: nn.Module, sharded: bool = False) -> None:
@@ -89,7 +54,7 @@ def check_model(model: nn.Module, sharded: bool = False) -> None:
         Traceback (most recent call last):
         NotImplementedError: GradGuardTrainer does not support a model wrapped in DataParallel. ...
     """
-    _raise_first(_model_refusals(model, sharded))
+    refuse(_MODELS, Model(model, sharded))
 
 
 def check_accelerator(accelerator: Accelerator, train_dataset: Any = None) -> None:
@@ -101,7 +66,7 @@ def check_accelerator(accelerator: Accelerator, train_dataset: Any = None) -> No
     Example:
         >>> check_accelerator(Accelerator(cpu=True))
     """
-    _raise_first(_accelerator_refusals(accelerator, train_dataset))
+    refuse(_RANKS, Ranks(accelerator, train_dataset))
 
 
 def check_training(
@@ -120,44 +85,6 @@ def check_training(
     check_accelerator(accelerator, train_dataset)
 
 
-def check_leakage(
-    args: TrainingArguments,
-    defense: Defense,
-    accountant: FisherAccountant | None,
-    own_batches: bool,
-    train_dataset: Any = None,
-) -> None:
-    """Refuse limits and accounts that nothing could keep, and second derivatives through kernels
-    that have none.
-
-    Args:
-        args: Training arguments, whose `leakage_*` and `use_liger_kernel` count.
-        defense: What protects the messages.
-        accountant: Of the Trainer's messages, if there is one.
-        own_batches: Whether the Trainer's class draws its batches in a way of its own.
-        train_dataset: By whose rows an accountant knows the examples.
-
-    Raises:
-        NotImplementedError: With the reason and what to use instead.
-
-    Example:
-        >>> from hf_gradguard import GradGuardConfig
-        >>> limited = GradGuardConfig("out", leakage_limit=0.1)
-        >>> check_leakage(limited, make_defense("pruning"), None, own_batches=False)
-        Traceback (most recent call last):
-        NotImplementedError: GradGuardTrainer does not support leakage_limit with pruning: ...
-    """
-    limit = setting(args, "leakage_limit")
-    measured = bool(setting(args, "leakage_logging_steps")) or limit is not None
-    if args.use_liger_kernel and (
-        measured or accountant is not None or defense.facts.needs_second_order
-    ):
-        raise NotImplementedError(_LIGER.format(defense.name))
-    _raise_first(_leakage_refusals(limit is not None, defense, accountant, own_batches))
-    if accountant is not None and is_iterable(train_dataset):
-        raise NotImplementedError(_UNNUMBERED)
-
-
 def check_collator(collator: Any) -> None:
     """Refuse collators of which a batch cannot be cut into clients.
 
@@ -169,87 +96,175 @@ def check_collator(collator: Any) -> None:
         >>> check_collator(DefaultDataCollator())
     """
     if isinstance(collator, DataCollatorWithFlattening):
-        raise NotImplementedError(f"GradGuardTrainer does not support {PADDING_FREE}")
+        raise unsupported(PADDING_FREE)
 
 
-def _raise_first(refusals: Iterator[str]) -> None:
-    for reason in refusals:
-        raise NotImplementedError(f"GradGuardTrainer does not support {reason}")
+def check_loader(loader: Any) -> None:
+    """Refuse one that dispatches, also where a class of the user's own made it.
+
+    Raises:
+        NotImplementedError: With the reason and what to use instead.
+
+    Example:
+        >>> check_loader(torch.utils.data.DataLoader([1, 2]))
+    """
+    if isinstance(loader, DataLoaderDispatcher):
+        raise unsupported(DISPATCHED)
 
 
-def _argument_refusals(args: TrainingArguments) -> Iterator[str]:
-    if args.deepspeed:
-        yield _DEEPSPEED
-    if args.fsdp:
-        yield _FSDP
-    yield from base_refusals(args)
-    if args.fp16:
-        yield _FP16
-    if args.torch_compile:
-        yield _COMPILE
-    if "layerwise" in str(getattr(args.optim, "value", args.optim)):
-        yield (
+def check_loss(loss: Any) -> None:
+    """Refuse a loss that sends what it is computed from to other ranks.
+
+    Args:
+        loss: A Trainer's `loss`, as sentence-transformers has it: a module, or several by name.
+
+    Raises:
+        NotImplementedError: With the reason and the way out.
+
+    Example:
+        >>> check_loss(nn.MSELoss())
+    """
+    losses = loss.values() if isinstance(loss, dict) else [loss]
+    for module_loss in losses:
+        modules = module_loss.modules() if isinstance(module_loss, nn.Module) else []
+        if any(getattr(module, "gather_across_devices", False) for module in modules):
+            raise unsupported(
+                f"{type(module_loss).__name__} with gather_across_devices=True: every rank would "
+                "be sent all ranks' embeddings, unprotected. Leave it at False."
+            )
+
+
+def unsupported(reason: str) -> NotImplementedError:
+    """The error for what is refused."""
+    return NotImplementedError(f"GradGuardTrainer does not support {reason}")
+
+
+def refuse(checks: tuple[Callable[[Any], str], ...], setup: Any) -> None:
+    """Raise for the first check that gives a reason.
+
+    Raises:
+        NotImplementedError: With that reason.
+    """
+    for check in checks:
+        if reason := check(setup):
+            raise unsupported(reason)
+
+
+# Checks of training arguments. Each gives its reason, or nothing.
+
+
+def _of_deepspeed(args: TrainingArguments) -> str:
+    return _DEEPSPEED if args.deepspeed else ""
+
+
+def _of_fsdp(args: TrainingArguments) -> str:
+    return _FSDP if args.fsdp else ""
+
+
+def _of_activation_offloading(args: TrainingArguments) -> str:
+    """Of TRL's arguments."""
+    if not getattr(args, "activation_offloading", False):
+        return ""
+    return (
+        "activation_offloading: it is entered in a training step that does not run. Use "
+        "activation checkpointing."
+    )
+
+
+def _of_reference(args: TrainingArguments) -> str:
+    """Of TRL's arguments."""
+    if not getattr(args, "precompute_ref_log_probs", False) or args.world_size == 1:
+        return ""
+    return (
+        "precompute_ref_log_probs on several ranks: every rank would be sent the reference's "
+        "log-probabilities of all ranks' texts. Leave it out."
+    )
+
+
+def _of_fp16(args: TrainingArguments) -> str:
+    return _FP16 if args.fp16 else ""
+
+
+def _of_compiling(args: TrainingArguments) -> str:
+    return _COMPILE if args.torch_compile else ""
+
+
+def _of_optimizer(args: TrainingArguments) -> str:
+    name = str(getattr(args.optim, "value", args.optim))
+    if "layerwise" in name:
+        return (
             "layerwise optimizers: they step inside the backward pass, of which there is none, so "
             "nothing would be trained. Use the optimizer of the same name without _layerwise."
         )
-    if "lomo" in str(getattr(args.optim, "value", args.optim)):
-        yield (
+    if "lomo" in name:
+        return (
             "LOMO optimizers: they update weights inside the backward pass, before the gradient is "
             "whole. Use optim='adamw_torch'."
         )
-    if getattr(args, "ddp_static_graph", None):
-        yield _STATIC_GRAPH
+    return ""
+
+
+def _of_static_graph(args: TrainingArguments) -> str:
+    return _STATIC_GRAPH if getattr(args, "ddp_static_graph", None) else ""
+
+
+def _of_checkpointing(args: TrainingArguments) -> str:
     # Older versions say gradient_checkpointing; one that says neither must not pass unnoticed.
     word = "activation" if hasattr(args, "activation_checkpointing") else "gradient"
-    checkpointing = getattr(args, f"{word}_checkpointing_kwargs") or {}
-    if getattr(args, f"{word}_checkpointing") and checkpointing.get("use_reentrant"):
-        yield _REENTRANT
+    settings = getattr(args, f"{word}_checkpointing_kwargs") or {}
+    if not getattr(args, f"{word}_checkpointing") or not settings.get("use_reentrant"):
+        return ""
+    return _REENTRANT
+
+
+def _of_pushing(args: TrainingArguments) -> str:
     strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
-    if args.push_to_hub and strategy in ("checkpoint", "all_checkpoints"):
-        yield (
-            f"hub_strategy='{strategy}': a checkpoint holds the defense's private state, and "
-            "pushing it publishes that. Use 'end' or 'every_save'."
-        )
-    if args.n_gpu > 1:
-        yield (
-            f"DataParallel ({args.n_gpu} GPUs in one process): its replicas' gradients are summed "
-            "before they can be seen. Launch one process a GPU (accelerate launch --multi_gpu), or "
-            "show one GPU with CUDA_VISIBLE_DEVICES=0."
-        )
+    if not args.push_to_hub or strategy not in ("checkpoint", "all_checkpoints"):
+        return ""
+    return (
+        f"hub_strategy='{strategy}': a checkpoint holds the defense's private state, and "
+        "pushing it publishes that. Use 'end' or 'every_save'."
+    )
 
 
-def _model_refusals(model: nn.Module, sharded: bool) -> Iterator[str]:
-    from torch.distributed.tensor import DTensor
+def _of_several_gpus(args: TrainingArguments) -> str:
+    if args.n_gpu <= 1:
+        return ""
+    return (
+        f"DataParallel ({args.n_gpu} GPUs in one process): its replicas' gradients are summed "
+        "before they can be seen. Launch one process a GPU (accelerate launch --multi_gpu), or "
+        "show one GPU with CUDA_VISIBLE_DEVICES=0."
+    )
 
-    if isinstance(model, nn.DataParallel):
-        yield "a model wrapped in DataParallel. Pass the module inside it."
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        yield "a model wrapped in DistributedDataParallel. Pass the module inside it."
-    if any(isinstance(m, OptimizedModule) or m._compiled_call_impl for m in model.modules()):
-        yield _COMPILE
-    if any(_recomputes_reentrantly(m) for m in model.modules()):
-        yield _REENTRANT
-    if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
-        yield (
-            "SyncBatchNorm: it exchanges the statistics of every batch, and gradients of them, "
-            "unprotected within each pass. Use plain batch normalization (see batch_statistics) or "
-            "group normalization."
-        )
-    cut = any(isinstance(p, DTensor) for p in model.parameters())
-    if getattr(model, "is_distributed_loading_by_transformers", False) or (cut and not sharded):
-        yield (
-            "models sharded at load time (tp_plan, distributed_config): no rank holds a whole "
-            "local gradient. Load the whole model on every rank; or cut it by fully_shard in a "
-            "loop of your own, with hf_gradguard.protect."
-        )
-    if (
-        len({p.device for p in model.parameters()}) > 1
-        or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
-    ):
-        yield (
-            "a model spread over several devices. Load it whole on one: from_pretrained without "
-            "device_map='auto'."
-        )
+
+_ARGUMENTS = (
+    _of_deepspeed, _of_fsdp, _of_activation_offloading, _of_reference, _of_fp16, _of_compiling,
+    _of_optimizer, _of_static_graph, _of_checkpointing, _of_pushing, _of_several_gpus,
+)  # fmt: skip
+
+
+class Model(NamedTuple):
+    """A model, and whether each of a client's devices is to protect its own part of it."""
+
+    module: nn.Module
+    sharded: bool
+
+
+def _of_wrapper(model: Model) -> str:
+    for wrapper in (nn.DataParallel, nn.parallel.DistributedDataParallel):
+        if isinstance(model.module, wrapper):
+            return f"a model wrapped in {wrapper.__name__}. Pass the module inside it."
+    return ""
+
+
+def _of_compiled_modules(model: Model) -> str:
+    modules = model.module.modules()
+    compiled = any(isinstance(m, OptimizedModule) or m._compiled_call_impl for m in modules)
+    return _COMPILE if compiled else ""
+
+
+def _of_recomputing(model: Model) -> str:
+    return _REENTRANT if any(map(_recomputes_reentrantly, model.module.modules())) else ""
 
 
 def _recomputes_reentrantly(module: nn.Module) -> bool:
@@ -260,86 +275,127 @@ def _recomputes_reentrantly(module: nn.Module) -> bool:
     return bool(settings.get("use_reentrant", False))
 
 
-def _accelerator_refusals(accelerator: Accelerator, train_dataset: Any) -> Iterator[str]:
-    kind = accelerator.distributed_type
+def _of_exchanged_statistics(model: Model) -> str:
+    if not any(isinstance(m, nn.SyncBatchNorm) for m in model.module.modules()):
+        return ""
+    return (
+        "SyncBatchNorm: it exchanges the statistics of every batch, and gradients of them, "
+        "unprotected within each pass. Use plain batch normalization (see batch_statistics) or "
+        "group normalization."
+    )
+
+
+def _of_cut_weights(model: Model) -> str:
+    from torch.distributed.tensor import DTensor  # which takes a while to load
+
+    is_loaded_so = getattr(model.module, "is_distributed_loading_by_transformers", False)
+    is_cut = any(isinstance(p, DTensor) for p in model.module.parameters())
+    if not is_loaded_so and (not is_cut or model.sharded):
+        return ""
+    return (
+        "models sharded at load time (tp_plan, distributed_config): no rank holds a whole "
+        "local gradient. Load the whole model on every rank; or cut it by fully_shard in a "
+        "loop of your own, with hf_gradguard.protect."
+    )
+
+
+def _of_several_devices(model: Model) -> str:
+    devices = {p.device for p in model.module.parameters()}
+    planned = set((getattr(model.module, "hf_device_map", None) or {}).values())
+    if len(devices) <= 1 and len(planned) <= 1:
+        return ""
+    return (
+        "a model spread over several devices. Load it whole on one: from_pretrained without "
+        "device_map='auto'."
+    )
+
+
+_MODELS = (
+    _of_wrapper, _of_compiled_modules, _of_recomputing, _of_exchanged_statistics, _of_cut_weights,
+    _of_several_devices,
+)  # fmt: skip
+
+
+class Ranks(NamedTuple):
+    """Who trains together, and on what."""
+
+    accelerator: Accelerator
+    train_dataset: Any
+
+
+def _of_engine(ranks: Ranks) -> str:
+    kind = ranks.accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
-        yield _DEEPSPEED
+        return _DEEPSPEED
     if kind == DistributedType.FSDP:
-        yield _FSDP
+        return _FSDP
     if kind not in _REPLICATED:
-        yield (
+        return (
             f"distributed type {kind}: only whole replicas, one process a device, can be "
             "protected. Use DDP."
         )
-    if accelerator.mixed_precision in ("fp16", "fp8"):
-        yield _FP16
-    if str(getattr(accelerator.state.dynamo_plugin.backend, "value", "NO")).upper() != "NO":
-        yield _COMPILE
-    parallelism = getattr(accelerator, "parallelism_config", None)
-    if (
-        parallelism is not None
-        and max(parallelism.tp_size, parallelism.cp_size, parallelism.sp_size) > 1
-    ):
-        yield (
-            "tensor, context or sequence parallelism: no rank holds a whole local gradient. Use "
-            "DDP alone."
-        )
-    ddp = accelerator.ddp_handler
-    if ddp is not None and ddp.static_graph:
-        yield _STATIC_GRAPH
-    if ddp is not None and str(getattr(ddp.comm_hook, "value", "no")) != "no":
-        yield (
+    return ""
+
+
+def _of_half_precision(ranks: Ranks) -> str:
+    return _FP16 if ranks.accelerator.mixed_precision in ("fp16", "fp8") else ""
+
+
+def _of_dynamo(ranks: Ranks) -> str:
+    backend = ranks.accelerator.state.dynamo_plugin.backend
+    return _COMPILE if str(getattr(backend, "value", "NO")).upper() != "NO" else ""
+
+
+def _of_parallelism(ranks: Ranks) -> str:
+    sizes = getattr(ranks.accelerator, "parallelism_config", None)
+    if sizes is None or max(sizes.tp_size, sizes.cp_size, sizes.sp_size) <= 1:
+        return ""
+    return (
+        "tensor, context or sequence parallelism: no rank holds a whole local gradient. Use "
+        "DDP alone."
+    )
+
+
+def _of_ddp(ranks: Ranks) -> str:
+    ddp = ranks.accelerator.ddp_handler
+    if ddp is None:
+        return ""
+    if ddp.static_graph:
+        return _STATIC_GRAPH
+    if str(getattr(ddp.comm_hook, "value", "no")) != "no":
+        return (
             "DDP communication hooks: protected gradients are averaged by the Trainer, not by DDP, "
             "so the hook would never run. Leave comm_hook unset."
         )
-    if accelerator.num_processes > 1:
-        dispatch = accelerator.dataloader_config.dispatch_batches
-        if dispatch or (dispatch is None and is_iterable(train_dataset)):
-            yield DISPATCHED
+    return ""
 
 
-def _leakage_refusals(
-    limited: bool, defense: Defense, accountant: FisherAccountant | None, own_batches: bool
-) -> Iterator[str]:
-    if (limited or accountant is not None) and not defense.facts.adds_gaussian_noise:
-        yield (
-            f"{'leakage_limit' if limited else 'an accountant'} with {defense.name}: it adds no "
-            "Gaussian noise of known covariance to the true gradient, so there is no Fisher "
-            "information to bound or to add up. Use gaussian_noise, optimal_noise, dp_sgd or "
-            "optimal_dp_sgd, alone, first in a chain, or after pruning. leakage_logging_steps logs "
-            "leakage/i2f_lower_bound for every defense."
-        )
-    if accountant is None or accountant.noise_multiplier is None:
-        return
-    if not own_batches:
-        yield (
-            "an accountant with a sampling rate: its factor κ is for batches that are drawn afresh "
-            "at every step, and the Trainer shuffles epochs. Leave sampling_rate, noise_multiplier "
-            "and delta out, or override get_train_dataloader with one that draws afresh."
-        )
-    multiplier = defense.scale / defense.clip if _clips_by_norm(defense) else 0.0  # type: ignore[attr-defined]
-    if accountant.noise_multiplier > multiplier * (1 + 1e-9):
-        yield (
-            f"an accountant with noise_multiplier={accountant.noise_multiplier:g}: its factor κ "
-            "needs a message that one example cannot move by more than a multiple of the noise, "
-            f"and here that gives at most {multiplier:g}. Use dp_sgd with clip_by='norm' and "
-            "scale=noise_multiplier*clip, or leave the three arguments out."
-        )
+def _of_dispatching(ranks: Ranks) -> str:
+    if ranks.accelerator.num_processes == 1:
+        return ""
+    dispatches = ranks.accelerator.dataloader_config.dispatch_batches
+    if dispatches is None:  # Accelerate's default
+        dispatches = is_iterable(ranks.train_dataset)
+    return DISPATCHED if dispatches else ""
 
 
-def _clips_by_norm(defense: Defense) -> bool:
-    return isinstance(defense, DPSGD) and defense.clip_by == "norm" and defense.scale is not None
+_RANKS = (
+    _of_engine, _of_half_precision, _of_dynamo, _of_parallelism, _of_ddp, _of_dispatching,
+)  # fmt: skip
 
 
+# Reasons that are given in several places.
+
+DISPATCHED = (
+    "dispatched batches: rank 0 would read everybody's data and send it, unprotected, to the other "
+    "ranks, as Accelerate does by default with iterable data sets. Set "
+    "accelerator_config={'dispatch_batches': False}; in a loop of your own "
+    "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))."
+)
 PADDING_FREE = (
     "padding-free batches of several clients: all texts are one row, so that nothing says whose a "
     "token is. Pad (DataCollatorWithPadding, DataCollatorForSeq2Seq, padding_free=False), or give "
     "each rank one client: clients_per_process=1, num_clients left out."
-)
-_UNNUMBERED = (
-    "GradGuardTrainer does not support an accountant with an iterable data set: its rows have no "
-    "numbers, and by its content an example that is augmented or masked anew would be another one "
-    "at every visit. Use a data set with rows (datasets: load it without streaming)."
 )
 _DEEPSPEED = "DeepSpeed: its engine owns the backward pass, and reduces inside it. Use DDP alone."
 _FSDP = (
@@ -356,12 +412,6 @@ _COMPILE = (
     "index are found, and its second derivatives silently come back as None. Leave torch_compile "
     "off and pass the model as it was before compiling."
 )
-_LIGER = (
-    "GradGuardTrainer does not support Liger kernels where anything differentiates twice: their "
-    "fused losses compute gradients in the forward pass, so second derivatives are silently wrong. "
-    "Set use_liger_kernel=False; or use a defense that differentiates once (noise, pruning, "
-    "quantization; {} may not), with no leakage_logging_steps, leakage_limit or accountant."
-)
 _REENTRANT = (
     "reentrant activation checkpointing: it cannot run under torch.autograd.grad. Set "
     "activation_checkpointing_kwargs={'use_reentrant': False}, or pass that to the model's "
@@ -371,6 +421,14 @@ _STATIC_GRAPH = (
     "a static DDP graph: it expects a backward pass through DDP at every step, and there is none. "
     "Leave ddp_static_graph unset."
 )
+
+_REPLICATED = {
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_NPU,
+    DistributedType.MULTI_XPU,
+}
 
 _STEPS = {("trl", name) for name in ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer")}
 """Trainers whose own training step only enters a context, of offloading, that is refused."""
@@ -438,55 +496,18 @@ def check_drawing(trainer_class: type, mixin: type, args: TrainingArguments, rea
         >>> check_drawing(GradGuardTrainer, GradGuardMixin, TrainingArguments("out"), "num_clients")
     """
     if _overrides(trainer_class, mixin, "_get_train_sampler"):
-        raise NotImplementedError(
-            f"GradGuardTrainer does not support _get_train_sampler with {reason}, which draws rows "
-            "in its own way: rows that the sampler leaves out would be trained on. Leave them out "
-            "of train_dataset (select, filter), and leave _get_train_sampler as it is."
+        raise unsupported(
+            f"_get_train_sampler with {reason}, which draws rows in its own way: rows that the "
+            "sampler leaves out would be trained on. Leave them out of train_dataset (select, "
+            "filter), and leave _get_train_sampler as it is."
         )
     if args.auto_find_batch_size:
-        raise NotImplementedError(
-            f"GradGuardTrainer does not support auto_find_batch_size with {reason}: another batch "
-            "size would be another sampling rate, and other shares of clients, within a training. "
-            "Find the size first, and set per_device_train_batch_size."
+        raise unsupported(
+            f"auto_find_batch_size with {reason}: another batch size would be another sampling "
+            "rate, and other shares of clients, within a training. Find the size first, and set "
+            "per_device_train_batch_size."
         )
 
 
 def _overrides(trainer_class: type, mixin: type, name: str) -> bool:
     return any(name in vars(base) for base in trainer_class.__mro__ if base not in (mixin, Trainer))
-
-
-def base_refusals(args: TrainingArguments) -> Iterator[str]:
-    """Arguments of TRL's configurations that cannot be protected, each with the way out."""
-    if getattr(args, "activation_offloading", False):
-        yield (
-            "activation_offloading: it is entered in a training step that does not run. Use "
-            "activation checkpointing."
-        )
-    if getattr(args, "precompute_ref_log_probs", False) and args.world_size > 1:
-        yield (
-            "precompute_ref_log_probs on several ranks: every rank would be sent the reference's "
-            "log-probabilities of all ranks' texts. Leave it out."
-        )
-
-
-def check_loss(loss: Any) -> None:
-    """Refuse a loss that sends what it is computed from to other ranks.
-
-    Args:
-        loss: A Trainer's `loss`, as sentence-transformers has it: a module, or several by name.
-
-    Raises:
-        NotImplementedError: With the reason and the way out.
-
-    Example:
-        >>> check_loss(nn.MSELoss())
-    """
-    losses = loss.values() if isinstance(loss, dict) else [loss]
-    for module_loss in losses:
-        modules = module_loss.modules() if isinstance(module_loss, nn.Module) else []
-        if any(getattr(module, "gather_across_devices", False) for module in modules):
-            raise NotImplementedError(
-                f"GradGuardTrainer does not support {type(module_loss).__name__} with "
-                "gather_across_devices=True: every rank would be sent all ranks' embeddings, "
-                "unprotected. Leave it at False."
-            )

@@ -8,10 +8,9 @@ whether they are those, unchanged. That is a comparison of two integers a parame
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -22,14 +21,10 @@ from transformers.utils import logging
 
 from ...gradient_map.parameters import find_tables, remember_tables
 from ...gradient_map.replay import draws_kept, modes_kept, nodes_of
-from ...gradient_map.types import LossFunction
-from ..exchange.average import average
-from ..exchange.secure_aggregation import SecureAggregation
+from ...gradient_map.types import LossFunction, Shards
+from ..exchange.average import SecureSum, average
 from ..privacy.draws import draws_restored
 from .batch_statistics import tracking_layers
-
-if TYPE_CHECKING:
-    from ...sharded.shards import Shards
 
 logger = logging.get_logger(__name__)
 
@@ -58,7 +53,7 @@ class Ledger(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        # A tensor is held only as long as `.grad` holds it, so that its identity means something.
+        # Tensors are held, so that their identity means something.
         self._written: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._names: dict[nn.Parameter, str] = {}
         self._exchanged = False
@@ -72,10 +67,8 @@ class Ledger(TrainerCallback):
             RuntimeError: With the name of a parameter whose `.grad` is not.
         """
         for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is None:
-                self._written.pop(parameter, None)
-            elif not self._is_ours(parameter, gradient):
+            gradient, (written, version) = parameter.grad, self._written.get(parameter, (None, -1))
+            if gradient is not None and (gradient is not written or gradient._version != version):
                 name = self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
                 raise RuntimeError(
                     f"GradGuardTrainer will not {action}: the .grad of {name} is not its own work, "
@@ -83,23 +76,30 @@ class Ledger(TrainerCallback):
                     f"may hold a gradient that is not protected. {INSTEAD}"
                 )
 
-    def write(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The `.grad` of these is as it should be, and not exchanged yet."""
-        self._exchanged = False
-        self._note(parameters)
+    def write(self, parameters: Iterable[nn.Parameter], exchanged: bool = False) -> None:
+        """The `.grad` of these is as it should be.
 
-    def exchange(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The `.grad` of these was exchanged, and that of no others."""
-        self._written.clear()
-        self._exchanged = True
-        self._note(parameters)
+        Args:
+            parameters: Those that were written to.
+            exchanged: Whether they were averaged over ranks, and no others were.
+        """
+        self._exchanged = exchanged
+        if exchanged:
+            self._written.clear()
+        self._written |= _stamps(parameters)
 
-    def guard(self, accelerator: Accelerator) -> None:
-        """Let an accelerator clip what was exchanged, and keep it from differentiating."""
-        clips = ("clip_grad_norm_", "clip_grad_value_")
-        guarded = {name: self._clipping(getattr(accelerator, name)) for name in clips}
-        for name, method in {"backward": _refuse_backward, **guarded}.items():
-            setattr(accelerator, name, method)
+    @contextmanager
+    def clipping(self, parameters: Any) -> Iterator[list[nn.Parameter]]:
+        """Parameters whose `.grad` may be clipped in here, one or several.
+
+        Raises:
+            RuntimeError: As for `check`.
+        """
+        is_one = isinstance(parameters, Tensor)
+        clipped: list[nn.Parameter] = [parameters] if is_one else list(parameters)
+        self.check(clipped, "clip")
+        yield clipped
+        self._written |= _stamps(clipped)
 
     def on_train_begin(
         self,
@@ -149,15 +149,6 @@ class Ledger(TrainerCallback):
                 "the model, or take a loss without any."
             )
 
-    def _is_ours(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
-        tensor, version = self._written.get(parameter, (None, -1))
-        return tensor is gradient and version == gradient._version
-
-    def _note(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self._written[parameter] = (parameter.grad, parameter.grad._version)
-
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         optimized = {p for group in optimizer.param_groups for p in group["params"]}
         self.check(optimized, "step")
@@ -176,23 +167,11 @@ class Ledger(TrainerCallback):
         self._written.clear()
         self._exchanged = False
 
-    def _clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(clip)
-        def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            self.check(parameters, "clip")
-            tables = clip(parameters, *args, **kwargs)
-            self._note(parameters)
-            return tables
 
-        return guarded
-
-
-def _refuse_backward(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        "GradGuardTrainer differentiates and protects a batch by itself: accelerator.backward() "
-        f"would add the true gradient to .grad, past the defense. {INSTEAD}"
-    )
+def _stamps(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, tuple[Tensor, int]]:
+    """What tells a `.grad` from any other, and from itself once it was written to."""
+    gradients = ((parameter, parameter.grad) for parameter in parameters)
+    return {p: (gradient, gradient._version) for p, gradient in gradients if gradient is not None}
 
 
 class AgreedTables:
@@ -222,7 +201,7 @@ class AgreedTables:
         model: nn.Module,
         batch: Mapping[str, Any],
         loss_fn: LossFunction,
-        secure: SecureAggregation | None = None,
+        secure: SecureSum | None = None,
         shards: Shards | None = None,
     ) -> bool:
         """Look for tables, once per model and kind of batch. All ranks must call it at every step.
@@ -255,7 +234,7 @@ class AgreedTables:
         return False
 
     def _joined(
-        self, model: nn.Module, tables: frozenset[str], secure: SecureAggregation | None
+        self, model: nn.Module, tables: frozenset[str], secure: SecureSum | None
     ) -> frozenset[str]:
         names = [name for name, _ in model.named_parameters()]
         device = self._accelerator.device
@@ -295,16 +274,10 @@ class RowGuard:
         if not self._remaining:
             return []
         self._remaining -= 1
-        new_names = []
-        for name, tensor in gradient.items():
-            if tensor.dim() < 2 or name in self._named or not bool(tensor.any()):
-                continue
-            if shared is not None and bool(shared[name].all()):
-                continue
-            rows = [(tensor != 0).movedim(dim, 0).flatten(1).any(1) for dim in range(tensor.dim())]
-            earlier_rows = self._rows.setdefault(name, rows)
-            if not all(map(torch.equal, earlier_rows, rows)):
-                new_names.append(name)
+        new_names = [
+            name for name, tensor in gradient.items()
+            if name not in self._named and self._differs(name, tensor, shared)
+        ]  # fmt: skip
         self._named.update(new_names)
         if new_names:
             unlisted = f" and {len(new_names) - 5} more" if len(new_names) > 5 else ""
@@ -316,6 +289,15 @@ class RowGuard:
                 "withhold=[...] with patterns of these names leaves them out."
             )
         return new_names
+
+    def _differs(self, name: str, gradient: Tensor, shared: Mapping[str, Tensor] | None) -> bool:
+        """Whether other rows are zero than in the first message that had any that are not."""
+        hides_rows = shared is not None and bool(shared[name].all())
+        if gradient.dim() < 2 or hides_rows or not bool(gradient.any()):
+            return False
+        dims = range(gradient.dim())
+        rows = [(gradient != 0).movedim(dim, 0).flatten(1).any(1) for dim in dims]
+        return not all(map(torch.equal, self._rows.setdefault(name, rows), rows))
 
 
 class BufferGuard:

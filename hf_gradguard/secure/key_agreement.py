@@ -38,12 +38,12 @@ class Identity(NamedTuple):
     """Who a rank is, and who it knows the others to be.
 
     Args:
-        own: Signs this rank's part of an agreement.
-        known: Every rank's public key, this one's among them.
+        private_key: Signs this rank's part of an agreement.
+        public_keys: Every rank's public key, this one's among them.
     """
 
-    own: Ed25519PrivateKey
-    known: list[Ed25519PublicKey]
+    private_key: Ed25519PrivateKey
+    public_keys: list[Ed25519PublicKey]
 
 
 def load_identity(folder: str, rank: int, ranks: int) -> Identity:
@@ -66,13 +66,13 @@ def load_identity(folder: str, rank: int, ranks: int) -> Identity:
             f"rank{rank}.pem in {folder} can be read by others (mode {mode & 0o777:o}), who could "
             f"pose as this rank. Make a new pair if they may have, and `chmod 600 rank{rank}.pem`."
         )
-    known = [_public_key(folder, peer) for peer in range(ranks)]
-    if private.public_key().public_bytes_raw() != known[rank].public_bytes_raw():
+    public_keys = [_public_key(folder, peer) for peer in range(ranks)]
+    if private.public_key().public_bytes_raw() != public_keys[rank].public_bytes_raw():
         raise ValueError(
             f"rank{rank}.pub in {folder} is not the public key of rank{rank}.pem. "
             + _how_to_make(rank)
         )
-    return Identity(private, known)
+    return Identity(private, public_keys)
 
 
 def agree(accelerator: Accelerator, identity: Identity | None) -> dict[int, bytes]:
@@ -92,13 +92,18 @@ def agree(accelerator: Accelerator, identity: Identity | None) -> dict[int, byte
     """
     rank, ephemeral = accelerator.process_index, X25519PrivateKey.generate()
     publics = _gathered(ephemeral.public_key().public_bytes_raw(), accelerator)
+    # A key that comes twice, or another one in this rank's place, was put there on the way.
     if (
         len(set(publics)) < len(publics)
         or publics[rank] != ephemeral.public_key().public_bytes_raw()
     ):
         raise ValueError("Keys were changed on their way between ranks: nothing was exchanged.")
+    # Over all keys at once: one that was changed for a single rank changes what that rank signs.
     transcript = transcript_of(publics)
-    signature = identity.own.sign(signed(rank, transcript)) if identity else bytes(SIGNATURE_BYTES)
+    signature = (
+        identity.private_key.sign(signed(rank, transcript)) if identity else bytes(SIGNATURE_BYTES)
+    )
+    # Ranks without an identity send zeros: all must take part in the collective.
     signatures = _gathered(signature, accelerator)
     if identity is None:
         logger.warning(
@@ -108,7 +113,7 @@ def agree(accelerator: Accelerator, identity: Identity | None) -> dict[int, byte
             f"fingerprint have each other's keys. This one's: {transcript.hex()}"
         )
     else:
-        check_signatures(signatures, identity.known, transcript)
+        check_signatures(signatures, identity.public_keys, transcript)
     return {
         peer: pair_key(ephemeral, public, (rank, peer), transcript)
         for peer, public in enumerate(publics)
@@ -137,14 +142,14 @@ def signed(rank: int, transcript: bytes) -> bytes:
 
 
 def check_signatures(
-    signatures: Sequence[bytes], known: Sequence[Ed25519PublicKey], transcript: bytes
+    signatures: Sequence[bytes], public_keys: Sequence[Ed25519PublicKey], transcript: bytes
 ) -> None:
     """Refuse an agreement that not every rank has put its name to.
 
     Raises:
         ValueError: With the rank.
     """
-    for rank, (signature, key) in enumerate(zip(signatures, known, strict=True)):
+    for rank, (signature, key) in enumerate(zip(signatures, public_keys, strict=True)):
         try:
             key.verify(signature, signed(rank, transcript))
         except InvalidSignature:
@@ -160,7 +165,7 @@ def pair_key(
     """The key of two ranks: HKDF-SHA256 of their X25519 secret, salted with the transcript.
 
     Args:
-        own: One rank's fresh key.
+        private: One rank's fresh key.
         public: The other's.
         pair: The two ranks, in either order.
         transcript: Of the agreement.

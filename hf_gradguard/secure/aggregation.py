@@ -10,7 +10,7 @@ Reference: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,10 +18,8 @@ from accelerate import Accelerator
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from torch import Tensor
-from transformers import TrainingArguments
 
-from ...randomness import Stream
-from ..config import setting
+from ..randomness import Stream
 from .key_agreement import KEY_BYTES, agree, load_identity
 
 Bits = Literal[32, 64]
@@ -193,6 +191,7 @@ class SecureAggregation:
         """Of the next exchange. They cancel only if all ranks describe it alike."""
         if not self._keys:
             self.agree()
+        # Keys move on at once, so that an exchange that fails half way has used up its masks.
         streams = [
             (Stream(_derived(key, f"masks of {layout}")), self._rank < peer)
             for peer, key in self._keys.items()
@@ -200,24 +199,72 @@ class SecureAggregation:
         self._keys = {peer: _derived(key, "next key") for peer, key in self._keys.items()}
         return Masks(streams)
 
+    def agreed(
+        self, tensors: Sequence[Tensor], bits: Bits, add_up: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        """Takes means of tensors' entries, in an exchange that all ranks are ready for.
+
+        Ranks first add up, hidden likewise, how many of them have an entry too large. So no rank
+        waits for one that refuses, none learns which one it is, and nothing of a message has left
+        any. The sum is a small number only if all masks are gone from it: if every rank is at the
+        same exchange of the same tensors, and the sum wraps.
+
+        Args:
+            tensors: All that the exchange is of.
+            bits: Of a word.
+            add_up: Over ranks.
+
+        Raises:
+            OverflowError: On all ranks, if there is no room for an entry of one of them.
+            RuntimeError: If ranks differ in what they exchange.
+        """
+        point = self.point(bits)
+        masks = self.masks(f"{point} {[(tensor.dtype, tensor.numel()) for tensor in tensors]}")
+        # A rank that refused later, alone, would leave the others waiting in a collective.
+        self._vote(point, masks, point.largest(tensors), add_up)
+
+        def mean_of(flat: Tensor) -> Tensor:
+            words = point.encode(flat)
+            masks.hide(words)
+            return point.mean(add_up(words))
+
+        return mean_of
+
+    def _vote(
+        self, point: FixedPoint, masks: Masks, largest: float, add_up: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Go on only if every rank's entries fit."""
+        refuses = not largest <= point.bound  # NaN is not
+        device = self._accelerator.device
+        # The zeros' masks cancel like the vote's: what is left of them shows that ranks differ.
+        votes = torch.tensor([refuses, 0, 0, 0], dtype=point.word, device=device)
+        masks.hide(votes)
+        count, *padding = add_up(votes).tolist()
+        if any(padding) or not 0 <= count <= point.ranks:
+            raise RuntimeError(
+                "The masks of secure_aggregation are not gone from the sum, so nothing was "
+                "exchanged. Ranks differ in what they exchange (the model, its types, "
+                "secure_aggregation_range), keys or messages were changed on their way, or this "
+                "backend's sums do not wrap."
+            )
+        if count:
+            this_rank = (
+                f"This rank's largest is {largest:g}." if refuses else "This rank's are within it."
+            )
+            raise OverflowError(
+                f"{count} of {point.ranks} ranks have an entry that is not finite, or beyond "
+                f"±{point.bound:g}, so nothing was exchanged. {this_rank} {_ADVICE[point.bits]}"
+            )
+
     def __getstate__(self) -> object:
         raise TypeError("Keys are not copied and not stored: two exchanges would have one mask.")
 
 
-def secure_aggregation_of(
-    args: TrainingArguments, accelerator: Accelerator
-) -> SecureAggregation | None:
-    """What training arguments ask for.
-
-    Example:
-        >>> secure_aggregation_of(TrainingArguments("out"), Accelerator(cpu=True)) is None
-        True
-    """
-    if not setting(args, "secure_aggregation"):
-        return None
-    return SecureAggregation(
-        accelerator, args.secure_aggregation_range, args.secure_aggregation_keys
-    )
+_ADVICE = {
+    32: "Set a higher secure_aggregation_range, the same on all ranks, or make gradients or noise "
+    "smaller.",
+    64: "Losses, counts and statistics so large have no room: look for one that diverges.",
+}
 
 
 def _derived(key: bytes, purpose: str) -> bytes:

@@ -1,0 +1,96 @@
+"""The Trainer's accelerator, for a rank that shares nothing but protected gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from .guards.watch import INSTEAD, Ledger
+
+
+class GuardedAccelerator(Accelerator):
+    """An accelerator that wraps no model in DDP, differentiates nothing, clips only what was
+    exchanged, and sends no rank's own counts.
+
+    Args:
+        accelerator: The Trainer's, whose state this one takes over.
+        ledger: Of the gradients that may be clipped.
+        average: Replaces a number by its mean over ranks, in place.
+
+    Example:
+        >>> guarded = GuardedAccelerator(Accelerator(cpu=True), Ledger(), lambda number: None)
+        >>> guarded.backward(model(**batch).loss)
+        Traceback (most recent call last):
+        RuntimeError: GradGuardTrainer differentiates and protects a batch by itself: ...
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, ledger: Ledger, average: Callable[[Tensor], None]
+    ) -> None:
+        # The Trainer has set one up already, and processes can be set up only once.
+        self.__dict__.update(vars(accelerator))
+        self._ledger, self._average = ledger, average
+        self._keeps_own = False
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = True
+    ) -> Any:
+        """As in Accelerate. "Evaluation mode" is its word for preparing a model (device, autocast)
+        without wrapping it in DDP.
+        """
+        return super().prepare_model(model, device_placement, evaluation_mode=True)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Refused.
+
+        Raises:
+            RuntimeError: With what to do instead.
+        """
+        raise RuntimeError(
+            "GradGuardTrainer differentiates and protects a batch by itself: "
+            "accelerator.backward() would add the true gradient to .grad, past the defense. "
+            f"{INSTEAD}"
+        )
+
+    def clip_grad_norm_(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Accelerate, of what was exchanged."""
+        with self._ledger.clipping(parameters) as checked:
+            return super().clip_grad_norm_(checked, *args, **kwargs)
+
+    def clip_grad_value_(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Accelerate, of what was exchanged."""
+        with self._ledger.clipping(parameters) as checked:
+            return super().clip_grad_value_(checked, *args, **kwargs)
+
+    def gather(self, tensor: Any) -> Any:
+        """As in Accelerate. A count, which the Trainer gathers to add it up, is added up on the
+        way: the sum of all ranks', followed by zeros, so that nobody sees another rank's.
+        """
+        if self._keeps_own or self.num_processes == 1:
+            return tensor
+        if not isinstance(tensor, Tensor) or tensor.numel() > 1 or tensor.is_floating_point():
+            return super().gather(tensor)
+        mean = tensor.to(torch.float64, copy=True).reshape(1)  # whole numbers up to 2⁵³
+        self._average(mean)
+        total = (mean * self.num_processes).round().to(tensor.dtype)
+        return torch.cat([total, total.new_zeros(self.num_processes - 1)])
+
+    def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Accelerate."""
+        if self._keeps_own:
+            return input_data
+        return super().gather_for_metrics(input_data, *args, **kwargs)
+
+    @contextmanager
+    def keeping_own(self) -> Iterator[None]:
+        """Whatever is gathered in here is this rank's own."""
+        self._keeps_own = True
+        try:
+            yield
+        finally:
+            self._keeps_own = False
