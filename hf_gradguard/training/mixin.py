@@ -52,12 +52,10 @@ from .guards.batch_statistics import average_statistics, warn_of_statistics
 from .guards.checks import (
     check_arguments,
     check_collator,
-    check_drawing,
     check_loss,
-    check_order,
     check_training,
-    draws_batches,
 )
+from .guards.classes import check_drawing, check_order, draws_batches
 from .guards.leakage import check_leakage
 from .guards.trackers import check_trackers
 from .guards.watch import AgreedTables
