@@ -19,8 +19,8 @@ from .message import (
     Message,
     check_message,
     effect,
+    finite_gradient,
     first_not_finite,
-    true_gradient,
 )
 
 
@@ -144,8 +144,7 @@ class Defense:
             )
         # Two looks at the counts of in-place writes find a defense that writes to what it reads.
         versions = gmap.versions()
-        shared = self.protect(gmap, generator or Stream())
-        message = check_message(self.name, shared, gmap)
+        message = check_message(self.name, self.protect(gmap, generator or Stream()), gmap)
         if (versions_after := gmap.versions()) != versions:
             raise effect(self.name, versions, versions_after)
         if name := first_not_finite(message, gmap.shards):
@@ -249,8 +248,7 @@ class NoDefense(Defense):
     )
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
-        true_gradient(gmap)  # refuses one that is not finite
-        return Message(gmap.gradient(), exact=True)
+        return Message(finite_gradient(gmap), exact=True)
 
 
 def is_number(value: object) -> bool:

@@ -198,7 +198,17 @@ def effect(
 
 
 def true_gradient(gmap: GradientMap) -> Tensors:
-    """g, checked to be finite and in at least float32.
+    """g in at least float32.
+
+    Raises:
+        FloatingPointError: As for `finite_gradient`.
+    """
+    gradient = finite_gradient(gmap)
+    return {name: g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in gradient.items()}
+
+
+def finite_gradient(gmap: GradientMap) -> Tensors:
+    """g.
 
     Raises:
         FloatingPointError: If it is not finite. Names the parameter.
@@ -210,7 +220,7 @@ def true_gradient(gmap: GradientMap) -> Tensors:
             "range, an overflow in the loss (in half precision use bf16), or a learning rate that "
             "made the weights diverge."
         )
-    return {name: g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in gradient.items()}
+    return gradient
 
 
 def first_not_finite(tensors: Mapping[str, Tensor], shards: Shards | None) -> str | None:

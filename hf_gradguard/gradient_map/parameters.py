@@ -145,14 +145,13 @@ def find_tables(
         ['bert.embeddings.word_embeddings.weight']
     """
     tables = cache_of(model).tables_of(tuple(name for name, _ in model.named_parameters()))
-    entries = frozenset(batch)
-    is_new = entries not in tables.watched_entries
+    is_new = frozenset(batch) not in tables.watched_entries
     if shards is not None:  # all devices run the model, or none
         is_new = shards.any(is_new)
     if is_new:
         names = scan(model, batch, loss_fn, shards)
         tables.names |= names if shards is None else shards.union(names)
-        tables.watched_entries.add(entries)
+        tables.watched_entries.add(frozenset(batch))
     return tables.names
 
 

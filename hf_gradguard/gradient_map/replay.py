@@ -5,7 +5,7 @@ attention.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -71,12 +71,12 @@ class Replay:
                 for module, buffers in statistics:
                     module._buffers.update(buffers)
 
-    @contextmanager
-    def kernels(self) -> Iterator[None]:
+    def kernels(self) -> AbstractContextManager[None]:
         """Attention in plain mathematics, if anything is to be differentiated twice."""
-        if not self.second_order:
-            yield
-            return
+        return self._plain_attention() if self.second_order else nullcontext()
+
+    @contextmanager
+    def _plain_attention(self) -> Iterator[None]:
         configs = {id(m.config): m.config for m in self.modules if isinstance(m, PreTrainedModel)}
         plain = (None, "eager", "sdpa")
         fused = [

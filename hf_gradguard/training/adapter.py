@@ -115,15 +115,14 @@ class TrainerAdapter(Trainer):
             check_checkpoint(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def ready_for_step(self, model: nn.Module) -> nn.Module:
+    def ready_for_step(self, model: nn.Module) -> Any:
         """The bare model in training mode."""
         model.train()
         if self._batch_statistics == "frozen":
             freeze_statistics(model)
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        bare: nn.Module = self.accelerator.unwrap_model(model)
-        return bare
+        return self.accelerator.unwrap_model(model)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`, of batches that can be protected."""

@@ -151,8 +151,7 @@ class MessageMaker:
         noise, probes, dropout = self._undefended
         if not isinstance(defense, NoDefense):
             noise, probes, dropout = self._streams.next_message(step)
-        device = next(module.parameters()).device
-        with nullcontext() if dropout is None else private_draws(dropout, device):
+        with nullcontext() if dropout is None else private_draws(dropout, _device_of(module)):
             with self._buffers.watch(module):
                 gmap = defense.gradient_map(
                     module, client.batch, is_measured, loss_fn=loss_fn, **self._sharing
@@ -257,6 +256,10 @@ def name_of(parameters: Iterable[str]) -> str:
 
 def _short(names: tuple[str, ...] | str) -> str:
     return names if isinstance(names, str) else name_of(names)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:

@@ -309,7 +309,7 @@ class GradGuardMixin(TrainerAdapter):
         if self._empty.summed:
             step = self.state.global_step
             self._empty.share_sum(self._messages, module, step, self.accelerator, self._secure)
-        parameters = self._shared(module).values()
+        parameters = list(self._shared(module).values())
         self.ledger.check(parameters, "exchange gradients")
         average_gradients(parameters, self.accelerator, self._secure)
         self.ledger.write(parameters, exchanged=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -117,7 +117,7 @@ def buckets(tensors: Sequence[Tensor], entries: int = 2**23) -> Iterator[list[Te
 
 
 def average_gradients(
-    parameters: Iterable[nn.Parameter],
+    parameters: Sequence[nn.Parameter],
     accelerator: Accelerator,
     secure: SecureSum | None = None,
 ) -> None:
@@ -128,9 +128,8 @@ def average_gradients(
         OverflowError, RuntimeError: As for `average`.
 
     Example:
-        >>> average_gradients(model.parameters(), Accelerator(cpu=True))
+        >>> average_gradients(list(model.parameters()), Accelerator(cpu=True))
     """
-    parameters = list(parameters)
     # Every rank reduces the same tensors in the same order, also those it never used.
     for parameter in parameters:
         if parameter.grad is None:

@@ -9,7 +9,7 @@ whether they are those, unchanged. That is a comparison of two integers a parame
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -312,12 +312,13 @@ class BufferGuard:
     def __init__(self) -> None:
         self._watched: ReferenceType[nn.Module] | None = None
 
-    @contextmanager
-    def watch(self, model: nn.Module) -> Iterator[None]:
+    def watch(self, model: nn.Module) -> AbstractContextManager[None]:
         """While a batch runs."""
-        if self._watched is not None and self._watched() is model:
-            yield
-            return
+        is_known = self._watched is not None and self._watched() is model
+        return nullcontext() if is_known else self._compare(model)
+
+    @contextmanager
+    def _compare(self, model: nn.Module) -> Iterator[None]:
         copies = {name: buffer.clone() for name, buffer in _saved_buffers(model)}
         yield
         self._watched = ref(model)
