@@ -8,10 +8,10 @@ import torch
 from torch.nn.functional import dropout
 
 from hf_gradguard.randomness import Stream
-from hf_gradguard.training.message import private_draws
+from hf_gradguard.training.message import RandomStreams, private_draws
 
 
-def mask(stream: Stream | None) -> torch.Tensor:
+def mask(stream: Stream) -> torch.Tensor:
     with private_draws(stream, "cpu"):
         return dropout(torch.ones(1000), 0.5) != 0
 
@@ -37,11 +37,11 @@ def test_generators_go_on_as_if_nothing_had_been_drawn() -> None:
     assert torch.equal(mask(Stream.from_seeds(1)), mask(Stream.from_seeds(1)))
 
 
-def test_no_stream_leaves_generators_alone() -> None:
-    torch.manual_seed(5)
-    one = mask(None)
-    torch.manual_seed(5)
-    assert torch.equal(dropout(torch.ones(1000), 0.5) != 0, one)
+def test_dropout_has_a_stream_only_if_it_is_private() -> None:
+    *_, private = RandomStreams().next_message(step=0)
+    *_, public = RandomStreams(private_dropout=False).next_message(step=0)
+    assert isinstance(private, Stream)
+    assert public is None
 
 
 def test_a_torch_seed_is_too_short() -> None:
