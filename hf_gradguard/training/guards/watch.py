@@ -8,7 +8,7 @@ whether they are those, unchanged. That is a comparison of two integers a parame
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import ReferenceType, ref
