@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors, by_differences
+from ..gradient_map.types import Shards
 from .message import OnDemand, cast_like, power, total
 from .sensitivity import LARGEST_RATIO, SMALLEST_GRADIENT
-
-if TYPE_CHECKING:
-    from ..sharded.shards import Shards
 
 
 def shape_trace(gmap: GradientMap, gradient: Tensors, weight: Tensors, noise: Any) -> float:
