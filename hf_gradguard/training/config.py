@@ -23,6 +23,7 @@ _CHOICES = {
     "leakage_action": ("skip", "stop"),
     "protect_labels": (None, "randomized_response"),
     "noise_for": NOISE_FOR,
+    "private_metrics": ("console", "log"),
 }
 _ABOVE_ZERO = ("dirichlet_alpha", "leakage_limit", "label_epsilon", "secure_aggregation_range")
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -90,6 +91,10 @@ class GradGuardConfig(TrainingArguments):
             message.
         leakage_action: `"skip"` shares zeros in its place and goes on; `"stop"` ends training on
             all ranks as well.
+        private_metrics: What is measured of true gradients (`defense/relative_error`,
+            `leakage/…`). `"console"`: two digits of it on each rank's own; all of it in
+            `trainer.private_log_history`, in memory. `"log"`: in `trainer_state.json`, which is
+            pushed, and in trackers as well. Two such figures name a sentence among hundreds.
         check_received: Warn on ranks above 0 of what in rank 0's weights makes gradients leak.
         model_name_or_path: What `GradGuardTrainer(args)` loads when it is given no model.
 
@@ -214,6 +219,10 @@ class GradGuardConfig(TrainingArguments):
     leakage_action: str = field(
         default="skip",
         metadata={"help": "What to do below leakage_limit.", "choices": ["skip", "stop"]},
+    )
+    private_metrics: str = field(
+        default="console",
+        metadata={"help": "Where metrics of true gradients go: console, or log, for others too."},
     )
     check_received: bool = field(
         default=True,

@@ -61,6 +61,7 @@ from .guards.trackers import check_trackers
 from .guards.watch import AgreedTables
 from .message import ClientBatch, MessageMaker, RandomStreams
 from .meter import LeakageMeter
+from .metrics import PrivateMetrics
 from .privacy.account import AccountFile
 from .privacy.coupling import CouplingCheck
 from .privacy.fingerprint import Fingerprints
@@ -88,14 +89,11 @@ class GradGuardMixin(TrainerAdapter):
             its row in `train_dataset`, and is checkpointed with it.
         **kwargs: All other arguments of the Trainer, by keyword.
 
-    Logs `defense/relative_error` (‖shared - g‖/‖g‖), `defense/cosine` and `defense/seconds` (per
-    message, on top of the plain gradient) beside the loss and the summary: rank 0's own, means over
-    its messages since the last log.
-
-    With `leakage_logging_steps=n` every n-th step also logs `leakage/dfil_mean`,
-    `leakage/dfil_max`, `leakage/mse_bound` (of the sample that leaks most) and
-    `leakage/i2f_lower_bound` of what is about to be shared. Every rank keeps its own in its
-    `state.log_history`; what is reported or saved is rank 0's. See `docs/estimators.md`.
+    Beside the loss each rank prints `defense/relative_error` (‖shared - g‖/‖g‖) and
+    `defense/cosine`, means over its messages since the last log, and with `leakage_logging_steps=n`
+    at every n-th step `leakage/dfil_mean`, `leakage/dfil_max`, `leakage/mse_bound` (of the sample
+    that leaks most) and `leakage/i2f_lower_bound`. They are of true gradients, so they stay on the
+    rank (`private_metrics`). See `docs/estimators.md`.
 
     Each client's micro-batch is one message, protected by itself; accumulation, averaging over
     ranks, clipping and the optimizer only process messages that are protected. Noise is added to
@@ -133,6 +131,7 @@ class GradGuardMixin(TrainerAdapter):
         self._privacy_account: PrivacyAccount | None = None
         self._fingerprints = Fingerprints()
         self._labels = Randomizer()
+        self._private_metrics = PrivateMetrics()
         super().__init__(args=args, **kwargs)
         self.before_training()
 
@@ -389,25 +388,30 @@ class GradGuardMixin(TrainerAdapter):
             metrics = self._messages.pop_metrics()
             if self._meter is not None:
                 metrics |= self._meter.pop_metrics() | self._meter.pop_skipped()
-            # beside the summary only if something came since the last log
-            if "loss" in logs or any(metrics.values()):
-                logs.update(metrics)
             if self.private_rows is not None:
                 # How many rows were drawn and clipped, and how long that took, are no secret that
                 # ε covers: of the defense's metrics ε alone is logged.
-                for name in [name for name in logs if name.startswith("defense/")]:
-                    del logs[name]
+                metrics = {n: v for n, v in metrics.items() if not n.startswith("defense/")}
                 logs.update(self.private_rows.metrics())
+            # beside the summary only if something came since the last log
+            if "loss" in logs or any(metrics.values()):
+                self._private_metrics.log(self, logs, metrics)
         super().log(logs, *args, **kwargs)
 
     def before_saving(self) -> None:
         """Log leakage metrics, so that a checkpoint of the same step holds them; where the loss is
         logged they stand beside it.
         """
-        if self._meter is None or self.control.should_log:
+        in_log = setting(self.args, "private_metrics") == "log"
+        if self._meter is None or self.control.should_log or not in_log:
             return
         if metrics := self._meter.pop_metrics():
             self.log(metrics)
+
+    @property
+    def private_log_history(self) -> list[dict[str, float]]:
+        """Metrics of this rank's true gradients, in full, by step: in memory only."""
+        return self._private_metrics.history
 
     @property
     def accountant(self) -> FisherAccountant | None:
