@@ -402,11 +402,13 @@ class GradGuardMixin(TrainerAdapter):
         """Log leakage metrics, so that a checkpoint of the same step holds them; where the loss is
         logged they stand beside it.
         """
-        in_log = setting(self.args, "private_metrics") == "log"
-        if self._meter is None or self.control.should_log or not in_log:
+        if self._meter is None or self.control.should_log:
             return
+        logs: dict[str, float] = {}
         if metrics := self._meter.pop_metrics():
-            self.log(metrics)
+            self._private_metrics.log(self, logs, metrics)
+        if logs:
+            super().log(logs)
 
     @property
     def private_log_history(self) -> list[dict[str, float]]:

@@ -240,7 +240,7 @@ def test_coordinates_without_noise_are_infinite_leakage() -> None:
 
 def logged(trainer: GradGuardTrainer) -> dict[int, dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
-    for entry in trainer.state.log_history:
+    for entry in trainer.private_log_history:
         figures = {
             name.removeprefix("leakage/"): value
             for name, value in entry.items()
@@ -307,8 +307,9 @@ def test_logged_figures_equal_those_computed_outside(make_trainer: MakeTrainer) 
 
 def test_figures_stand_beside_the_loss_where_both_are_due(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(
-        defense="optimal_noise", leakage_logging_steps=2, logging_steps=3, max_steps=6
-    )
+        defense="optimal_noise", leakage_logging_steps=2, logging_steps=3, max_steps=6,
+        private_metrics="log",
+    )  # fmt: skip
     trainer.train()
     figures = {
         "leakage/dfil_mean",
