@@ -1,6 +1,6 @@
 """Trains one run that is killed (SIGKILL, all ranks) again and again, and the same run left alone.
 
-Usage: kill_worker.py FOLDER RANKS INSIDE OUTSIDE SEED
+Usage: kill_worker.py FOLDER RANKS INSIDE OUTSIDE SEED STEPS
 
 Processes are forked from one that has imported everything and computed nothing, so a launch costs
 as much as the training. A rank tells when a save or a step begins and ends; the parent waits for
@@ -30,7 +30,7 @@ from transformers import TrainerCallback
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.training.checkpoints.complete import missing_from
 
-STEPS, LIMIT = 24, 120
+LIMIT = 120
 
 
 class Tell(TrainerCallback):
@@ -56,11 +56,11 @@ class Telling(GradGuardTrainer):
         super().save_model(*args, **kwargs)
 
 
-def train(folder: Path, pipe: int) -> None:
+def train(folder: Path, steps: int, pipe: int) -> None:
     model, batch = make_task("bert", dtype=torch.float32, batch_size=20, dropout=0.1)
     data = [{key: value[k] for key, value in batch.items()} for k in range(20)]
     args = GradGuardConfig(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, use_cpu=True,
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, use_cpu=True,
         learning_rate=1e-2, gradient_accumulation_steps=2, report_to="none", disable_tqdm=True,
         logging_steps=10, save_steps=1, save_total_limit=2, defense="optimal_noise",
         defense_kwargs={"num_probes": 1, "refresh_every": 4}, clients_per_process=2, noise_seed=3,
@@ -71,10 +71,10 @@ def train(folder: Path, pipe: int) -> None:
         model, args, train_dataset=data, eval_dataset=data[:4], callbacks=[Tell(pipe)]
     )
     trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == STEPS
+    assert trainer.state.global_step == steps
 
 
-def start(folder: Path, ranks: int) -> tuple[list[int], int]:
+def start(folder: Path, ranks: int, steps: int) -> tuple[list[int], int]:
     """Forks the ranks. Returns their process ids, and where rank 0 tells."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -92,7 +92,7 @@ def start(folder: Path, ranks: int) -> tuple[list[int], int]:
                     "MASTER_PORT": str(port),
                 }  # fmt: skip
             try:
-                train(folder, other if rank else told)
+                train(folder, steps, other if rank else told)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -125,10 +125,11 @@ def end(pids: list[int], pipe: int, kill: bool) -> list[int]:
 
 
 def main() -> None:
-    folder, (ranks, inside, outside, seed) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    folder = Path(sys.argv[1])
+    ranks, inside, outside, seed, length = map(int, sys.argv[2:])
     draw = random.Random(seed)
     gc.freeze()  # what was imported is no garbage: see ranks.py
-    pids, pipe = start(folder / "alone", ranks)
+    pids, pipe = start(folder / "alone", ranks, length)
     durations: dict[bytes, float] = {}
     for first, last in ((b"s", b"e"), (b"t", b"s")):  # of a save, and of a step
         hear(pipe, first, 1)
@@ -141,7 +142,7 @@ def main() -> None:
     while any(left.values()):
         trial += 1
         kind = draw.choice([kind for kind, count in left.items() if count])
-        pids, pipe = start(folder / "killed", ranks)
+        pids, pipe = start(folder / "killed", ranks, length)
         if hear(pipe, kind, draw.choice([1, 1, 2])):
             time.sleep(draw.uniform(0, durations[kind]))
             statuses = end(pids, pipe, kill=True)
@@ -155,12 +156,12 @@ def main() -> None:
         }
         half += bool(states and states[max(states)])
         steps.append(max((step for step, lacks in states.items() if not lacks), default=0))
-    pids, pipe = start(folder / "killed", ranks)
+    pids, pipe = start(folder / "killed", ranks, length)
     statuses = end(pids, pipe, kill=False)
     # the two newest of both runs: the last, and the best
     weights = {}
     for run in ("alone", "killed"):
-        (path,) = (folder / run).glob(f"checkpoint-{STEPS}")
+        (path,) = (folder / run).glob(f"checkpoint-{length}")
         weights[run] = load_file(path / "model.safetensors")
     differing = [
         name

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_worker import STEPS
 from launcher import HERE, environment
 
 
-def killed_run(folder: Path, ranks: int, inside: int, outside: int, seed: int) -> dict[str, Any]:
-    numbers = map(str, (ranks, inside, outside, seed))
+def killed_run(
+    folder: Path, ranks: int, inside: int, outside: int, seed: int, steps: int
+) -> dict[str, Any]:
+    numbers = map(str, (ranks, inside, outside, seed, steps))
     process = subprocess.Popen(
         [sys.executable, str(HERE / "kill_worker.py"), str(folder), *numbers],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -41,15 +42,15 @@ def killed_run(folder: Path, ranks: int, inside: int, outside: int, seed: int) -
 
 
 def test_killed_on_one_rank(tmp_path: Path) -> None:
-    report = killed_run(tmp_path, ranks=1, inside=3, outside=1, seed=0)
-    assert len(report["complete"]) == 4
+    report = killed_run(tmp_path, ranks=1, inside=2, outside=1, seed=0, steps=10)
+    assert len(report["complete"]) == 3
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1200)
 def test_killed_at_twenty_random_points_on_two_ranks(tmp_path: Path) -> None:
-    report = killed_run(tmp_path, ranks=2, inside=12, outside=8, seed=1)
+    report = killed_run(tmp_path, ranks=2, inside=12, outside=8, seed=1, steps=24)
     assert len(report["complete"]) == 20
     assert report["half written"] >= 3  # kills that would have ended the run
-    assert report["complete"][-1] < STEPS
+    assert report["complete"][-1] < 24
