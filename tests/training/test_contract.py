@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -119,14 +120,12 @@ def test_an_installed_class_trains_by_name(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_configuration_imports_no_defense() -> None:
-    script = (
-        "import sys, hf_gradguard.training.config\n"
-        "print(*[name for name in sys.modules if name.startswith('hf_gradguard.defenses.')])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    loaded = {name.rsplit(".", 1)[1] for name in done.stdout.split()}
+    with patch.dict(sys.modules):  # as in a process that has imported nothing of the package
+        for name in [name for name in sys.modules if name.split(".")[0] == "hf_gradguard"]:
+            del sys.modules[name]
+        importlib.import_module("hf_gradguard.training.config")
+        names = [name for name in sys.modules if name.startswith("hf_gradguard.defenses.")]
+    loaded = {name.rsplit(".", 1)[1] for name in names}
     assert "base" in loaded
     assert not loaded & {"noise", "pruning", "quantization", "soteria", "refiner", "none"}
 
