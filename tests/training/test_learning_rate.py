@@ -141,17 +141,16 @@ class WarmsUp(GradGuardTrainer):
         return self.lr_scheduler
 
 
-@pytest.mark.parametrize(("before", "after"), [(3.0, 20.0), (20.0, None), (None, 3.0)])
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "before", "after"),
     [
-        {},
-        {"lr_scheduler_type": "linear"},
-        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
-        {"kind": WarmsUp},
+        ({}, 3.0, 20.0), ({}, 20.0, None), ({}, None, 3.0),
+        ({"lr_scheduler_type": "linear"}, 3.0, 20.0),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, 20.0, None),
+        ({"kind": WarmsUp}, None, 3.0),
     ],
-    ids=["constant", "linear", "plateau", "sequential"],
-)
+    ids=["constant", "constant, off", "constant, on", "linear", "plateau", "sequential"],
+)  # fmt: skip
 def test_a_run_that_resumes_under_other_noise_has_its_rates(
     tmp_path: Path, settings: dict[str, Any], before: float | None, after: float | None
 ) -> None:
