@@ -138,9 +138,14 @@ def variance(defense: Defense, model: Any, batch: dict[str, Tensor], seed: int =
     return flat(noise.added)
 
 
-@pytest.mark.parametrize("granularity", ["parameter", "layer"])
-@pytest.mark.parametrize("name", ["bert", "bert_mlm", "vit", "convolution"])
-@pytest.mark.parametrize("kind", NOISE)
+@pytest.mark.parametrize(
+    ("kind", "name", "granularity"),
+    [
+        *(("optimal_noise", name, "parameter") for name in ("bert", "bert_mlm", "vit")),
+        *((kind, "convolution", grain) for kind in NOISE for grain in ("parameter", "layer")),
+        ("optimal_noise", "bert", "layer"), ("optimal_dp_sgd", "bert", "parameter"),
+    ],
+)  # fmt: skip
 def test_a_public_shape_is_the_same_for_every_batch(kind: str, name: str, granularity: str) -> None:
     """Exactly: two clients with one stream, whose data have nothing in common but the shape."""
     model, one, other = two_batches(name)
