@@ -25,6 +25,8 @@ from hf_gradguard.audit.settings import AuditSettings
 from hf_gradguard.defenses import DEFENSES
 from hf_gradguard.defenses.mechanism import Mechanism
 
+pytestmark = pytest.mark.usefixtures("few_probes")
+
 DRAW = np.random.default_rng(0)
 TEXTS = [" ".join(DRAW.choice(WORDS, size=5)) for _ in range(12)]
 MORE = [(text, number % 3) for number, text in enumerate(TEXTS[:10])]

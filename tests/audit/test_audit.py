@@ -32,6 +32,8 @@ from hf_gradguard.defenses.noise import NoiseDefense
 from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
 
+pytestmark = pytest.mark.usefixtures("few_probes")
+
 WORDS = [f"w{i}" for i in range(20)]
 TEXTS = [("w1 w2 w3", 1), ("w2 w3 w4 w5", 0), ("w7 w8", 2), ("w1 w9 w10 w11", 1)]
 

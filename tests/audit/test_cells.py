@@ -22,6 +22,8 @@ from hf_gradguard.audit.report.page import html_report
 from hf_gradguard.defenses import Defense
 from hf_gradguard.randomness import Stream
 
+pytestmark = pytest.mark.usefixtures("few_probes")
+
 # ruff: noqa: F811
 
 HELPER = "GUESS = 5\n"

@@ -33,6 +33,8 @@ from hf_gradguard.defenses import make_defense
 from hf_gradguard.models import label_kind, load_model, task_of
 from hf_gradguard.testing.small import small_tokenizer
 
+pytestmark = pytest.mark.usefixtures("few_probes")
+
 TOKENIZER = small_tokenizer()
 TOKENIZER.add_special_tokens({"mask_token": "[MASK]"})
 SIZE = len(TOKENIZER)

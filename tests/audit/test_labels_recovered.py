@@ -16,6 +16,8 @@ from hf_gradguard.attacks import Reconstruction
 from hf_gradguard.audit import audit, summarize
 from hf_gradguard.audit.report.summary import labels_by_chance, recovered_labels
 
+pytestmark = pytest.mark.usefixtures("few_probes")
+
 DEFENSES = ["pruning:ratio=0.5", "gaussian_noise:relative_scale=1000"]
 
 

@@ -21,6 +21,8 @@ from hf_gradguard.audit.client import Client, Shared, Upload, training_of
 from hf_gradguard.audit.settings import AuditSettings
 from hf_gradguard.federation import protect_update
 
+pytestmark = pytest.mark.usefixtures("few_probes")
+
 LOCAL: dict[str, Any] = {"local_steps": 4, "local_epochs": 2, "learning_rate": 0.05}
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, set_seed
 
 from hf_gradguard.audit import audit, summarize
+from hf_gradguard.leakage.estimators import DFILBound
 from hf_gradguard.testing.small import WORDS, small_tokenizer
 
 WEAK = {
@@ -37,22 +38,29 @@ def leaking(width: int, count: int) -> tuple[Any, Any, list[tuple[str, int]]]:
     return model, tokenizer, [(text, k % 2) for k, text in enumerate(texts)]
 
 
+@pytest.fixture(scope="module")
+def summary(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of one audit of all."""
+    model, tokenizer, texts = leaking(width=48, count=4)
+    listed = [text for text, _ in texts] + [" ".join(WORDS[k : k + 5]) for k in range(8)]
+    folder = tmp_path_factory.mktemp("audit")
+    weak = list(WEAK.values())
+    with patch.object(DFILBound, "probes", 2):
+        return summarize(
+            audit(model, tokenizer, texts, weak, "span", candidates=listed, output=folder)
+        )
+
+
 @pytest.mark.parametrize("weak", WEAK)
-def test_planted_leaks_are_not_at_chance(weak: str, tmp_path: Path) -> None:
+def test_planted_leaks_are_not_at_chance(summary: Any, weak: str) -> None:
     """Span reads all of them but behind synthetic samples, and somebody with a list names every
     text, whichever attack is asked: so the verdict is that they leak.
     """
-    model, tokenizer, texts = leaking(width=48, count=4)
-    listed = [text for text, _ in texts] + [" ".join(WORDS[k : k + 5]) for k in range(8)]
-    result = audit(
-        model, tokenizer, texts, WEAK[weak], "span", candidates=listed, output=tmp_path / "out"
-    )
-    summary = summarize(result)
-    undefended, verdict = summary.verdicts
-    assert undefended.standing == "open"
-    assert verdict.standing in ("open", "reduced")
-    assert "chance" not in (one.standing for one in summary.verdicts)
-    best = max(row.scores["token_f1"].mean for row in summary.rows if row.defense != "none")
-    assert best > 0.9
-    (named,) = (one.scores["top1"].mean for one in summary.membership if one.defense != "none")
+    standings = {verdict.defense: verdict.standing for verdict in summary.verdicts}
+    assert set(standings) == {"none", *WEAK.values()}
+    assert standings["none"] == "open"
+    assert standings[WEAK[weak]] in ("open", "reduced")
+    rows = [row for row in summary.rows if row.defense == WEAK[weak]]
+    assert max(row.scores["token_f1"].mean for row in rows) > 0.9
+    (named,) = (one.scores["top1"].mean for one in summary.membership if one.defense == WEAK[weak])
     assert named == 1

@@ -15,6 +15,8 @@ from hf_gradguard.audit.attackers import WEIGHTS, smooths
 from hf_gradguard.audit.report.verdicts import INFORMED
 from tests.helpers import make_task
 
+pytestmark = pytest.mark.usefixtures("few_probes")
+
 OWN = 0.8  # the gray of an attacker's own images
 SHADES = dict(zip(WEIGHTS, (0.1, 0.2, 0.3, 0.75, 0.4, 0.5), strict=True))
 

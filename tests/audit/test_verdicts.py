@@ -9,6 +9,8 @@ from hf_gradguard.audit import markdown_table, summarize
 from hf_gradguard.audit.report.page import headline
 from hf_gradguard.audit.report.verdicts import Estimate
 
+pytestmark = pytest.mark.usefixtures("few_probes")
+
 
 def test_one_message_of_several_samples_is_an_anecdote() -> None:
     result = made({"none/tag": [0.9]})
