@@ -438,7 +438,7 @@ def test_dlg_finds_the_labels_of_several_restarts_too() -> None:
         small_lenet(),
         {"pixel_values": image_batch(1)["pixel_values"], "labels": torch.tensor([2])},
     )
-    found = make_attack("dlg", steps=60, start="uniform", restarts=3)(
+    found = make_attack("dlg", steps=60, start="uniform", restarts=2)(
         observe(model, batch), torch_rng()
     )
     assert found.labels is not None
@@ -447,7 +447,7 @@ def test_dlg_finds_the_labels_of_several_restarts_too() -> None:
     assert psnr(found.input, batch["pixel_values"]) > 30
 
 
-def test_lbfgs_on_a_model_that_cannot_run_vectorized() -> None:
+def test_lbfgs_on_a_model_that_cannot_run_vectorized(few_evaluations: None) -> None:
     """Candidates are then evaluated one by one: batch normalization in training mode."""
     torch.manual_seed(0)
     model = DeepConvNetForImageClassification(DeepConvNetConfig(width=4)).train()
@@ -880,7 +880,9 @@ class Diverging(Tag):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lbfgs"])
-def test_a_start_that_diverges_does_not_stop_the_others(optimizer: str) -> None:
+def test_a_start_that_diverges_does_not_stop_the_others(
+    optimizer: str, few_evaluations: None
+) -> None:
     def run(*lost: int, **settings: Any) -> list[Any]:
         attack = Diverging(**{"steps": 3, "restarts": 2, "optimizer": optimizer} | settings)
         attack.lost = frozenset(lost)

@@ -33,23 +33,27 @@ def model(classes: int = CLASSES) -> LeakageLeNetForImageClassification:
     return LeakageLeNetForImageClassification(config).eval()
 
 
-def batches(size: int) -> list[dict[str, Tensor]]:
+def batches(size: int, messages: int = MESSAGES) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [
         {
             "pixel_values": torch.rand(size, 3, 32, 32, generator=generator),
             "labels": torch.randint(CLASSES, (size,), generator=generator),
         }
-        for _ in range(MESSAGES)
+        for _ in range(messages)
     ]
 
 
 def found(
-    attack, without: tuple[str, ...] = (), relative_scale: float = 0.0, size: int = BATCH
+    attack,
+    without: tuple[str, ...] = (),
+    relative_scale: float = 0.0,
+    size: int = BATCH,
+    messages: int = MESSAGES,
 ) -> float:
     """The share of labels that an attack finds in messages that lack some parameters."""
     network, right = model(), 0
-    for number, batch in enumerate(batches(size)):
+    for number, batch in enumerate(batches(size, messages)):
         gmap = GradientMap(network, batch, second_order=False)
         shared = dict(gmap.gradient())
         if relative_scale:
@@ -60,7 +64,7 @@ def found(
         labels = attack(Observation(model=network, gradient=shared, input_shape=shape))
         assert len(labels) == size
         right += (Counter(labels.tolist()) & Counter(batch["labels"].tolist())).total()
-    return right / (size * MESSAGES)
+    return right / (size * messages)
 
 
 @cache
@@ -88,7 +92,8 @@ def test_without_noise_every_label_is_found() -> None:
 @pytest.mark.parametrize("size", [1, BATCH])
 def test_a_withheld_head_protects_no_label(size: int) -> None:
     """The layer below gets what the head knows, through the head's weight, which is public."""
-    assert found(recover_labels_below, ("classifier.weight", "classifier.bias"), size=size) > 0.95
+    without = ("classifier.weight", "classifier.bias")
+    assert found(recover_labels_below, without, size=size, messages=3) > 0.95
 
 
 def test_a_text_model_too() -> None:
@@ -107,7 +112,7 @@ def test_a_decoders_label_is_read_at_its_last_token() -> None:
     """
     sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
     config = GPT2Config(**sizes, num_labels=2, pad_token_id=0, bos_token_id=1, eos_token_id=1)
-    for seed in range(12):
+    for seed in range(6):
         torch.manual_seed(seed)
         network, ids = GPT2ForSequenceClassification(config).eval(), torch.randint(2, 50, (65, 24))
         with torch.no_grad():
