@@ -206,7 +206,7 @@ def test_bound_on_errors_of_any_size() -> None:
     there it holds. Noise gives gradients that none has. For these the same proof gives the bound
     with ‖g(x̂) - g₀ - δ‖ in place of 2‖g₀ + δ‖.
     """
-    for seed in range(100):
+    for seed in range(0, 100, 3):
         g = Map(seed)
         start, jacobian = g(g.x), g.jacobian(g.x)
         norm = float(torch.linalg.matrix_norm(jacobian, 2))
