@@ -272,7 +272,7 @@ def of_whole(
     numbers: Mapping[str, Tensor], shards: Shards | None, how: How = "sum"
 ) -> dict[str, Tensor]:
     """Numbers of whole parameters, given those of this device's parts of them."""
-    return dict(numbers) if shards is None else shards.each(numbers, how)
+    return dict(numbers) if shards is None else shards.joined(numbers, how)
 
 
 def add_up(numbers: Mapping[str, Tensor], shards: Shards | None) -> Tensor:

@@ -137,7 +137,7 @@ def _disagreement(start: Pass, longer: Pass, shorter: Pass, step: float, gmap: C
     finite_errors = [error for error in errors if error is not None]
     error = torch.tensor(finite_errors).median() if finite_errors else torch.tensor(0.0)
     if gmap.shards is not None:
-        error = gmap.shards.each({"": error}, "max")[""]
+        error = gmap.shards.joined({"": error}, "max")[""]
     largest = float(error)
     return largest if math.isfinite(largest) else math.inf
 
@@ -227,7 +227,7 @@ def step_size(x: Tensor, shards: Shards | None) -> float:
     precision: float = torch.finfo(x.dtype).eps ** 0.5
     size = x.square().mean().sqrt()
     if shards is not None:
-        size = shards.each({"": size}, "max")[""]
+        size = shards.joined({"": size}, "max")[""]
     return STEP * precision * (float(size) or 1.0)
 
 

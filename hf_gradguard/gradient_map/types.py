@@ -35,7 +35,7 @@ class Shards(Protocol):
     def fingerprint(self) -> list[int]:
         """What devices of several clients must have alike to average what they hold."""
 
-    def each(self, numbers: Mapping[str, Tensor], how: How = "sum") -> dict[str, Tensor]:
+    def joined(self, numbers: Mapping[str, Tensor], how: How = "sum") -> dict[str, Tensor]:
         """Numbers of parameters' own parts, as numbers of whole parameters."""
 
     def any(self, flag: bool) -> bool:

@@ -52,7 +52,7 @@ class Shards:
         digest = hashlib.blake2b(repr(shapes).encode(), digest_size=7).digest()
         return [self.rank, self.size, int.from_bytes(digest, "little")]
 
-    def each(self, numbers: Mapping[str, Tensor], how: How = "sum") -> dict[str, Tensor]:
+    def joined(self, numbers: Mapping[str, Tensor], how: How = "sum") -> dict[str, Tensor]:
         """Numbers of parameters' own parts, by name, as numbers of whole parameters.
 
         Args:
@@ -79,7 +79,7 @@ class Shards:
     def union(self, names: frozenset[str]) -> frozenset[str]:
         """Those of the model's parameters that any device names."""
         flags = {name: torch.tensor(float(name in names)) for name in self.parameters}
-        return frozenset(name for name, flag in self.each(flags, "max").items() if flag)
+        return frozenset(name for name, flag in self.joined(flags, "max").items() if flag)
 
     def gathered(self, number: Tensor) -> list[float]:
         """A number of each device."""
@@ -125,7 +125,7 @@ class Shards:
     def _sums_later(self, numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sum of the numbers of all parts that stand after this device's part."""
         gathered = self._gather(torch.stack(list(numbers.values())))
-        later_parameters = _later_sums(self.each(numbers))
+        later_parameters = _later_sums(self.joined(numbers))
         pairs = zip(later_parameters.items(), gathered[self.rank + 1 :].sum(0), strict=True)
         return {
             name: later if name in self.replicated else later + later_devices

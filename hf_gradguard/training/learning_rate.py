@@ -43,28 +43,30 @@ class RatesFollowNoise(TrainerCallback):
 
     Args:
         defense: Gives that of the messages.
-        given: The optimizer that the Trainer was passed as `optimizers=`, if any: its rates stay.
+        users_optimizer: The optimizer that the Trainer was passed as `optimizers=`, if any: its rates stay.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
         >>> noise = make_defense("gaussian_noise", relative_scale=3.0)
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         >>> schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-        >>> args, follow = GradGuardConfig("out"), RatesFollowNoise(lambda: noise, given=None)
+        >>> args, follow = GradGuardConfig("out"), RatesFollowNoise(lambda: noise, users_optimizer=None)
         >>> follow.on_train_begin(args, optimizer=optimizer, lr_scheduler=schedule)
         >>> [round(rate / 1e-4, 3) for rate in schedule.base_lrs]
         [3.162]
     """
 
-    def __init__(self, defense: Callable[[], Defense], given: torch.optim.Optimizer | None) -> None:
-        self._defense, self._given = defense, given
+    def __init__(
+        self, defense: Callable[[], Defense], users_optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self._defense, self._users_optimizer = defense, users_optimizer
 
     def on_train_begin(
         self, args: TrainingArguments, *_: Any, optimizer: Any, lr_scheduler: Any, **kwargs: Any
     ) -> None:
         """Multiply rates, and what the scheduler remembers of them."""
         plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-        changes = scale_learning_rate(plain, self._defense(), args, plain is self._given)
+        changes = scale_learning_rate(plain, self._defense(), args, plain is self._users_optimizer)
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)
         _scale_schedule(scheduler, changes)
 

@@ -123,7 +123,7 @@ def _try_padding(gmap: GradientMap, samples: int, tried: frozenset[int]) -> froz
         return frozenset()
     ids = gmap.batch.get("input_ids")
     ids = ids if isinstance(ids, Tensor) and ids.shape == real.shape else real.long()
-    texts = [hash(tuple(row[kept].tolist())) for row, kept in zip(ids, real, strict=True)]
+    texts = [hash(tuple(row[is_real].tolist())) for row, is_real in zip(ids, real, strict=True)]
     counts = count_items(gmap.batch, True) > 0
     passed, met = set[int](), set(tried)
     for _ in range(2):

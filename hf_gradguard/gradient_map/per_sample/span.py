@@ -330,8 +330,8 @@ def scaled(direction: Tensors, target: Tensors, factors: Tensor | None = None) -
     """
     factors = torch.ones(1) if factors is None else factors
     along, power, size = (
-        sum(float((first[n].double() * second[n].double()).sum()) for n in target)
-        for first, second in ((direction, target), (direction, direction), (target, target))
+        sum(float((factor_a[n].double() * factor_b[n].double()).sum()) for n in target)
+        for factor_a, factor_b in ((direction, target), (direction, direction), (target, target))
     )
     if not power or not size:
         return Fit({n: torch.zeros_like(t) for n, t in target.items()}, 0.0, 0 * factors)

@@ -110,8 +110,8 @@ class StartAlike(TrainerCallback):
         if args.world_size > 1:
             trained = kwargs.get("optimizer"), kwargs.get("train_dataloader")
             check_loader(trained[1])  # also of a class of the user's own
-            asked = self._evaluated(), self._defense()
-            settings = agreed_upon(args, model, state, *trained, *asked)
+            measured = self._evaluated(), self._defense()
+            settings = agreed_upon(args, model, state, *trained, *measured)
             check_agreed(settings, args.device)
             # later on buffers hold statistics of rank 0's data, also in another Trainer
             buffers = [] if model in _TRAINED else list(model.buffers())
