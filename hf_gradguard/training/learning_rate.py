@@ -43,14 +43,15 @@ class RatesFollowNoise(TrainerCallback):
 
     Args:
         defense: Gives that of the messages.
-        users_optimizer: The optimizer that the Trainer was passed as `optimizers=`, if any: its rates stay.
+        users_optimizer: The optimizer that the Trainer was passed as `optimizers=`, if any: its
+            rates stay.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
         >>> noise = make_defense("gaussian_noise", relative_scale=3.0)
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         >>> schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-        >>> args, follow = GradGuardConfig("out"), RatesFollowNoise(lambda: noise, users_optimizer=None)
+        >>> args, follow = GradGuardConfig("out"), RatesFollowNoise(lambda: noise, None)
         >>> follow.on_train_begin(args, optimizer=optimizer, lr_scheduler=schedule)
         >>> [round(rate / 1e-4, 3) for rate in schedule.base_lrs]
         [3.162]
