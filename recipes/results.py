@@ -28,8 +28,8 @@ class Run(NamedTuple):
         output: Its files are `docs/results/OUTPUT.*`.
         target: The study, as `module:Class` below `recipes.studies`; or the benchmark's module.
         data: Arguments that name data and models.
-        hours: Roughly, of one core, where nothing is there yet; of the frontiers on texts and images,
-            of five rows.
+        hours: Roughly, of one core, where nothing is there yet; of the frontiers on texts and
+            images, of five rows.
         environment: Set for this run.
     """
 
