@@ -62,6 +62,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_counts(
     assert messages == 2 + 3
 
 
+@pytest.mark.slow
 def test_the_fisher_account_counts_what_left_before_a_kill(tmp_path: Path) -> None:
     count = killed(tmp_path, "fisher", 6)
     resumed = trainer(tmp_path, "fisher", max_steps=1)  # no step more

@@ -26,6 +26,7 @@ from leakage_helpers import dense_convolution, fisher
 from test_trainer import Gradients, make_trainer, rows, settings, stack, weights  # noqa: F401
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, chain, make_defense
 from hf_gradguard.defenses import Defense, Noise
@@ -498,23 +499,35 @@ def test_accounts_add_up_what_was_computed_outside(make_trainer: MakeTrainer) ->
     )
 
 
+class StopsAtSave(TrainerCallback):
+    """What leaves after a checkpoint counts, too."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
 @pytest.mark.parametrize("skip_data", [False, True])
 def test_accounts_survive_in_checkpoints(
     make_trainer: MakeTrainer,
     tmp_path: Path,
     skip_data: bool,
 ) -> None:
-    def run(folder: str, checkpoint: str | None = None, **more: Any) -> FisherAccountant:
+    def run(
+        folder: str, checkpoint: str | None = None, callbacks: Any = (), **more: Any
+    ) -> FisherAccountant:
         accountant = FisherAccountant()
         make_trainer(
             defense=make_defense("optimal_noise", shape="past", refresh_every=3),
-            options={"accountant": accountant}, noise_seed=5, output_dir=str(tmp_path / folder),
-            save_strategy="steps", save_steps=4, max_steps=8, clients_per_process=2, **more,
+            options={"accountant": accountant, "callbacks": list(callbacks)}, noise_seed=5,
+            output_dir=str(tmp_path / folder), save_strategy="steps", save_steps=4, max_steps=8,
+            clients_per_process=2, **more,
         ).train(resume_from_checkpoint=checkpoint)  # fmt: skip
         return accountant
 
     alone = run("alone")
-    resumed = run("resumed", str(tmp_path / "alone" / "checkpoint-4"), ignore_data_skip=skip_data)
+    run("stopped", callbacks=[StopsAtSave])
+    checkpoint = str(tmp_path / "stopped" / "checkpoint-4")
+    resumed = run("resumed", checkpoint, ignore_data_skip=skip_data)
     assert (alone.steps, resumed.steps) == (16, 16)
     if not skip_data:
         one, other = alone.state_dict(), resumed.state_dict()
