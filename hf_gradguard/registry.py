@@ -302,7 +302,7 @@ ATTACKS: Registry[Any] = Registry(
 ESTIMATORS: Registry[Any] = Registry(
     "estimator",
     {
-        "i2f_lower_bound": "hf_gradguard.leakage.estimators:I2FLowerBound",
-        "dfil_bound": "hf_gradguard.leakage.estimators:DFILBound",
+        "i2f_lower_bound": "hf_gradguard.leakage.influence:I2FLowerBound",
+        "dfil_bound": "hf_gradguard.leakage.fisher:DFILBound",
     },
 )

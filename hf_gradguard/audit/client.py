@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..attacks import Attack, Reconstruction
     from ..defenses import Defense
     from ..gradient_map.types import LossFunction
-    from ..leakage.estimators import Estimator
+    from ..leakage import Estimator
     from .cells import Cell
     from .settings import AuditSettings
 

@@ -23,17 +23,16 @@ from .differential_privacy import (
     dp_sgd_noise_multiplier,
     membership_power,
 )
-from .estimators import Estimator, make_estimator
 from .fisher import DFIL, dfil, fisher_norm, fisher_trace
+from .gram import Eigenvalue, Estimate, Influence
 from .influence import (
     Directions,
-    Eigenvalue,
-    Estimate,
-    Influence,
+    Estimator,
     expected_squared_influence,
     inversion_influence,
     inversion_influence_lower_bound,
     largest_eigenvalue,
+    make_estimator,
     one_product_bound,
     smallest_directions,
 )

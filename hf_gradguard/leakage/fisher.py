@@ -19,15 +19,28 @@ Eq. 1 to 5, Theorem 2.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
 from ..randomness import Stream, signs
-from .gram import NoiseVariance, Unknowns, largest_eigenpair, not_finite, variances
-from .influence import Eigenvalue, Estimate, check_probes, gaussian, mean_square_norm
+from .bounds import mse_bound_from_dfil
+from .gram import (
+    Eigenvalue,
+    Estimate,
+    NoiseVariance,
+    Unknowns,
+    largest_eigenpair,
+    mean_square_norm,
+    not_finite,
+    variances,
+)
+from .influence import Estimator, check_probes, gaussian
+
+if TYPE_CHECKING:
+    from ..defenses import Message
 
 
 class DFIL(NamedTuple):
@@ -218,3 +231,24 @@ def _precision(variance: Tensor) -> Tensor:
     `_unprotected`.
     """
     return torch.where(variance > 0, 1 / variance, 0.0)
+
+
+class DFILBound(Estimator):
+    """1/√dFIL by 50 probes: the least RMSE per coordinate of an unbiased attacker who knows the
+    covariance of the message's Gaussian noise. Infinite where nothing depends on the input.
+    """
+
+    title = "dFIL bound"
+    meaning = (
+        "the least RMSE per coordinate of an unbiased attacker under Gaussian noise; one who knows "
+        "what inputs look like may be below it"
+    )
+    probes: ClassVar[int] = 50
+
+    def estimate(self, message: Message, generator: Stream | torch.Generator | None) -> Tensor:
+        if message.noise is None:
+            raise ValueError(
+                "What was shared is not the true gradient with Gaussian noise of known covariance."
+            )
+        leakage = dfil(self.gmap, message.noise.variance, self.probes, generator).value
+        return mse_bound_from_dfil(leakage).sqrt()

@@ -18,14 +18,30 @@ Reference: Zhang et al., "Understanding Deep Gradient Leakage via Inversion Infl
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Self
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
 from ..randomness import Stream, normal
-from .gram import Eigenpair, NoiseVariance, Unknowns, finite, largest_eigenpair, solve, variances
+from ..registry import ESTIMATORS
+from .gram import (
+    Eigenvalue,
+    Estimate,
+    Influence,
+    NoiseVariance,
+    Unknowns,
+    finite,
+    largest_eigenpair,
+    solve,
+    variances,
+)
+
+if TYPE_CHECKING:
+    from ..defenses import Message
 
 MAX_ITERATIONS = 300
 """Of the search for an eigenvalue."""
@@ -345,116 +361,98 @@ def _check_iteration(damping: float, tolerance: float, max_iterations: int) -> N
         raise ValueError(f"max_iterations must be at least 1, but is {max_iterations!r}.")
 
 
-class Influence(float):
-    """The norm of an input error.
+# --- estimators by name: what a message leaks, one number per sample, without an attack
+
+
+class Estimator(ABC):
+    """Base of all estimators. A subclass has a `title` and one method, `estimate`.
+
+    An estimator is made for one gradient map, and asked about each message that a defense made of
+    it. What does not depend on the message it computes once.
+
+    Args:
+        gmap: The client's gradient map.
 
     Attributes:
-        num_coordinates: m, the number of unknown coordinates.
-        per_sample: The norm of each sample's part, `(B,)`.
-        error: For I itself, the predicted error of the input, in its shape. `None` for a lower
-            bound.
-        iterations: Products with J Jᵀ that it took.
-        residual: For I, ‖b - Ax‖/‖b‖ of the system that was solved; for a lower bound, that of its
-            eigenvalue.
-        relative_error: For I, a bound on its own relative error, from the residual; an estimate
-            where damping is 0.
+        title: What tables call it. It is an error of the input, so higher leaks less.
+        meaning: What kind of error, for legends: the end of a sentence that begins with the title.
 
     Example:
-        >>> from hf_gradguard.leakage import inversion_influence_lower_bound
-        >>> bound = inversion_influence_lower_bound(gmap, delta)
-        >>> bound.per_sample.shape, bound.rmse < bound
-        (torch.Size([2]), True)
-    """
-
-    num_coordinates: int
-    per_sample: Tensor
-    error: Tensor | None = None
-    iterations: int
-    residual: float
-    relative_error: float = 0.0
-
-    @property
-    def rmse(self) -> float:
-        """The root mean square over coordinates: the norm divided by √m."""
-        return self / math.sqrt(self.num_coordinates)
-
-
-class Eigenvalue(float):
-    """An eigenvalue.
-
-    Attributes:
-        vector: Its unit eigenvector, in the input's shape.
-        residual: ‖Av - λv‖, a bound on its distance to an exact eigenvalue.
-        iterations: Products that it took.
-
-    Example:
-        >>> from hf_gradguard.leakage import largest_eigenvalue
-        >>> top = largest_eigenvalue(gmap)
-        >>> top.residual <= 1e-4 * top, top.vector.shape == gmap.input.shape
-        (True, True)
-    """
-
-    vector: Tensor
-    residual: float
-    iterations: int
-
-    @classmethod
-    def from_pair(cls, pair: Eigenpair, unknowns: Unknowns) -> Self:
-        eigenvalue = cls(pair.value)
-        eigenvalue.vector, eigenvalue.residual = unknowns.unpack(pair.vector), pair.residual
-        eigenvalue.iterations = pair.iterations
-        return eigenvalue
-
-
-class Estimate(float):
-    """A mean over random draws.
-
-    Attributes:
-        standard_error: Of the mean. 0 where the figure is exact, infinite where one draw cannot
-            tell.
-
-    Example:
-        >>> from hf_gradguard.leakage import fisher_trace
-        >>> estimate = fisher_trace(gmap, noise_variance=1e-6, num_probes=4)
-        >>> 0 < estimate.standard_error < estimate
+        >>> message = make_defense("gaussian_noise")(gmap)
+        >>> make_estimator("dfil_bound", gmap)(message).shape == (len(gmap.input),)
         True
     """
 
-    standard_error: float
+    title: ClassVar[str]
+    meaning: ClassVar[str]
 
-    @classmethod
-    def exact(cls, value: float | Tensor) -> Self:
-        estimate = cls(value)
-        estimate.standard_error = 0.0
-        return estimate
+    def __init__(self, gmap: GradientMap) -> None:
+        self.gmap = gmap
 
-    @classmethod
-    def mean(cls, gram: Tensor) -> Self:
-        value, error = mean_square_norm(gram)
-        estimate = cls(value)
-        estimate.standard_error = float(error)
-        return estimate
+    def __call__(
+        self, message: Message, generator: Stream | torch.Generator | None = None
+    ) -> Tensor:
+        """The error of every sample that is to be expected from this message.
+
+        Args:
+            message: What a defense shared of the map's gradient.
+            generator: Source of random probes, a `Stream` or a generator on the input's device.
+                Default: a new `Stream`.
+
+        Returns:
+            `(B,)` errors of the input, from 0 (all is known) to infinity (nothing is).
+
+        Raises:
+            ValueError: If the estimator says nothing of such a message, with the reason.
+            ArithmeticError: If it cannot be computed, with the reason.
+        """
+        errors = self.estimate(message, generator)
+        samples = len(self.gmap.input)
+        if tuple(errors.shape) != (samples,) or bool((errors.isnan() | (errors < 0)).any()):
+            raise ValueError(
+                f"{type(self).__name__} gave no error from 0 to infinity for each of {samples} "
+                f"samples, but {errors.tolist()}."
+            )
+        return errors
+
+    @abstractmethod
+    def estimate(self, message: Message, generator: Stream | torch.Generator | None) -> Tensor:
+        """The estimate itself. Implemented by subclasses."""
 
 
-def mean_square_norm(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """E‖y‖² of a Gaussian vector y = Mz and its standard error, from the inner products of k
-    independent draws.
+class I2FLowerBound(Estimator):
+    """I_lb of what the defense did to the gradient, a norm; see `inversion_influence_lower_bound`.
 
-    The variance of one ‖y‖² is 2‖MMᵀ‖_F², and (y_aᵀy_b)² of two different draws is an unbiased
-    estimate of ‖MMᵀ‖_F². There are k(k-1)/2 pairs of draws, so this error is far steadier than the
-    spread of k squares; it matters where M has few large singular values and the squares are
-    skewed.
-
-    Args:
-        gram: Inner products y_aᵀy_b, `(..., k, k)`.
-
-    Returns:
-        The mean and its standard error, `(...)`; infinite for k = 1.
+    Divided by √m it would put short texts, which are found more easily, above long ones.
     """
-    k = gram.shape[-1]
-    squares = gram.diagonal(dim1=-2, dim2=-1)
-    value = squares.mean(-1)
-    if k == 1:
-        return value, torch.full_like(value, math.inf)
-    norm = (gram.square().sum((-2, -1)) - squares.square().sum(-1)).clamp(min=0) / (k * (k - 1))
-    return value, (2 * norm / k).sqrt()
+
+    title = "I²F lower bound"
+    meaning = (
+        "a norm, to first order, of what was done to the gradient; it ranks, and claims no size"
+    )
+
+    @cached_property
+    def eigenvalue(self) -> Eigenvalue:
+        """λ_max(J Jᵀ), which no defense changes."""
+        return largest_eigenvalue(self.gmap)
+
+    def estimate(self, message: Message, generator: Stream | torch.Generator | None) -> Tensor:
+        delta = {name: message[name] - g for name, g in self.gmap.gradient().items()}
+        bound = inversion_influence_lower_bound(self.gmap, delta, eigenvalue=self.eigenvalue)
+        return bound.per_sample
+
+
+def make_estimator(name: str, gmap: GradientMap) -> Estimator:
+    """The estimator of that name, for a gradient map.
+
+    Raises:
+        ValueError: For an unknown name, listing the right ones.
+
+    Example:
+        >>> estimator = make_estimator("i2f_lower_bound", gmap)
+        >>> errors = [estimator(make_defense("pruning", ratio=p)(gmap)) for p in (0.1, 0.9)]
+        >>> bool((errors[0] < errors[1]).all())
+        True
+    """
+    estimator: Estimator = ESTIMATORS[name](gmap)
+    return estimator

@@ -23,7 +23,7 @@ from hf_gradguard.audit import audit, markdown_table, summarize
 from hf_gradguard.audit.report.page import html_report, scatters
 from hf_gradguard.audit.report.verdicts import show_mean
 from hf_gradguard.defenses import Message, Noise
-from hf_gradguard.leakage.estimators import make_estimator
+from hf_gradguard.leakage import make_estimator
 
 TEXTS = [("w1 w2 w3", 1), ("w2 w3 w4 w5", 0), ("w7 w8", 2), ("w1 w9 w10 w11", 1)]
 STRENGTHS = [f"gaussian_noise:relative_scale={scale}" for scale in (0.1, 1, 10)]
@@ -132,7 +132,7 @@ def test_no_second_derivatives_is_said(
     def fail(*_: Any) -> Any:
         raise ArithmeticError("The largest eigenvalue is not known.")
 
-    monkeypatch.setattr("hf_gradguard.leakage.estimators.largest_eigenvalue", fail)
+    monkeypatch.setattr("hf_gradguard.leakage.influence.largest_eigenvalue", fail)
     model, tokenizer = text_model()
     result = audit(model, tokenizer, TEXTS[:1], [], "spy", output=tmp_path)
     assert result.shared[0]["estimates"] == {}

@@ -20,7 +20,7 @@ from hf_gradguard.audit import audit, markdown_table, summarize
 from hf_gradguard.audit.report.page import html_report
 from hf_gradguard.audit.run import make_attacks, make_defenses, parse_specs
 from hf_gradguard.defenses import Defense, Message, chain, make_defense
-from hf_gradguard.leakage.estimators import Estimator
+from hf_gradguard.leakage import Estimator
 from hf_gradguard.randomness import Stream
 from hf_gradguard.registry import ESTIMATORS
 
