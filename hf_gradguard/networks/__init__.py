@@ -3,7 +3,6 @@ defense.
 """
 
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
-from .evaluation import NetworkFigures, evaluate_image_network, evaluate_text_network
 from .fitting import cache_folder, cached_text_network, network_for
 from .image import ImageEvaluationNetwork, adapt_images, judge_images
 from .loading import (
@@ -21,7 +20,6 @@ from .trial import check_network, check_order, check_slope, check_special, try_o
 __all__ = [
     "ImageEvaluationNetwork",
     "ImageEvaluationNetworkConfig",
-    "NetworkFigures",
     "TextEvaluationNetwork",
     "TextEvaluationNetworkConfig",
     "adapt_images",
@@ -33,8 +31,6 @@ __all__ = [
     "check_slope",
     "check_special",
     "embedding_fingerprint",
-    "evaluate_image_network",
-    "evaluate_text_network",
     "judge_images",
     "load_network",
     "network_for",

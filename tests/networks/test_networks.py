@@ -43,8 +43,6 @@ from hf_gradguard.networks import (
     blend_images,
     cached_text_network,
     embedding_fingerprint,
-    evaluate_image_network,
-    evaluate_text_network,
     load_network,
     packaged_image_network,
     packaged_networks,
@@ -54,8 +52,8 @@ from hf_gradguard.networks import (
     train_image_network,
     train_text_network,
 )
-from hf_gradguard.networks.evaluation import spearman
 from hf_gradguard.networks.noise import as_pixels
+from recipes.studies.lib.noise_ratios import evaluate_image_network, evaluate_text_network
 
 WORDS = [f"w{i}" for i in range(400)]
 SMALL = {"width": 16, "num_layers": 2}
@@ -514,14 +512,6 @@ def test_training_data_that_cannot_be() -> None:
         train_text_network(nn.Embedding(10, 4), tokenizer, make_texts(2))
     with pytest.raises(ValueError, match="no embedding matrix"):
         train_text_network(nn.Identity(), tokenizer, make_texts(2))
-
-
-def test_spearman_with_ties() -> None:
-    a, b = torch.tensor([1.0, 2.0, 2.0, 4.0]), torch.tensor([3.0, 5.0, 9.0, 9.0])
-    assert spearman(a, a.exp()) == pytest.approx(1)
-    assert spearman(a, -a) == pytest.approx(-1)
-    ranks = np.corrcoef([1, 2.5, 2.5, 4], [1, 2, 3.5, 3.5])[0, 1]
-    assert spearman(a, b) == pytest.approx(ranks)
 
 
 def test_adapted_images() -> None:

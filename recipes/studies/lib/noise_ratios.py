@@ -7,11 +7,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from scipy.stats import spearmanr
 from torch import Tensor, nn
 
-from .image import ImageEvaluationNetwork, adapt_images
-from .noise import as_pixels, blend_images, embedding_weight, ordinary_token_ids, replace_tokens
-from .text import TextEvaluationNetwork
+from hf_gradguard.networks.image import ImageEvaluationNetwork, adapt_images
+from hf_gradguard.networks.noise import (
+    as_pixels,
+    blend_images,
+    embedding_weight,
+    ordinary_token_ids,
+    replace_tokens,
+)
+from hf_gradguard.networks.text import TextEvaluationNetwork
 
 RATIOS = tuple(round(0.1 * step, 1) for step in range(11))
 
@@ -34,13 +41,6 @@ class NetworkFigures:
         mean_absolute_error: Of single predictions, from the ratio that each sample really had.
         worst_mean_error: The largest distance of a mean prediction from the mean ratio it should
             be.
-
-    Example:
-        >>> from hf_gradguard.networks import load_network
-        >>> network = load_network("image-evaluation-network-32")
-        >>> figures = evaluate_image_network(network, image_batch["pixel_values"])
-        >>> figures.to_dict()["ratios"][:3]
-        [0.0, 0.1, 0.2]
     """
 
     samples: int
@@ -64,13 +64,6 @@ def evaluate_image_network(
 
     Noise is added at the images' own shape and size, then they pass through `adapt_images`: a
     client that protects gray digits adds gray noise of their size too.
-
-    Example:
-        >>> from hf_gradguard.networks import load_network
-        >>> network = load_network("image-evaluation-network-32")
-        >>> figures = evaluate_image_network(network, image_batch["pixel_values"])
-        >>> figures.samples, len(figures.mean_predictions)
-        (2, 11)
     """
     pixels = as_pixels(images)
     generator = torch.Generator().manual_seed(seed)
@@ -108,13 +101,6 @@ def evaluate_text_network(
         max_length: Longer texts are cut.
         blend: Mix every token's embedding with a random token's by the ratio, instead of replacing
             tokens.
-
-    Example:
-        >>> from hf_gradguard.networks import train_text_network
-        >>> embedding = model.get_input_embeddings()
-        >>> network = train_text_network(embedding, tokenizer, texts, steps=1, progress=False)
-        >>> evaluate_text_network(network, embedding, tokenizer, texts).samples
-        2
     """
     weight = embedding_weight(embedding)
     network.check_embedding(weight)
@@ -179,21 +165,13 @@ def _figures(batches: Any, samples: int) -> NetworkFigures:
         ratios=list(RATIOS),
         mean_predictions=[round(float(m), 4) for m in means],
         strictly_increasing=bool((means.diff() > 0).all()),
-        spearman_of_means=round(spearman(means, torch.tensor(RATIOS)), 4),
-        spearman=round(spearman(predicted, target), 4),
-        spearman_nominal=round(spearman(predicted, torch.cat(nominal)), 4),
+        spearman_of_means=_spearman(means, torch.tensor(RATIOS)),
+        spearman=_spearman(predicted, target),
+        spearman_nominal=_spearman(predicted, torch.cat(nominal)),
         mean_absolute_error=round(float((predicted - target).abs().mean()), 4),
         worst_mean_error=round(float((means - target_means).abs().max()), 4),
     )
 
 
-def spearman(a: Tensor, b: Tensor) -> float:
-    """Spearman's rank correlation of two vectors; ties share their mean rank."""
-    ranks = torch.stack([_ranks(a), _ranks(b)])
-    return float(torch.corrcoef(ranks)[0, 1])
-
-
-def _ranks(values: Tensor) -> Tensor:
-    _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
-    last_rank = counts.cumsum(0).double()
-    return (last_rank - (counts - 1) / 2)[inverse]
+def _spearman(predicted: Tensor, true: Tensor) -> float:
+    return round(float(spearmanr(predicted.numpy(), true.numpy()).statistic), 4)
