@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_gradguard.attacks.matching.descent import OPTIMIZERS
-from hf_gradguard.leakage.estimators import DFILBound
+from hf_gradguard.attacks.matching.problem import OPTIMIZERS
+from hf_gradguard.leakage.fisher import DFILBound
 
 DOCUMENTS = [Path(__file__).parent / folder for folder in ("docs", "studies")]
 

@@ -20,9 +20,9 @@ from ...models import explain_missing_model
 from ...randomness import Stream, torch_generator
 from ..base import Attack, Observation, Reconstruction, as_text, without_dropout
 from ..layer_inputs import with_length
-from .descent import Descended, MatchingSettings, descend
+from .descent import Descended, descend
 from .objectives import Objective, TagDistance, cosine_distance, embedding_length, squared_distance
-from .problem import Problem
+from .problem import MatchingSettings, Problem
 from .space import Tokens
 
 
@@ -59,16 +59,7 @@ class GradientMatching(MatchingSettings, Attack):
         Raises:
             ValueError: If they do not belong together, or this attack cannot work on them.
         """
-        return Problem(
-            observations,
-            self.objective(),
-            restarts=self.restarts,
-            optimize_labels=self.optimize_labels,
-            match_nonzero=self.match_nonzero,
-            leave_out=self.leave_out,
-            clip_norm=self.clip_norm,
-            clip_coordinate=self.clip_coordinate,
-        )
+        return Problem(observations, self)
 
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
         return self._match([with_length(observation)], generator)[0]

@@ -1,11 +1,12 @@
-"""Observations to be matched, and what an attacker who knows the defense does to gradients before
-they are compared.
+"""What gradient matching may choose, and the problem that it descends on: observations, and what an
+attacker that knows the defense does to gradients before they are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,182 @@ from torch import Tensor, nn
 from ...gradient_map import GradientMap, Tensors
 from ..base import Observation
 from ..labels import check_classes, recover_labels
-from .objectives import Candidate, Objective, inverse_norm
-from .space import SPACES, DeepPrior, SearchSpace
+from .objectives import Candidate, Objective, inverse_norm, squared_norm
+from .space import SPACES, STARTS, DeepPrior, SearchSpace
 
 Slopes = tuple[Tensor, Tensor, Tensors]
 """Distances of candidates `(K,)`, their derivatives by the candidates, and by their labels."""
+
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor], float], torch.optim.Optimizer]] = {
+    "adam": lambda leaves, rate: torch.optim.Adam(leaves, lr=rate),
+    "adamw": lambda leaves, rate: torch.optim.AdamW(leaves, lr=rate),
+    "lbfgs": lambda leaves, rate: torch.optim.LBFGS(
+        leaves, lr=rate, history_size=100, line_search_fn="strong_wolfe"
+    ),
+}
+
+
+def _linear(step: int, steps: int, warmup: int) -> float:
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    return max(0.0, (steps - step) / max(1, steps - warmup))
+
+
+def _in_steps(step: int, steps: int, warmup: int) -> float:
+    return 0.1 ** sum(step >= steps * eighths / 8 for eighths in (3, 5, 7))
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
+    "constant": lambda step, steps, warmup: 1.0,
+    "linear": _linear,
+    "steps": _in_steps,
+}
+
+
+@dataclass
+class MatchingSettings:
+    """What an attack by gradient matching may choose: numbers, and in subclasses its distance,
+    priors, and moves between steps.
+
+    Args:
+        steps: Iterations. One costs a plain gradient, and its derivative by the input: 7/3 plain
+            gradients in matrix products.
+        learning_rate: Peak rate of the optimizer, in the input's unit.
+        optimizer: `"adam"`, `"adamw"` or `"lbfgs"`. L-BFGS takes up to 20 evaluations a step.
+        schedule: `"constant"`, `"linear"` (down to 0, after `warmup` steps up), or `"steps"` (a
+            tenth at 3/8, 5/8 and 7/8).
+        warmup: Steps over which a linear schedule rises.
+        signed: Follow the sign of the input's gradient.
+        start: `"normal"`, `"uniform"` (images), `"tokens"` (embeddings of random tokens), or a
+            tensor in the input's shape: an attacker's own guess, such as robust data. `None`:
+            uniform on images, normal on texts.
+        prior: `"deep"`: an image is what an untrained convolutional network draws, whose weights
+            are descended on in the place of its pixels, at the same rate; it starts from random
+            weights. `steps` says how strong a prior it is: noise is fitted last. `None` for none.
+        restarts: Starts from which to descend; the best match is returned. They are evaluated in
+            one vectorized pass.
+        total_variation: Weight of that prior on images.
+        squared_norm: Weight of that prior.
+        match_nonzero: Match only where the shared gradient is not zero: against pruning.
+        leave_out: Parts of parameter names to leave out of the matching: against defenses of single
+            layers.
+        clip_norm: Clip candidates' gradients to this norm, as the defense does: against clipping by
+            norm.
+        clip_coordinate: Coordinates that were shared at ± this bound match whatever lies beyond it:
+            against clipping of coordinates that get no noise.
+        tolerance: Stop when the objective falls to it.
+        patience: Stop after so many steps without a new best.
+        time_budget: Stop after so many seconds.
+        progress: Show a bar.
+
+    Raises:
+        ValueError: For a setting out of range, saying the range.
+
+    Example:
+        >>> MatchingSettings(steps=10, schedule="linear", warmup=4).rate(0)
+        0.2
+    """
+
+    name: ClassVar[str]
+    optimize_labels: ClassVar[bool] = False
+    steps: int = 1000
+    learning_rate: float = 0.1
+    optimizer: str = "adam"
+    schedule: str = "constant"
+    warmup: int = 0
+    signed: bool = False
+    start: Any = "normal"
+    prior: str | None = None
+    restarts: int = 1
+    total_variation: float = 0.0
+    squared_norm: float = 0.0
+    match_nonzero: bool = False
+    leave_out: Sequence[str] = ()
+    clip_norm: float | None = None
+    clip_coordinate: float | None = None
+    tolerance: float = 0.0
+    patience: int | None = None
+    time_budget: float | None = None
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(choices)}, but is {getattr(self, name)!r}."
+                )
+        if not isinstance(self.start, Tensor) and self.start not in (None, *STARTS):
+            raise ValueError(
+                f"start must be one of {', '.join(STARTS)} or a tensor, but is {self.start!r}."
+            )
+        if min(self.steps, self.restarts) < 1:
+            raise ValueError(
+                f"steps and restarts must be at least 1, but are {self.steps} and {self.restarts}."
+            )
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate must be above 0, but is {self.learning_rate}.")
+        for name in ("clip_norm", "clip_coordinate"):
+            if (bound := getattr(self, name)) is not None and bound <= 0:
+                raise ValueError(f"{name} must be above 0, but is {bound}.")
+        if self.signed and self.optimizer == "lbfgs":
+            raise ValueError("L-BFGS needs the gradient and not its sign: set signed=False.")
+        if isinstance(self.leave_out, str):
+            raise ValueError("leave_out is a list of parts of names, not one string.")
+        if self.prior is not None:
+            self._check_prior()
+
+    def _check_prior(self) -> None:
+        if self.prior != "deep":
+            raise ValueError(f"prior must be 'deep' or None, but is {self.prior!r}.")
+        if self.optimizer != "adam":
+            raise ValueError(
+                "prior='deep' descends on a network's weights, of which all layers have slopes of "
+                f"another size: Adam evens that out, {self.optimizer} does not. Set "
+                "optimizer='adam' and a learning_rate near 0.01."
+            )
+        if self.signed:
+            raise ValueError(
+                "prior='deep' needs the image's gradient and not its sign, to go on to the "
+                "weights: set signed=False."
+            )
+        if isinstance(self.start, Tensor):
+            raise ValueError(
+                "prior='deep' starts from random weights, and which ones draw a given image nobody "
+                "knows: leave start out, or set prior=None."
+            )
+        if type(self).between_steps is not MatchingSettings.between_steps:
+            raise ValueError(
+                f"{self.name} moves candidates between steps, and with prior='deep' a network "
+                "draws them anew: set prior=None."
+            )
+
+    def objective(self) -> Objective:
+        """The distance between gradients. Implemented by subclasses."""
+        raise NotImplementedError
+
+    def penalty(self, problem: Problem, x: Tensor) -> Tensor | float:
+        """The priors' penalty of candidates `(K, B, ...)`: `(K,)`."""
+        value: Tensor | float = 0.0
+        if self.total_variation:
+            value = value + self.total_variation * problem.space.total_variation(x)
+        if self.squared_norm:
+            value = value + self.squared_norm * squared_norm(x)
+        return value
+
+    def between_steps(
+        self,
+        problem: Problem,
+        step: int,
+        x: Tensor,
+        first_candidate: int,
+        generator: torch.Generator,
+    ) -> None:
+        """What happens to candidates after a step, in place: to those from `first_candidate` on."""
+
+    def rate(self, step: int) -> float:
+        """The schedule: the share of the learning rate that a step takes."""
+        return SCHEDULES[self.schedule](step, self.steps, self.warmup)
 
 
 class Problem:
@@ -27,14 +199,7 @@ class Problem:
     Args:
         observations: Of one model, input shape and attention mask, with gradients of the same
             parameters.
-        objective: The distance between gradients.
-        restarts: Candidates an observation.
-        optimize_labels: Optimize labels that are not known as logits, as DLG does, and do not read
-            them off the gradient.
-        match_nonzero: Match only where the shared gradient is not zero.
-        leave_out: Parts of parameter names to leave out.
-        clip_norm: Clip candidates' gradients to this norm.
-        clip_coordinate: Coordinates shared at ± this bound match whatever lies beyond it.
+        settings: The attack's: its objective, restarts, and what of gradients it compares.
 
     Attributes:
         observation: The first observation.
@@ -46,69 +211,54 @@ class Problem:
         ValueError: If the observations do not belong together, or the attack cannot work on them.
 
     Example:
-        >>> from hf_gradguard.attacks.matching.objectives import squared_distance
         >>> from dataclasses import replace
+        >>> from hf_gradguard.attacks import make_attack
         >>> observation = replace(observation, attention_mask=batch["attention_mask"])
-        >>> problem = Problem([observation], squared_distance)
+        >>> problem = Problem([observation], make_attack("dlg"))
         >>> bool(problem.distance(gmap.input, 0) < 1e-9)  # the true input has that gradient
         True
     """
 
-    def __init__(
-        self,
-        observations: Sequence[Observation],
-        objective: Objective,
-        *,
-        restarts: int = 1,
-        optimize_labels: bool = False,
-        match_nonzero: bool = False,
-        leave_out: Sequence[str] = (),
-        clip_norm: float | None = None,
-        clip_coordinate: float | None = None,
-    ) -> None:
+    def __init__(self, observations: Sequence[Observation], settings: MatchingSettings) -> None:
         _check_together(observations)
         self.observation = reference = observations[0]
-        self.objective = objective
-        self.clip_norm, self.clip_coordinate = clip_norm, clip_coordinate
-        self.soft = reference.labels is None and optimize_labels
+        self.settings, self.objective = settings, settings.objective()
+        self.soft = reference.labels is None and settings.optimize_labels
         labels = [_labels(observation, self.soft) for observation in observations]
-        self.labels = torch.stack(labels).repeat_interleave(restarts, 0)
+        self.labels = torch.stack(labels).repeat_interleave(settings.restarts, 0)
         self.gmap: GradientMap = reference.gradient_map(
             self.labels[0], loss_fn=soft_label_loss if self.soft else None
         )
         self.shared = [name for name in self.gmap.parameters if name in reference.gradient]
         self.names = [
-            name for name in self.shared if not any(excluded in name for excluded in leave_out)
+            n for n in self.shared if not any(fragment in n for fragment in settings.leave_out)
         ]
         if not self.names:
             raise ValueError(
                 "No gradient is left to match: what was shared is the token embeddings' alone "
                 "(embedding_rows reads those), or leave_out names all of it."
             )
-        weights = [
-            _weights(observation, self.names, match_nonzero, clip_coordinate is not None)
-            for observation in observations
-        ]
-        self.weighted = any(weight is not None for weight in weights)
+        weights = [_weights(observation, self.names, settings) for observation in observations]
+        self.weighted = any(tensors is not None for tensors in weights)
         targets = [
-            self._compared(observation, weight)
-            for observation, weight in zip(observations, weights, strict=True)
+            self._compared(observation, tensors)
+            for observation, tensors in zip(observations, weights, strict=True)
         ]
         self.extras: Tensors = {
-            name: torch.stack([shared[name] for shared in targets]).repeat_interleave(restarts, 0)
+            name: torch.stack([target[name] for target in targets]).repeat_interleave(
+                settings.restarts, 0
+            )
             for name in targets[0]
         }
         self.space: SearchSpace = SPACES[reference.domain.name](reference, self.gmap.input)
 
-    def start(self, start: Any, generator: torch.Generator) -> Tensor:
+    def start(self, generator: torch.Generator) -> Tensor:
         """The first candidates, `(K, *input.shape)`."""
-        template = self.gmap.input
-        return self.space.start(start, (len(self.labels), *template.shape), template, generator)
+        return self.space.start(self.settings.start, len(self.labels), generator)
 
     def network(self, generator: torch.Generator) -> DeepPrior:
         """What draws candidates `(K, *input.shape)`, each by networks of its own."""
-        template = self.gmap.input
-        return self.space.network((len(self.labels), *template.shape), template, generator)
+        return self.space.network(len(self.labels), generator)
 
     def slopes(self, x: Tensor, labels: Tensor, rows: slice | Tensor) -> Slopes:
         """dist(g(x̂), shared) of the candidates `rows`, `(K,)`, and its derivatives by `x` and by
@@ -141,15 +291,17 @@ class Problem:
 
     def _distance(self, gradient: Candidate, extras: Tensors) -> Tensor:
         shared = {name: extras[name] for name in self.names}
-        if self.clip_norm is not None:
-            scale = (self.clip_norm * inverse_norm(gradient[name] for name in self.shared)).clamp(
-                max=1.0
-            )
+        settings = self.settings
+        if settings.clip_norm is not None:
+            inverse = inverse_norm(gradient[name] for name in self.shared)
+            scale = (settings.clip_norm * inverse).clamp(max=1.0)
             gradient = {name: gradient[name] * scale for name in self.names}
         if self.weighted:  # never in factors
             gradient = {name: gradient[name] * extras[f"weight {name}"] for name in self.names}
-        if self.clip_coordinate is not None:
-            bounds = {name: self.clip_coordinate * extras[f"weight {name}"] for name in self.names}
+        if settings.clip_coordinate is not None:
+            bounds = {
+                name: settings.clip_coordinate * extras[f"weight {name}"] for name in self.names
+            }
             gradient = {
                 name: _up_to(gradient[name], shared[name], bounds[name])  # type: ignore[arg-type]
                 for name in self.names
@@ -201,7 +353,7 @@ def _labels(observation: Observation, soft: bool) -> Tensor:
 
 
 def _weights(
-    observation: Observation, names: list[str], match_nonzero: bool, clipped: bool
+    observation: Observation, names: list[str], settings: MatchingSettings
 ) -> Tensors | None:
     """What an adaptive attacker multiplies gradients by; `None` for all ones.
 
@@ -210,7 +362,7 @@ def _weights(
     as 1e-4 of their mean.
     """
     weights: Tensors | None = None
-    if clipped:
+    if settings.clip_coordinate is not None:
         weights = {name: torch.ones_like(observation.gradient[name]) for name in names}
     if isinstance(observation.noise_variance, Mapping):
         variances = {name: observation.noise_variance[name] for name in names}
@@ -221,7 +373,7 @@ def _weights(
             v.numel() for v in variance.values()
         )
         weights = {name: (mean / v.clamp_min(1e-4 * mean)).sqrt() for name, v in variance.items()}
-    if match_nonzero:
+    if settings.match_nonzero:
         is_shared = {
             name: (observation.gradient[name] != 0).to(observation.gradient[name].dtype)
             for name in names

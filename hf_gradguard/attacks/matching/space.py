@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -47,18 +46,12 @@ class Vocabulary:
         self.norms = self.matrix.norm(dim=1)
         self.allowed = self.norms > 0
         if observation.tokenizer is not None:
-            self.allowed[
-                [
-                    index
-                    for index in observation.tokenizer.all_special_ids
-                    if index < len(self.allowed)
-                ]
-            ] = False
-            self.allowed[len(observation.tokenizer) :] = (
-                False  # rows beyond the tokenizer, added for speed
-            )
+            special = observation.tokenizer.all_special_ids
+            self.allowed[[index for index in special if index < len(self.allowed)]] = False
+            # Rows beyond the tokenizer were added for speed.
+            self.allowed[len(observation.tokenizer) :] = False
         self.candidates = self.allowed.nonzero().flatten()
-        self._directions = F.normalize(self.matrix[self.candidates], dim=1)
+        self._directions = functional.normalize(self.matrix[self.candidates], dim=1)
 
     def embed(self, ids: Tensor) -> Tensor:
         """`(*ids.shape, H)`: as the model embeds them, without hooks."""
@@ -68,7 +61,7 @@ class Vocabulary:
         """`(..., T, H)` embeddings to `(..., T)` ids of the nearest allowed token by cosine; known
         tokens as they are.
         """
-        flat = F.normalize(x.reshape(-1, x.shape[-1]), dim=1)
+        flat = functional.normalize(x.reshape(-1, x.shape[-1]), dim=1)
         best = [
             self.candidates[(chunk @ self._directions.T).argmax(1)] for chunk in flat.split(1024)
         ]
@@ -170,6 +163,10 @@ STARTS = ("normal", "uniform", "tokens")
 class SearchSpace(ABC):
     """What gradient matching has to know of the input's domain.
 
+    Args:
+        observation: What the server saw.
+        template: The placeholder's input, which has the known tokens in their places.
+
     Attributes:
         free: True where a candidate may move; broadcasts over `(B, T, H)` or `(B, C, H, W)`.
         usual: The start where none is asked for.
@@ -182,38 +179,40 @@ class SearchSpace(ABC):
     free: Tensor
     usual: ClassVar[str]
 
-    def start(
-        self, start: Any, shape: tuple[int, ...], template: Tensor, generator: torch.Generator
-    ) -> Tensor:
-        """The first candidates.
+    def __init__(self, observation: Observation, template: Tensor) -> None:
+        self.template = template
+
+    def start(self, start: Any, count: int, generator: torch.Generator) -> Tensor:
+        """The first candidates, `(count, *input.shape)`.
 
         Args:
             start: One of `STARTS`, a tensor in the shape of the input, or `None`.
-            shape: `(K, *input.shape)`.
-            template: The placeholder's input, which has the known tokens in their places.
+            count: K.
             generator: Source of the draws.
 
         Raises:
             ValueError: If the tensor has another shape, or the domain has no such start.
         """
+        shape = (count, *self.template.shape)
         if not isinstance(start, Tensor):
-            return self.draw(start or self.usual, shape, template, generator)
-        if start.shape != template.shape:
+            return self.draw(start or self.usual, shape, generator)
+        if start.shape != self.template.shape:
             raise ValueError(
-                f"start has shape {tuple(start.shape)}, the input {tuple(template.shape)}."
+                f"start has shape {tuple(start.shape)}, the input {tuple(self.template.shape)}."
             )
-        return start.to(template).expand(shape).clone()
+        return start.to(self.template).expand(shape).clone()
 
     @abstractmethod
-    def draw(
-        self, start: str, shape: tuple[int, ...], template: Tensor, generator: torch.Generator
-    ) -> Tensor:
+    def draw(self, start: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Random candidates: `start` by its name."""
 
-    def network(
-        self, shape: tuple[int, ...], template: Tensor, generator: torch.Generator
-    ) -> DeepPrior:
-        """A deep prior that draws candidates of that shape.
+    def normal(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Standard normal numbers of the input's type."""
+        x = self.template
+        return torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
+
+    def network(self, count: int, generator: torch.Generator) -> DeepPrior:
+        """A deep prior that draws so many candidates.
 
         Raises:
             ValueError: If the domain has none, or the images are too small for it.
@@ -243,10 +242,6 @@ class SearchSpace(ABC):
 class Tokens(SearchSpace):
     """Token embeddings, with the known tokens held in their places.
 
-    Args:
-        observation: An observation of text.
-        template: The placeholder's input.
-
     Raises:
         ValueError: If every token is known.
 
@@ -259,6 +254,7 @@ class Tokens(SearchSpace):
     usual = "normal"
 
     def __init__(self, observation: Observation, template: Tensor) -> None:
+        super().__init__(observation, template)
         self.vocabulary = Vocabulary(observation)
         self.present = observation.tokens
         self.free = (self.vocabulary.known_ids < 0)[..., None]
@@ -267,22 +263,19 @@ class Tokens(SearchSpace):
                 "Every token of this shape is special or padding: there is nothing to reconstruct."
             )
 
-    def start(
-        self, start: Any, shape: tuple[int, ...], template: Tensor, generator: torch.Generator
-    ) -> Tensor:
-        return torch.where(self.free, super().start(start, shape, template, generator), template)
+    def start(self, start: Any, count: int, generator: torch.Generator) -> Tensor:
+        return torch.where(self.free, super().start(start, count, generator), self.template)
 
-    def draw(
-        self, start: str, shape: tuple[int, ...], template: Tensor, generator: torch.Generator
-    ) -> Tensor:
+    def draw(self, start: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         if start == "uniform":
             raise ValueError(
                 "A text has no range to start uniformly in. Take start='normal' or 'tokens'."
             )
         if start == "tokens":
-            return self.vocabulary.embed(self.vocabulary.random(shape[:-1], generator)).to(template)
+            ids = self.vocabulary.random(shape[:-1], generator)
+            return self.vocabulary.embed(ids).to(self.template)
         scale = self.vocabulary.matrix[self.vocabulary.candidates].std()
-        return _normal(shape, template, generator) * scale
+        return self.normal(shape, generator) * scale
 
     def decode(self, x: Tensor) -> list[list[int]]:
         rows = zip(self.vocabulary.nearest(x), self.present, strict=True)
@@ -296,10 +289,6 @@ class Tokens(SearchSpace):
 class Pixels(SearchSpace):
     """Pixels, within the range that they had before normalization.
 
-    Args:
-        observation: An observation of images.
-        template: The placeholder's input.
-
     Example:
         >>> space = Pixels(image_observation, image_gmap.input)
         >>> x = torch.full_like(image_gmap.input, 100.0)
@@ -311,22 +300,19 @@ class Pixels(SearchSpace):
     usual = "uniform"
 
     def __init__(self, observation: Observation, template: Tensor) -> None:
+        super().__init__(observation, template)
         self.range = PixelSpace(template, observation.image_mean, observation.image_std)
         self.free = torch.ones((), dtype=torch.bool, device=observation.device)
 
-    def draw(
-        self, start: str, shape: tuple[int, ...], template: Tensor, generator: torch.Generator
-    ) -> Tensor:
+    def draw(self, start: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         if start == "tokens":
             raise ValueError("Images have no tokens. Take start='normal' or 'uniform'.")
         if start == "uniform":
-            return self.range.noise(shape, template, generator)
-        return _normal(shape, template, generator)
+            return self.range.noise(shape, self.template, generator)
+        return self.normal(shape, generator)
 
-    def network(
-        self, shape: tuple[int, ...], template: Tensor, generator: torch.Generator
-    ) -> DeepPrior:
-        return DeepPrior(self.range, shape, template, generator)
+    def network(self, count: int, generator: torch.Generator) -> DeepPrior:
+        return DeepPrior(self.range, (count, *self.template.shape), self.template, generator)
 
     def project_(self, x: Tensor) -> None:
         self.range.project_(x)
@@ -340,7 +326,3 @@ class Pixels(SearchSpace):
 
 
 SPACES: dict[str, type[Tokens] | type[Pixels]] = {"text": Tokens, "image": Pixels}
-
-
-def _normal(shape: tuple[int, ...], template: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator, device=template.device, dtype=template.dtype)

@@ -86,8 +86,8 @@ def nearest_tokens(
         }
     candidates = vectors(observation, readers, ids, positions)
     known_vectors = candidates.new_zeros(0, candidates.shape[-1])
-    if len(known := slots.known_pairs(readers.positional)):
-        known_vectors = vectors(observation, readers, known[:, 1:], known[:, 0])[:, 0]
+    if len(pairs := slots.known_pairs(readers.positional)):
+        known_vectors = vectors(observation, readers, pairs[:, 1:], pairs[:, 0])[:, 0]
     chosen = select(view.space, known_vectors, candidates, capacity)
     candidate_ids = {}
     for i, position in enumerate(positions.tolist()):

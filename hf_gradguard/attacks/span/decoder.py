@@ -140,10 +140,10 @@ def _prefixes(
     levels: list[dict[Text, float]] = [{(): 0.0}]
     for position in range(max(lengths)):
         unfinished = sum(length > position for length in lengths)
-        known = slots.known_ids[slots.attended[:, position], position]
+        ids = slots.known_ids[slots.attended[:, position], position]
         place = 0 if list(slots.candidate_ids) == [0] else position
-        candidates = slots.candidate_ids.get(place, []) if bool((known < 0).any()) else []
-        tokens = sorted({*known[known >= 0].tolist(), *candidates})
+        candidates = slots.candidate_ids.get(place, []) if bool((ids < 0).any()) else []
+        tokens = sorted({*ids[ids >= 0].tolist(), *candidates})
         longer = [(*prefix, token) for prefix in levels[-1] for token in tokens]
         scores = _last_distances(observation, view, deficient, uses_cache, [*levels[-1]], tokens)
         totals = {p: levels[-1][p[:-1]] + s for p, s in zip(longer, scores, strict=True)}
