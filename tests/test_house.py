@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from examples import example_names
 from helpers import make_task
 
 import hf_gradguard
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard.audit import audit, summarize
 from hf_gradguard.defenses import Defense
 
 PACKAGE = Path(hf_gradguard.__file__).parent
 FILES_OF_A_STEP = {"none": 12, "gaussian_noise": 14, "optimal_noise": 17, "refiner": 21}
+FILES_OF_AN_AUDIT = 35  # of two texts, by span, undefended and behind pruning
 EMPTY_NAMES = 0.03  # as a share of all names that are bound
 EMPTY = {
     *("found", "seen", "told", "asked", "said", "known", "given", "made", "kept", "held", "left"),
@@ -70,6 +73,14 @@ def test_a_step_is_a_short_walk(defense: str, tmp_path: Path) -> None:
 
     Watched(model, args, train_dataset=rows).train()
     assert len(files.names) <= FILES_OF_A_STEP[defense], sorted(files.names)
+
+
+def test_an_audit_is_a_short_walk(tmp_path: Path) -> None:
+    names, files = example_names("model tokenizer samples"), Files()
+    audited = names["model"], names["tokenizer"], names["samples"]
+    with files:
+        summarize(audit(*audited, "pruning", "span", output=tmp_path))
+    assert len(files.names) <= FILES_OF_AN_AUDIT, sorted(files.names)
 
 
 def test_classes_under_the_trainer() -> None:

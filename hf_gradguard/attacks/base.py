@@ -276,8 +276,8 @@ class Observation:
 def _placeholder_ids(observation: Observation) -> dict[str, Tensor]:
     ids = observation.known_ids()
     ids = torch.where(ids >= 0, ids, ordinary_id(observation.model, observation.tokenizer))
-    # Without the mask every position is taken for a token; models that derive one from padding
-    # ids need to be told.
+    # Without the mask every position counts as a token. Models that derive a mask from padding ids
+    # need one.
     return {"input_ids": ids, "attention_mask": observation.tokens.long()}
 
 

@@ -24,7 +24,7 @@ class EmbeddingRows(Attack):
     (padding has none, nor the last token of a causal language model's text). With noise, rows are
     ranked by their norm, and those kept that stand out. If the output head is the same tensor,
     every row has a gradient: Σ_n p_n(v) h_n from the head. Those lie in the span of the head's
-    inputs h, which tokens that nobody looked up give away; the input's rows stand out of it.
+    inputs h, which the rows of unused tokens give away; the input's rows stand out of it.
 
     It finds neither the order nor how often a token occurs, as a row's norm tells nothing of
     counts; and of a batch not whose token it is: every sample gets the whole set, the largest row

@@ -395,8 +395,8 @@ _UNRECOVERABLE = {
     "several": f"A sample's labels are any number of classes, {_LABELS}",
     "number": f"Labels are numbers, {_LABELS}",
     "token": f"Every token has a label of its own, {_LABELS}",
-    "text": "A language model's labels are its text: an attack that has to be told labels cannot "
-    "be used. Take span, embedding_rows or candidates.",
+    "text": "A language model's labels are its text: an attack that needs labels cannot be "
+    "used. Take span, embedding_rows or candidates.",
 }
 
 

@@ -389,8 +389,8 @@ def observed_length(observation: Observation) -> int | None:
 
 
 def with_length(observation: Observation) -> Observation:
-    """The observation as an attacker takes it who reads the longest text's length off the gradient,
-    where it was not granted and can be read.
+    """The observation, cut to the longest text's length, where that was not granted and can be read
+    off the gradient.
 
     In what was pruned a row without entries says nothing, so nothing is read there. Token
     embeddings do not tell: of most words they have no gradient anyway.

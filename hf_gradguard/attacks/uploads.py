@@ -73,7 +73,7 @@ def can_average(reference: Observation, observation: Observation) -> bool:
     variance of Gaussian noise, so that they have a mean.
 
     Example:
-        >>> can_average(seen, replace(seen, noise_variance=0.5))  # of one nobody knows the noise
+        >>> can_average(seen, replace(seen, noise_variance=0.5))  # the noise of one is unknown
         False
     """
     if (
@@ -246,7 +246,8 @@ def _check_upload(observation: Observation, names: Iterable[str]) -> Mechanism:
 
 def single_batch_entries(observation: Observation) -> Observation | None:
     """Of accumulated messages the entries that are the batch's own, as if it had been pruned to
-    them without feedback, for any attack; `None` where there is none, or nobody knows which.
+    them without feedback, for any attack; `None` where there is none, or
+    which ones is unknown.
 
     Args:
         observation: With `batches` in its mechanism.

@@ -32,7 +32,7 @@ Key = int | str
 
 
 def subsampling_factor(sampling_rate: float, noise_multiplier: float, delta: float) -> float:
-    """κ: what a step's information is multiplied by because nobody knows who was in the batch.
+    """κ: what a step's information is multiplied by because the members of the batch are unknown.
 
     Args:
         sampling_rate: q = B/n, with batches drawn uniformly without replacement, afresh at each

@@ -5,8 +5,8 @@ One ladder for uniform noise, from loose and cheap to tight and dear:
 
     1/‖FIM‖₂  ≤  m/Tr FIM  ≤  Tr(FIM⁻¹)/m = E[I²]/m
 
-All hold for *unbiased* attackers, but for `mse_bound_with_prior`. An attacker who knows what inputs
-look like is biased, and may do better than any of them.
+All hold for *unbiased* attackers, but for `mse_bound_with_prior`. An attacker that knows what
+inputs look like is biased, and may do better than any of them.
 """
 
 from __future__ import annotations

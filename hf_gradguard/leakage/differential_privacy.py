@@ -65,7 +65,7 @@ def dp_sgd_epsilon(
 def membership_power(
     noise_multiplier: float, false_alarms: float = 0.01, messages: int = 1
 ) -> float:
-    """The most that anybody tells of who is in a message of DP-SGD: the share of members that the
+    """A bound on membership inference against DP-SGD: the share of members that the
     best test finds, whatever it knows of the model, the other members and the candidate.
 
     A member moves the sum by C at most, and along that line the noise has standard deviation σC. So

@@ -5,7 +5,7 @@ belong to it (g is the batch mean, so they hold the factor 1/B),
 
     FIM_j = J_j Σ⁻¹ J_jᵀ,    dFIL_j = η̄² = Tr FIM_j / m_j
 
-and no unbiased attacker, even one who knows all other samples, has a mean squared error per
+and no unbiased attacker, even one that knows all other samples, has a mean squared error per
 coordinate under 1/η̄².
 
 Tr FIM_j = E‖J_j w‖² over w = Σ^(-1/2) z with random signs z, 1 or -1: one pass for J w gives one
@@ -234,14 +234,14 @@ def _precision(variance: Tensor) -> Tensor:
 
 
 class DFILBound(Estimator):
-    """1/√dFIL by 50 probes: the least RMSE per coordinate of an unbiased attacker who knows the
-    covariance of the message's Gaussian noise. Infinite where nothing depends on the input.
+    """1/√dFIL by 50 probes: the least RMSE per coordinate of an unbiased attacker that knows
+    the covariance of the message's Gaussian noise. Infinite where nothing depends on the input.
     """
 
     title = "dFIL bound"
     meaning = (
-        "the least RMSE per coordinate of an unbiased attacker under Gaussian noise; one who knows "
-        "what inputs look like may be below it"
+        "the least RMSE per coordinate of an unbiased attacker under Gaussian noise; one that "
+        "knows what inputs look like may be below it"
     )
     probes: ClassVar[int] = 50
 

@@ -235,8 +235,8 @@ class Unknowns:
         sample: Only this sample's coordinates are unknown; the others' are given.
 
     Raises:
-        ValueError: If there is no such sample, a sample has no coordinates, or the padding cannot
-            be told.
+        ValueError: If there is no such sample, a sample has no coordinates, or the padding is
+            unknown.
     """
 
     def __init__(self, gmap: GradientMap, sample: int | None = None) -> None:

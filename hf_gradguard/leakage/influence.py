@@ -5,7 +5,7 @@ reconstructs.
     I_lb(δ) = ‖J δ‖ / (λ_max(J Jᵀ) + ε)  ≤  ‖J δ‖² / ‖(J Jᵀ + εI) J δ‖  ≤  I(δ)
 
 The unit is that of the input: the norm of its error over all coordinates; divided by √m, its root
-mean square. It is a first-order figure for an attacker who inverts g exactly. Use it to rank
+mean square. It is a first-order figure for an attacker that inverts g exactly. Use it to rank
 perturbations and samples, not to predict an attack's error.
 
 Everything happens in input space, by products J(Jᵀv): never a vector of parameters but the one in
@@ -68,7 +68,7 @@ def inversion_influence(
         gmap: The client's gradient map.
         delta: What is shared minus the true gradient. Missing parameters count as unperturbed.
         damping: ε ≥ 0, in the unit of J Jᵀ. A usual choice is 1e-3 * `largest_eigenvalue(gmap)`.
-        sample: Count only this sample's coordinates as unknown: the influence on an attacker who
+        sample: Count only this sample's coordinates as unknown: the influence on an attacker that
             knows all the others. By default all are unknown at once.
         tolerance: Relative error of I at which to stop, guaranteed by ‖r‖ ≤ tolerance · ε · ‖x‖. At
             ε = 0 it goes on until nothing of Jδ is left but rounding. Each iteration is one pass

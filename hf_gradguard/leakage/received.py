@@ -1,6 +1,6 @@
 """What in a received model makes gradients give away their data, seen before training.
 
-Whoever sends weights can make them so that a layer's gradient holds samples one by one: rows that
+A sender can make weights so that a layer's gradient holds samples one by one: rows that
 all measure the same with biases in a ladder (Fowl et al., "Robbing the Fed", 2021, "Decepticons",
 2022), rows that hardly any sample activates (Boenisch et al., "When the Curious Abandon Honesty",
 2021), heads that let one class through (Wen et al., "Fishing for User Data in Large-Batch Federated
@@ -157,12 +157,12 @@ def _partners(rows: Tensor) -> Tensor:
     count = torch.zeros(len(rows), dtype=torch.long, device=rows.device)
     for start in range(0, len(rows), 1024):
         near = (short[start : start + 1024] @ short.T).abs() > 2 * LEAST_COSINE - 1
-        left, right = near.nonzero(as_tuple=True)
-        if len(left) > 64 * len(rows):  # too many to look at twice, and no doubt any more
+        rows_i, rows_j = near.nonzero(as_tuple=True)
+        if len(rows_i) > 64 * len(rows):  # too many to look at twice, and no doubt any more
             count[start : start + 1024] = near.sum(1) - 1
             continue
-        exact = (unit[start + left] * unit[right]).sum(1).abs() > LEAST_COSINE
-        count.index_add_(0, start + left[exact], torch.ones_like(left[exact]))
+        exact = (unit[start + rows_i] * unit[rows_j]).sum(1).abs() > LEAST_COSINE
+        count.index_add_(0, start + rows_i[exact], torch.ones_like(rows_i[exact]))
         count[start : start + 1024] -= 1  # itself
     return count
 

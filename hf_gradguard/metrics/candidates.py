@@ -1,4 +1,4 @@
-"""How well a ranking of candidates tells who was in a message."""
+"""Membership inference scores: how well a ranking of candidates finds the batch members."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def score_candidates(
     """Scores of an attack that ranks candidates, one number a member of each message.
 
     - `top1`: 1 if it is among the message's B best candidates, B being the number of its members.
-      Who scores like one that is not among them is not, either.
-    - `rank`: 1 + how many candidates that are no members come before it; who scores alike counts
+      A member that scores like a candidate outside them is outside, too.
+    - `rank`: 1 + how many candidates that are no members come before it; equal scores count
       half.
     - `tpr_1%`, `tpr_0.1%`: 1 if it scores above a threshold, one for all messages, that at most so
       many of all candidates that are no members reach. Scores of one message are compared to those
@@ -116,13 +116,13 @@ def membership_log_odds(scores: Any, members: int) -> np.ndarray:
 
     Args:
         scores: `(K,)`, logarithms: for one member of p(message | candidate), up to what all have
-            in common; for several of p(message | candidate in it)/p(message). Of -infinity are
-            those who cannot be in it, of infinity those who must.
+            in common; for several of p(message | candidate in it)/p(message). -infinity for those
+            that cannot be in it, infinity for those that must.
         members: How many of the candidates are in it, below K.
 
     Returns:
-        The log-odds, infinite for whom there is no doubt: those who must be in it, or who are left
-        when others cannot.
+        The log-odds, infinite where there is no doubt: for those that must be in it, or that are
+        left when others cannot.
 
     Example:
         >>> membership_log_odds([0.0, 0.0, 0.0], members=1).round(3)  # ln 1/2

@@ -1,6 +1,4 @@
-"""What both kinds of scores share: the result, who is compared with whom, and how sure a mean
-is.
-"""
+"""What all scores share: the result, matching of predictions to references, intervals of means."""
 
 from __future__ import annotations
 

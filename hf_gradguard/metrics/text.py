@@ -90,7 +90,8 @@ def score_text(
         seed: Of the resampling.
 
     Returns:
-        Scores per reference, means, intervals, and who was compared with whom.
+        Scores per reference, means, intervals, and which prediction was compared with which
+            reference.
 
     Raises:
         ValueError: If a reference holds no tokens, a batch has more predictions than references,

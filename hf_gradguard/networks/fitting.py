@@ -1,4 +1,4 @@
-"""The evaluation network that fits a model, when nobody named one."""
+"""The evaluation network that fits a model, where none was named."""
 
 from __future__ import annotations
 

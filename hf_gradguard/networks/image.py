@@ -149,9 +149,9 @@ def judge_images(x: Tensor, network: ImageEvaluationNetwork) -> Tensor:
     """
     height, width = network.config.size
     tiles = [
-        adapt_images(x[:, :, top : top + height, left : left + width], network)
-        for top in _starts(x.shape[2], height)
-        for left in _starts(x.shape[3], width)
+        adapt_images(x[:, :, row : row + height, column : column + width], network)
+        for row in _starts(x.shape[2], height)
+        for column in _starts(x.shape[3], width)
     ]
     return network.noise_ratio(torch.cat(tiles)).view(len(tiles), len(x)).mean(0)
 

@@ -78,7 +78,7 @@ def load_network(
     _check_weights(folder, name_or_path, config)
     digest = check_digest(name_or_path, _digest(folder / WEIGHTS), sha256)
     network = _build(config, _read_weights(folder / WEIGHTS), name_or_path)
-    # As it was asked for: cards and logs say it, and a cache's path is nobody's business.
+    # The name as given: cards and logs say it, and a cache's path may be private.
     network.name_or_path = str(name_or_path)
     network.revision, network.sha256 = commit, digest
     return network.eval().requires_grad_(False)
@@ -98,7 +98,7 @@ def check_digest(name: str | Path, digest: str | None, sha256: str | None) -> st
         raise ValueError(
             f"{name} is not the evaluation network that was asked for: the sha256 of {WEIGHTS} is "
             f"{digest or 'unknown'}, not {sha256}. Somebody changed it, or the pin is of another "
-            "one. Compare with who published it before you change the pin."
+            "one. Compare with its publisher's before you change the pin."
         )
     return digest
 

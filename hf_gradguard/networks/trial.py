@@ -64,7 +64,7 @@ def try_on_noise(
     if not ratio >= LEAST_NOISE:
         raise ValueError(
             f"The evaluation network {name_of(network)} gives pure noise a ratio of {ratio:.2f}, "
-            f"where 1 is right and {LEAST_NOISE} the least. Raising that would hide nothing. It is "
+            f"where 1 is right and {LEAST_NOISE} the least. Raising it would not protect. It is "
             f"of another model, badly trained, or was tampered with: {_WAY_OUT}"
         )
     return ratio
@@ -93,7 +93,7 @@ def check_order(network: nn.Module, ratios: Sequence[float], least_gap: float = 
     raise ValueError(
         f"The evaluation network {name_of(network)} gives this data a ratio of {natural:.2f}, the "
         f"data half way to noise {half:.2f}, and noise {noise:.2f}. These must rise, by "
-        f"{least_gap:g} in all: by what it says now, noise could not be told from data, and "
+        f"{least_gap:g} in all: by what it says now, noise looks like data, and "
         f"nothing was shared. It is for other data, badly trained, or was tampered with: {_WAY_OUT}"
     )
 

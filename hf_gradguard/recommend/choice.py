@@ -154,7 +154,7 @@ def _membership_words(chosen: Outcome) -> str:
 
 
 def _best(affordable: list[Outcome]) -> Outcome:
-    """Of those that cannot be told from the one that leaks least, and of these from the most
+    """Of those that are indistinguishable from the one that leaks least, and of these from the most
     accurate, the one that leaks least.
     """
     # A lower mean may be luck: whatever messages cannot tell from the least counts as private.

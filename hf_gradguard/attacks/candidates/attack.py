@@ -1,9 +1,9 @@
 """Which of a list of candidates is behind a message.
 
-An attacker who has a list (templates, a leaked corpus, the vocabulary at one place) need not
-search: each candidate's gradient is computed once, and compared to what was shared. Noise of a
-million coordinates does not hide one of a thousand candidates, where it hides words from every
-search.
+Membership inference by candidate sets: templates, a leaked corpus, the vocabulary at one place.
+Each candidate's gradient is computed once, and compared to what was shared. Noise that stops every
+reconstruction attack may leave one of a thousand candidates recognizable: it averages out over
+millions of coordinates.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from ..span.attack import Span, first_readers
 from .inputs import ALL_CLASSES, evenly
 
 LEAST_LEFT = 1e-3
-"""Of a message's power, the share down to which what a candidate leaves of it is told: samples are
-not the client's own.
+"""Of a message's power, the least share that a candidate may leave of it: samples are not the
+client's own.
 """
 SHARE_CANDIDATES = 16  # candidates, of whose gradients it is asked how much samples span
 LEAST_SHARE = 1e-3
@@ -56,9 +56,9 @@ class Fits:
 
     Example:
         >>> mechanism = Fitted(samples=4, factors="token")
-        >>> told = Fits({0: (shared, mechanism)}, batch, model, torch.Generator())
+        >>> fits = Fits({0: (shared, mechanism)}, batch, model, torch.Generator())
         >>> both = ({n: sign * g[None] for n, g in shared.items()} for sign in (1, -1))
-        >>> right, wrong = (told(gradient)[0] for gradient in both)
+        >>> right, wrong = (fits(gradient)[0] for gradient in both)
         >>> bool(right > wrong)
         True
     """

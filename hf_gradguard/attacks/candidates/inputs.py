@@ -310,14 +310,14 @@ def _fit_length(observation: Observation, batch: dict[str, Any], pads_left: bool
 
 
 def _is_of_tokens(model: nn.Module, key: str, value: Tensor, ids: Tensor) -> bool:
-    """Whether an entry is one number a token."""
+    """Whether an entry is one number per token."""
     if key == "labels" and not labels_tokens(model):
         return False
     return value.shape == ids.shape and not key.startswith("decoder_")
 
 
 def labels_tokens(model: nn.Module) -> bool:
-    """Whether labels are one a token of the text that the model reads.
+    """Whether there is one label per token of the text that the model reads.
 
     Example:
         >>> labels_tokens(model)
@@ -372,7 +372,7 @@ def make_entries(
     """The candidates of the observation's domain, each with every label that it may have.
 
     Raises:
-        ValueError: As `make_inputs` does, or if labels are needed that nobody gave.
+        ValueError: As `make_inputs` does, or if labels are needed and not given.
     """
     inputs = make_inputs(observation, candidates, labels)
     own_labels = [_labels_of(observation, batch) for batch in inputs.batches]

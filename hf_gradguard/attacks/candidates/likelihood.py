@@ -86,8 +86,8 @@ def mean_items(
         >>> listed, known = [{"attention_mask": mask} for mask in masks], torch.ones(2, 5)
         >>> mean_items(observation, listed, torch.tensor([2.0, 4.0]))
         3.0
-        >>> told = Observation(model, shared, (2, 5), attention_mask=known)
-        >>> mean_items(told, listed, torch.tensor([2.0, 4.0]))
+        >>> padded = Observation(model, shared, (2, 5), attention_mask=known)
+        >>> mean_items(padded, listed, torch.tensor([2.0, 4.0]))
         4.0
     """
     if observation.attention_mask is None or bool((items == items[0]).all()):
@@ -106,10 +106,10 @@ def rescale(
 
     Example:
         >>> mechanism = Mechanism(clip_norm=1.0, noise="gaussian", variance=0.5)
-        >>> twice, told = rescale(observation, mechanism, 2.0)
+        >>> twice, scaled_mechanism = rescale(observation, mechanism, 2.0)
         >>> bool((twice.gradient["classifier.bias"] == 2 * shared["classifier.bias"]).all())
         True
-        >>> told.clip_norm, told.variance
+        >>> scaled_mechanism.clip_norm, scaled_mechanism.variance
         (2.0, 2.0)
     """
     if by == 1:
@@ -153,14 +153,14 @@ def to_filter(
         mechanism: How the message was made.
         center: What it is on average.
         weights: Of coordinates, `None` where all weigh alike.
-        variance: Of the noise in these units, `None` where nobody knows it.
+        variance: Of the noise in these units, `None` where it is unknown.
 
     Example:
         >>> twice = {name: 2 * y for name, y in shared.items()}
         >>> to_filter(observation, Mechanism(scale=0.5), shared, None, 1.0).variance
         4.0
-        >>> told = to_filter(observation, None, twice, None, None)
-        >>> torch.allclose(told.message["classifier.bias"], twice["classifier.bias"])
+        >>> whitened = to_filter(observation, None, twice, None, None)
+        >>> torch.allclose(whitened.message["classifier.bias"], twice["classifier.bias"])
         True
     """
     counted_center = center
@@ -201,7 +201,7 @@ def weigh_by_noise(
     floor: Mapping[str, float],
 ) -> tuple[Tensors | None, float | None]:
     """What coordinates weigh, `None` where all do alike, and the noise's variance in these units,
-    `None` where nobody knows it. What is clipped on average says nothing of who is in it.
+    `None` where it is unknown. What is clipped on average says nothing of its members.
 
     Args:
         observation: What the server saw.
@@ -278,8 +278,8 @@ class Likelihood:
 
     Example:
         >>> mechanism = Mechanism(noise="gaussian", variance=0.5)
-        >>> told = Likelihood(mechanism, {"w": torch.tensor([1.0])}, {"w": 0.0})
-        >>> told({"w": torch.tensor([[0.0], [1.0]])}).tolist()
+        >>> likelihood = Likelihood(mechanism, {"w": torch.tensor([1.0])}, {"w": 0.0})
+        >>> likelihood({"w": torch.tensor([[0.0], [1.0]])}).tolist()
         [-1.0, 0.0]
     """
 

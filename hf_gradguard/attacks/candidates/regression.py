@@ -63,10 +63,10 @@ class MatchedFilter:
 
     Example:
         >>> y = {"w": torch.tensor([1.0, 0.0, 0.0])}
-        >>> told = WhitenedMessage(y, {"w": torch.zeros(3)}, samples=1, variance=0.5)
-        >>> found = MatchedFilter([told], None, 2, torch.Generator())
-        >>> found.add([0, 1], {"w": torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])})
-        >>> found.log_ratio(0, torch.ones(2).double() / 2).tolist()
+        >>> whitened = WhitenedMessage(y, {"w": torch.zeros(3)}, samples=1, variance=0.5)
+        >>> matched = MatchedFilter([whitened], None, 2, torch.Generator())
+        >>> matched.add([0, 1], {"w": torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])})
+        >>> matched.log_ratio(0, torch.ones(2).double() / 2).tolist()
         [-1.0, 1.0]
     """
 
@@ -85,7 +85,7 @@ class MatchedFilter:
         sizes = {name: t.numel() for name, t in reference.items()}
         sizes |= {name: len(index) for name, index in self._coordinates.items()}
         self.size = max(1, sum(sizes.values()))
-        # Of one sample nobody else is in the message: no products of candidates are asked for.
+        # A message of one sample has no other members: products of candidates are not needed.
         self.alone = all(message.samples == 1 for message in messages)
         longest = max(ENTRIES // max(count, 1), SHORTEST) | 1  # odd: rows of matrices do not align
         self.length = 1 if self.alone else min(longest, self.size)

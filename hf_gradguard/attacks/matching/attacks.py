@@ -318,7 +318,7 @@ class Lamp(GradientMatching):
         moves: Rearrangements tried a round.
         language_model: A causal language model over the same tokens, by name, folder or object;
             `None` for none.
-        language_weight: Weight of its mean negative log-likelihood a token.
+        language_weight: Weight of its mean negative log-likelihood per token.
 
     Reference: Balunović et al., "LAMP: Extracting Text from Gradients with Language Model Priors",
         2022.

@@ -61,7 +61,7 @@ def in_lockstep(
                     answers = evaluate(numbers, [table.questions.pop(number) for number in numbers])
                     table.answers.update(zip(numbers, answers, strict=True))
                     table.changed.notify_all()
-        except BaseException:  # an interrupt too: nobody may wait for an answer that does not come
+        except BaseException:  # an interrupt too: no run may wait for an answer that never comes
             table.closed = True
             table.changed.notify_all()
             raise
@@ -73,7 +73,7 @@ def in_lockstep(
 
 
 class _Ended(Exception):
-    """Nobody answers any more."""
+    """No more answers come."""
 
 
 class _Table:
@@ -84,7 +84,7 @@ class _Table:
         self.answers: dict[int, Answer] = {}
 
     def is_due(self) -> bool:
-        """Whether all who still run have asked, or nobody runs any more."""
+        """Whether all runs that go on have asked, or none goes on."""
         return not self.running or (not self.closed and len(self.questions) == self.running)
 
     def seated(self, number: int, run: Callable[[Ask], T]) -> T:
@@ -237,7 +237,7 @@ class _Descent:
         return float((~is_finite).sum()), float(self.best[is_finite].sum())
 
     def _is_over(self) -> Tensor:
-        """`(K,)`: who is at the tolerance, or diverged, which does not concern the others."""
+        """`(K,)`: which candidates are at the tolerance, or diverged. The others go on."""
         diverged = ~torch.isfinite(self.x.flatten(1)).all(1)
         return diverged | (self.best <= self.attack.tolerance)
 

@@ -155,8 +155,8 @@ class MatchingSettings:
             )
         if isinstance(self.start, Tensor):
             raise ValueError(
-                "prior='deep' starts from random weights, and which ones draw a given image nobody "
-                "knows: leave start out, or set prior=None."
+                "prior='deep' starts from random weights, and which ones draw a given image is "
+                "unknown: leave start out, or set prior=None."
             )
         if type(self).between_steps is not MatchingSettings.between_steps:
             raise ValueError(

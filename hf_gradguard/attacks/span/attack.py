@@ -23,8 +23,8 @@ from torch import Tensor
 from ...gradient_map.domain import TEXT, is_encoder_decoder
 from ..base import Attack, Observation, Reconstruction, as_text
 from ..layer_inputs import Readers, Slots, find_readers, layer_inputs, with_length
-from .decoder import extend
-from .encoder import assemble
+from .decoder import extend_prefixes
+from .encoder import assemble_texts
 from .row_space import RowSpace, View, distances, row_space, select
 
 # Entries of layer inputs at once: 4 MiB in float32. Much larger ones cost as much again in page
@@ -304,7 +304,7 @@ class Span(Attack):
         if mixed and mixed[0].mixing == "causal":
             widest = max(mixed, key=lambda readers: (readers.max_rank, readers.num_rows))
             space = self.row_space(observation, widest, int(slots.attended.sum()))
-            rows = extend(observation, View(widest, space), slots, self.beams)
+            rows = extend_prefixes(observation, View(widest, space), slots, self.beams)
         else:
             views = self._views(observation, mixed, slots.attended)
             may_repeat = self.threshold is None
@@ -314,7 +314,7 @@ class Span(Attack):
                     everywhere, length = slots.candidate_ids.get(0, []), observation.input_shape[1]
                     candidate_ids = dict.fromkeys(range(length), everywhere)
                     slots = replace(slots, candidate_ids=candidate_ids)
-                rows = assemble(observation, views, slots, rows, first_view)
+                rows = assemble_texts(observation, views, slots, rows, first_view)
             else:
                 undecided = _undecided(observation, unmixed)
         ids = [row[present].tolist() for row, present in zip(rows, observation.tokens, strict=True)]

@@ -81,10 +81,10 @@ def can_use_cache(observation: Observation, readers: Readers) -> bool:
     )
 
 
-DEFICIENT = 8  # times as many prefixes where the first tokens of a text cannot be told for certain
+DEFICIENT = 8  # times as many prefixes where the first tokens of a text are uncertain
 
 
-def extend(observation: Observation, view: View, slots: Slots, beams: int) -> Tensor:
+def extend_prefixes(observation: Observation, view: View, slots: Slots, beams: int) -> Tensor:
     """A decoder's sentences, from left to right.
 
     Args:
@@ -106,7 +106,7 @@ def extend(observation: Observation, view: View, slots: Slots, beams: int) -> Te
         >>> readers, slots = find_readers(observation)[1], Slots.from_observation(observation)
         >>> view = View(readers, row_space(readers.gradients(observation), None, rank=8))
         >>> slots = replace(slots, candidate_ids={position: [5, 6] for position in range(8)})
-        >>> extend(observation, view, slots, beams=1).shape
+        >>> extend_prefixes(observation, view, slots, beams=1).shape
         torch.Size([2, 8])
     """
     lengths = slots.attended.sum(1).tolist()

@@ -29,7 +29,7 @@ NEAREST = 4  # texts of all those tried that run through the whole model
 STARTS = 4  # at most for each sentence that is looked for
 
 
-def assemble(
+def assemble_texts(
     observation: Observation, views: Sequence[View], slots: Slots, filled: Tensor, unmixed: View
 ) -> Tensor:
     """An encoder's sentences.
@@ -53,7 +53,7 @@ def assemble(
         >>> ids, attended = batch["input_ids"], batch["attention_mask"].bool()
         >>> candidate_ids = {position: ids[:, position].tolist() for position in range(1, 7)}
         >>> slots = Slots(attended, ids.masked_fill((ids > 4) & attended, -1), candidate_ids)
-        >>> rows = assemble(observation, views, slots, ids, views[0])
+        >>> rows = assemble_texts(observation, views, slots, ids, views[0])
         >>> sorted(rows.tolist()) == sorted(ids.tolist())
         True
     """
