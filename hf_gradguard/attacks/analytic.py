@@ -239,11 +239,6 @@ class Analytic(Attack):
     informed_by: ClassVar[frozenset[str]] = frozenset({"noise_variance"})
     tolerance: float = 0.02
 
-    @property
-    def passes(self) -> float:
-        """It divides."""
-        return 1.0
-
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
         started = time.perf_counter()
         undecided = ""

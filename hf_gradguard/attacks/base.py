@@ -414,11 +414,6 @@ class Attack:
         _check_returned(self.name, reconstruction, observation.batch_size)
         return reconstruction
 
-    @property
-    def passes(self) -> float:
-        """About how many of the model's gradients it costs to attack one observation."""
-        return 100.0
-
     def check_domain(self, observation: Observation) -> None:
         """Refuse what the attack was not made for.
 

@@ -8,7 +8,6 @@ import platform
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from itertools import product
@@ -40,8 +39,6 @@ from .report.page import write_report
 from .report.summary import summarize
 from .report.verdicts import INFORMED, MAIN_SCORES, base_of
 from .settings import AuditSettings
-
-logger = logging.get_logger(__name__)
 
 GRANTS = ("labels_known", "lengths_known", "noise_known", "share_input_embeddings")
 """Settings that decide what the attacker sees."""
@@ -85,7 +82,7 @@ def run(
     cells: Cells,
     metrics: Mapping[str, float],
 ) -> Audit:
-    """Attack what was set up. Logs first how long it is going to take.
+    """Attack what was set up.
 
     Args:
         setup: What is audited.
@@ -98,7 +95,6 @@ def run(
     attacks = with_candidates(attacks, setup.candidates, settings.seed)
     grid = _Grid(setup, settings, defenses, attacks, cells)
     grid.record["metrics"] = dict(metrics)
-    logger.warning(grid.expected_time())
     return grid.run(cells.folder.parent)
 
 
@@ -147,37 +143,6 @@ class _Grid:
         identity = [self.modality.identity(), setup.identity]
         versions = self.record["versions"]
         self.key = digest(self.model, identity, grants, settings.seed, versions, code)
-
-    def expected_time(self) -> str:
-        """How long it is going to take, from the time of one gradient."""
-        gradient_time = math.inf
-        for _ in range(2):  # the first one also finds out what there is to share
-            client = Client(
-                self.model, self.batches[0], self.setup.shared, (self.settings.seed, 0, 0)
-            )
-            started = time.perf_counter()
-            try:
-                client.gradient()
-            except (ValueError, ArithmeticError, RuntimeError) as error:
-                return f"No gradient could be taken of the first message: {error}"
-            gradient_time = min(gradient_time, time.perf_counter() - started)
-        messages = self.settings.repeats * len(self.batches)
-        # Candidates' gradients serve a group of defenses.
-        ranking_share = len(self._groups()) / len(self.defenses)
-        passes = messages * sum(
-            attacker.attack.passes
-            * (ranking_share if isinstance(attacker.attack, Candidates) else 1.0)
-            for attacker in self.attackers.values()
-        )
-        for pair in self.smoothing:
-            trials = len(WEIGHTS) * len(self.trial_clients)
-            passes += trials * self.attackers[pair].attack.passes
-        duration = timedelta(seconds=max(1, round(gradient_time * passes)))
-        return (
-            f"{messages} messages, {len(self.defenses)} defenses, {len(self.attackers)} attackers "
-            f"on each message: about {duration} hours on this machine, less what is there already. "
-            "The bar corrects it."
-        )
 
     def _smoothing_attackers(self) -> list[_Pair]:
         """Attackers that choose on images of their own how much to smooth: with each attack, the

@@ -100,12 +100,6 @@ class Candidates(Attack):
         if not 0 < self.rounding < 1:
             raise ValueError(f"rounding must be between 0 and 1, but is {self.rounding}.")
 
-    @property
-    def passes(self) -> float:
-        """One a candidate."""
-        listed = self.candidates
-        return float(len(listed)) if isinstance(listed, list | tuple) else 100.0
-
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Ranked:
         return self._rank([[observation]], generator)[0]
 

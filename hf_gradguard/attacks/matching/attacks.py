@@ -47,12 +47,6 @@ class GradientMatching(MatchingSettings, Attack):
 
     informed_by: ClassVar[frozenset[str]] = frozenset({"noise_variance"})
 
-    @property
-    def passes(self) -> float:
-        """About three an evaluation, a gradient and its derivative; L-BFGS takes 20 a step."""
-        evaluations = self.steps * (20 if self.optimizer == "lbfgs" else 1)
-        return 3.0 * evaluations * self.restarts
-
     def problem(self, observations: Sequence[Observation]) -> Problem:
         """The observations as this attack matches them.
 
