@@ -74,9 +74,8 @@ def read_patches(
     """
     if observation.batch_size > 1:
         raise ValueError(
-            f"analytic reads the patches of one image, and of "
-            f"{observation.batch_size} a gradient holds "
-            "sums over all that nothing takes apart. Take inverting_gradients."
+            f"analytic reads the patches of one image, and of {observation.batch_size} a gradient "
+            "holds sums over all that nothing takes apart. Take inverting_gradients."
         )
     weight = f"{projection}.weight"
     shared = [name for name in positions if name in observation.gradient]
@@ -341,10 +340,9 @@ def _patch_embedding(observation: Observation) -> tuple[str, list[str]]:
     positions = position_embeddings(observation, projection[0]) if projection else []
     if not projection or not positions:
         raise ValueError(
-            f"No linear layer of {type(observation.model).__name__} reads all pixels "
-            "of an image, and no "
-            "position embeddings are trained with its patches, so there is nothing to divide. Take "
-            "inverting_gradients."
+            f"No linear layer of {type(observation.model).__name__} reads all pixels of an image, "
+            "and no position embeddings are trained with its patches, so there is nothing to "
+            "divide. Take inverting_gradients."
         )
     return projection[0], positions
 

@@ -384,8 +384,7 @@ def _last_parameter(observation: Observation) -> tuple[str, int]:
     if last_parameter is None or classes is None:
         raise ValueError(
             f"No parameter of {type(observation.model).__name__} has a row for each class, so "
-            "labels "
-            "cannot be read off its last layer. Pass labels to the Observation."
+            "labels cannot be read off its last layer. Pass labels to the Observation."
         )
     return last_parameter, classes
 

@@ -63,9 +63,8 @@ class Split:
         size = min(500, len(remaining) // 5)
         if size < 2 or len(remaining) - 2 * size < batch_size:
             raise ValueError(
-                f"{len(samples)} samples are too few: {attacked} are attacked, two fifths "
-                f"of the others choose rates and judge, and the rest must fill a batch of "
-                f"{batch_size}."
+                f"{len(samples)} samples are too few: {attacked} are attacked, two fifths of the "
+                f"others choose rates and judge, and the rest must fill a batch of {batch_size}."
             )
         return cls(
             list(samples[:attacked]), remaining[:size], remaining[size : 2 * size],

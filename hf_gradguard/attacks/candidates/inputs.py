@@ -78,9 +78,8 @@ def make_inputs(
         inputs.counts.append(0 if mask is None else int(mask.sum()))
     if not inputs.places:
         raise ValueError(
-            f"The list of candidates holds none for {observation.domain.content}: give texts "
-            "or token ids "
-            "for a text, and tensors (C, H, W) of pixels for images."
+            f"The list of candidates holds none for {observation.domain.content}: give texts or "
+            "token ids for a text, and tensors (C, H, W) of pixels for images."
         )
     return inputs
 
@@ -129,8 +128,7 @@ def at_places(
     if len(tokens) ** len(places) > MOST_COMBINATIONS:
         raise ValueError(
             f"{len(tokens)} words at {len(places)} places make more than {MOST_COMBINATIONS:,} "
-            "candidates. Name "
-            "fewer words, or ask for one place after the other."
+            "candidates. Name fewer words, or ask for one place after the other."
         )
     filled_texts = []
     for filled in product(tokens, repeat=len(places)):
@@ -240,8 +238,7 @@ def _as_ids(observation: Observation, ids: Tensor, place: int) -> Tensor:
         valid_range = "at least 0" if size is None else f"from 0 to {size - 1}"
         raise ValueError(
             f"Candidate {place} has the token id {int(wrong[0])}, where the model's are "
-            f"{valid_range}: "
-            "give ids of the model's own tokenizer."
+            f"{valid_range}: give ids of the model's own tokenizer."
         )
     return row
 

@@ -252,12 +252,10 @@ def _legend(summary: Summary) -> str:
     return (
         f"{summary.main_score.legend}: mean over {summary.samples} samples, with 95 % bootstrap "
         f"intervals over messages of {settings['batch_size']}. Chance: {settings['chance']}. "
-        f"{informed}"
-        "Labels recovered: the share that is read off the last layer's gradient, also where "
-        "attacks are granted the labels; chance draws classes at random. "
-        "Relative error and cosine: of what was shared, to the true gradient. Estimators predict "
-        "an error of the input, here as means over samples. "
-        f"{' '.join(summary.estimator_meanings)}"
+        f"{informed}Labels recovered: the share that is read off the last layer's gradient, also "
+        "where attacks are granted the labels; chance draws classes at random. Relative error and "
+        "cosine: of what was shared, to the true gradient. Estimators predict an error of the "
+        f"input, here as means over samples. {' '.join(summary.estimator_meanings)}"
     )
 
 
