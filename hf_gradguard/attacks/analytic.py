@@ -108,9 +108,8 @@ def read_patches(
         )
     solved, rank = solve_patches(slopes, product, gray_patches, ratio, rounding)
     sides = tuple(side // size * size for side, size in zip(gray.shape[2:], kernel, strict=True))
-    gray[..., : sides[0], : sides[1]] = nn.functional.fold(
-        solved.T[None], sides, kernel, stride=kernel
-    )
+    images = nn.functional.fold(solved.T[None], sides, kernel, stride=kernel)
+    gray[..., : sides[0], : sides[1]] = images
     undecided = ""
     if rank < len(gray_patches):
         undecided = (
@@ -169,10 +168,8 @@ def _slopes_and_product(
     gradient: Mapping[str, Tensor], weight: str, positions: str, count: int
 ) -> tuple[Tensor, Tensor]:
     slopes = gradient[positions]
-    return (
-        slopes.reshape(-1, slopes.shape[-1])[-count:].double(),
-        gradient[weight].flatten(1).double(),
-    )
+    rows = slopes.reshape(-1, slopes.shape[-1])[-count:]
+    return rows.double(), gradient[weight].flatten(1).double()
 
 
 def _is_added(
@@ -251,7 +248,7 @@ class Analytic(Attack):
             images = images.to(IMAGE.main_input(observation.placeholder()))
         seconds = time.perf_counter() - started
         return Reconstruction(
-            input=images, labels=observation.labels, seconds=seconds, undecided=undecided
+            images, labels=observation.labels, seconds=seconds, undecided=undecided
         )
 
     def _images(self, observation: Observation, name: str, layer: nn.Module) -> Tensor:
@@ -374,8 +371,5 @@ def _find_pixel_reader(
     if handles:
         with hooked(handles), torch.no_grad(), without_dropout(observation.model):
             observation.model(**{**observation.placeholder(), IMAGE.key: pixels})
-    return (
-        (reader_names[0], observation.model.get_submodule(reader_names[0]))
-        if reader_names
-        else None
-    )
+    name = next(iter(reader_names), None)
+    return None if name is None else (name, observation.model.get_submodule(name))

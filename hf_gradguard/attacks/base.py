@@ -218,9 +218,8 @@ class Observation:
         prefix_ids, suffix_ids = self.frame
         for row, present in zip(ids, self.tokens, strict=True):
             positions = present.nonzero().flatten()
-            row[~present] = (
-                self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else -1
-            )
+            padding = self.tokenizer.pad_token_id
+            row[~present] = -1 if padding is None else padding
             if len(positions) > len(prefix_ids) + len(suffix_ids):
                 row[positions[: len(prefix_ids)]] = torch.tensor(
                     prefix_ids, dtype=torch.long, device=self.device
@@ -253,10 +252,9 @@ class Observation:
             ("noise_variance", self.noise_variance),
             ("mechanism", None if self.mechanism is None else self.mechanism.variance),
         ):
-            missing = (
-                self.gradient.keys() - variances.keys() if isinstance(variances, Mapping) else ()
-            )
-            if missing:
+            if not isinstance(variances, Mapping):
+                continue
+            if missing := self.gradient.keys() - variances.keys():
                 raise ValueError(
                     f"{grant} has no variance for {min(missing)!r}, which was shared. Give that of "
                     "every shared parameter, 0 where no noise was added."
@@ -283,9 +281,8 @@ def _placeholder_ids(observation: Observation) -> dict[str, Tensor]:
 
 def _placeholder_pixels(observation: Observation) -> dict[str, Tensor]:
     dtype = next(p.dtype for p in observation.model.parameters() if torch.is_floating_point(p))
-    return {
-        "pixel_values": torch.zeros(observation.input_shape, dtype=dtype, device=observation.device)
-    }
+    zeros = torch.zeros(observation.input_shape, dtype=dtype, device=observation.device)
+    return {"pixel_values": zeros}
 
 
 _PLACEHOLDERS = {"text": _placeholder_ids, "image": _placeholder_pixels}
@@ -408,9 +405,8 @@ class Attack:
                 reconstruction of so many samples.
         """
         self.check_domain(observation)
-        reconstruction = self.reconstruct(
-            observation, torch_generator(generator, observation.device)
-        )
+        torch_rng = torch_generator(generator, observation.device)
+        reconstruction = self.reconstruct(observation, torch_rng)
         _check_returned(self.name, reconstruction, observation.batch_size)
         return reconstruction
 

@@ -69,11 +69,8 @@ def _gradient(observation: Observation) -> tuple[Tensor, bool]:
         ValueError: If it was not shared, or says nothing.
     """
     weight = TEXT.embedding(observation.model).weight
-    names = [
-        name
-        for name, p in observation.model.named_parameters(remove_duplicate=False)
-        if p is weight
-    ]
+    parameters = observation.model.named_parameters(remove_duplicate=False)
+    names = [name for name, parameter in parameters if parameter is weight]
     shared = [name for name in names if name in observation.gradient]
     if not shared:
         raise ValueError(

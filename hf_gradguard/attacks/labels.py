@@ -58,10 +58,8 @@ def _random_ids(observation: Observation, generator: torch.Generator) -> dict[st
 
 def _special(observation: Observation) -> list[int]:
     """Ids that are no words: of padding and ends, models make masks and places."""
-    special = {
-        *special_ids(observation.model, observation.tokenizer),
-        *special_ids(observation.model),
-    }
+    model = observation.model
+    special = {*special_ids(model, observation.tokenizer), *special_ids(model)}
     return sorted(special | set(_ends(observation)))
 
 
@@ -84,9 +82,7 @@ def _with_end(observation: Observation, ids: Tensor) -> Tensor:
 
 def _random_pixels(observation: Observation, generator: torch.Generator) -> dict[str, Tensor]:
     template = IMAGE.main_input(observation.placeholder())
-    pixels = torch.rand(
-        template.shape, generator=generator, device=template.device, dtype=template.dtype
-    )
+    pixels = torch.empty_like(template).uniform_(generator=generator)
     return {IMAGE.key: pixels}
 
 
@@ -165,9 +161,8 @@ def recover_labels_below(observation: Observation) -> Tensor:
     size = directions.norm(dim=1).mean().clamp_min(1e-30)
     system = torch.cat([directions.T / size, torch.ones(1, classes, device=observation.device)])
     target = torch.cat([shared / size, torch.ones(1, device=observation.device)])
-    return _as_labels(
-        _non_negative(system.double(), target.double()) * observation.batch_size, observation
-    )
+    counts = _non_negative(system.double(), target.double()) * observation.batch_size
+    return _as_labels(counts, observation)
 
 
 def check_classes(observation: Observation) -> None:
@@ -360,9 +355,8 @@ def _non_negative(system: Tensor, target: Tensor) -> Tensor:
 
 def _as_labels(counts: Tensor, observation: Observation) -> Tensor:
     """Counts that add up to the batch, each class as often as it is said to occur."""
-    counts = counts.clamp_min(0) * (
-        observation.batch_size / counts.clamp_min(0).sum().clamp_min(1e-12)
-    )
+    counts = counts.clamp_min(0)
+    counts = counts * (observation.batch_size / counts.sum().clamp_min(1e-12))
     label_counts = counts.floor()
     for index in (counts - label_counts).argsort(descending=True, stable=True)[
         : observation.batch_size - int(label_counts.sum())
@@ -378,9 +372,8 @@ def _last_parameter(observation: Observation) -> tuple[str, int]:
     check_classes(observation)
     classes = getattr(getattr(observation.model, "config", None), "num_labels", None)
     parameters = dict(observation.model.named_parameters())
-    last_parameter = next(
-        (name for name in reversed(parameters) if len(parameters[name]) == classes), None
-    )
+    names = (name for name in reversed(parameters) if len(parameters[name]) == classes)
+    last_parameter = next(names, None)
     if last_parameter is None or classes is None:
         raise ValueError(
             f"No parameter of {type(observation.model).__name__} has a row for each class, so "

@@ -232,10 +232,8 @@ def run(
         >>> lengths
         [3]
     """
-    batch = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids) if mask is None else mask.long(),
-    }
+    mask = torch.ones_like(ids) if mask is None else mask.long()
+    batch = {"input_ids": ids, "attention_mask": mask}
     # Translation models decode another text, which says nothing here; classifiers the same one.
     if _class_name(observation.model) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values():
         batch["decoder_input_ids"] = torch.full_like(
@@ -417,9 +415,8 @@ def _is_pruned(observation: Observation) -> bool:
     token_embedding_names = {
         name for name, p in observation.model.named_parameters() if p is words
     }  # a tied head's as well
-    counted = [
-        tensor for name, tensor in observation.gradient.items() if name not in token_embedding_names
-    ]
+    counted_names = observation.gradient.keys() - token_embedding_names
+    counted = [observation.gradient[name] for name in counted_names]
     nonzero = sum(int(tensor.count_nonzero()) for tensor in counted)
     return nonzero <= sum(tensor.numel() for tensor in counted) / 2
 
@@ -428,11 +425,8 @@ def _position_gradient(observation: Observation, tokens: nn.Module) -> tuple[Ten
     """The gradient of the embedding that is read at consecutive rows, and the row of the first
     position.
     """
-    names = {
-        id(p): name
-        for name, p in observation.model.named_parameters()
-        if name in observation.gradient
-    }
+    shared = observation.gradient
+    names = {id(p): name for name, p in observation.model.named_parameters() if name in shared}
     recorded: dict[nn.Module, Tensor] = {}
     modules = [
         m

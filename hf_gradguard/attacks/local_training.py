@@ -54,11 +54,9 @@ class LocalTraining:
         Raises:
             ValueError: If there are not as many learning rates as steps.
         """
-        rates = (
-            tuple(learning_rate)
-            if isinstance(learning_rate, Sequence)
-            else (learning_rate,) * steps
-        )
+        if not isinstance(learning_rate, Sequence):
+            learning_rate = (learning_rate,) * steps
+        rates = tuple(learning_rate)
         if len(rates) != steps or not rates:
             raise ValueError(f"There are {len(rates)} learning rates for {steps} steps.")
         return cls(rates, make_optimizer(optimizer, optimizer_kwargs), batch_size)
@@ -70,9 +68,8 @@ class LocalTraining:
         weights_after: Mapping[str, Tensor],
     ) -> Tensors:
         """The mean gradient that a change of weights says; see `difference` for what it raises."""
-        return mean_gradient(
-            self.optimizer, self.rates, *difference(model, weights_before, weights_after)
-        )
+        start, change = difference(model, weights_before, weights_after)
+        return mean_gradient(self.optimizer, self.rates, start, change)
 
     def scale_grants(self, grants: Mapping[str, Any]) -> dict[str, Any]:
         """What is granted of an update's defense, as it is of the mean gradient."""
@@ -162,9 +159,8 @@ def difference(
     change: Tensors = {}
     for name, tensor in weights_after.items():
         if name not in state or name not in weights_before:
-            missing_from = (
-                "weights before" if name in state else f"parameters of {type(model).__name__}"
-            )
+            parameters_of_model = f"parameters of {type(model).__name__}"
+            missing_from = "weights before" if name in state else parameters_of_model
             raise ValueError(f"The update names {name!r}, which is not among the {missing_from}.")
         if not tensor.shape == weights_before[name].shape == state[name].shape:
             raise ValueError(

@@ -48,9 +48,8 @@ def average(observations: Sequence[Observation]) -> Observation:
             "by `history` of candidates, which adds up log-likelihoods."
         )
     shares = {name: _shares(observations, name) for name in reference.gradient}
-    mechanism = (
-        None if reference.mechanism is None else reference.mechanism.of_mean(len(observations))
-    )
+    mechanism = reference.mechanism
+    mechanism = mechanism and mechanism.of_mean(len(observations))
     if mechanism is not None and mechanism.variance is not None:
         variances = [
             observation.mechanism.variance

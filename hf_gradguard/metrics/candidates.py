@@ -75,38 +75,27 @@ def score_candidates(
         ([1.0, 0.0], [1.0, 2.5], 0.438)
     """
     check_bootstrap(bootstrap, confidence)
-    rows = [np.asarray(row, dtype=float) for row in scores]
-    member_masks = [
-        _member_mask(row, is_member) for row, is_member in zip(rows, members, strict=True)
-    ]
-    if not rows:
+    log_scores = [np.asarray(row, dtype=float) for row in scores]
+    masks = [_member_mask(row, numbers) for row, numbers in zip(log_scores, members, strict=True)]
+    if not masks:
         raise ValueError("There is no message to score.")
-    odds = [
-        membership_log_odds(row, is_member.sum())
-        for row, is_member in zip(rows, member_masks, strict=True)
-    ]
-    other_odds = np.sort(
-        np.concatenate([row[~is_member] for row, is_member in zip(odds, member_masks, strict=True)])
-    )
+    odds = [membership_log_odds(x, mask.sum()) for x, mask in zip(log_scores, masks, strict=True)]
+    all_odds, is_member = np.concatenate(odds), np.concatenate(masks)
+    other_odds = np.sort(all_odds[~is_member])
     limits = {name: _threshold(other_odds, rate) for name, rate in FALSE_POSITIVES.items()}
-    rows_of_members = [
-        _ranked(row, is_member, number)
+    rows = [
+        _ranked(x, mask, number)
         | {name: float(message_odds[number] > limit) for name, limit in limits.items()}
-        for row, message_odds, is_member, numbers in zip(
-            rows, odds, member_masks, members, strict=True
-        )
+        for x, message_odds, mask, numbers in zip(log_scores, odds, masks, members, strict=True)
         for number in numbers
     ]
     summary = summarize(
-        rows_of_members, [None] * len(rows_of_members), [len(numbers) for numbers in members],
+        rows, [None] * len(rows), [len(numbers) for numbers in members],
         bootstrap=bootstrap, confidence=confidence, seed=seed,
     )  # fmt: skip
-    member_odds = np.concatenate(
-        [row[is_member] for row, is_member in zip(odds, member_masks, strict=True)]
-    )
     return CandidateScores(
         summary.per_sample, summary.mean, summary.interval, summary.matched,
-        curve=_curve(member_odds, other_odds), false_positives=len(other_odds),
+        curve=_curve(all_odds[is_member], other_odds), false_positives=len(other_odds),
     )  # fmt: skip
 
 
@@ -132,11 +121,8 @@ def membership_log_odds(scores: Any, members: int) -> np.ndarray:
     """
     log_scores = np.asarray(scores, dtype=float)
     odds, remaining = np.empty_like(log_scores), int(members)
-    for is_group in (
-        log_scores == np.inf,
-        np.isfinite(log_scores),
-        log_scores == -np.inf,
-    ):  # the surest first
+    # The surest first.
+    for is_group in (log_scores == np.inf, np.isfinite(log_scores), log_scores == -np.inf):
         count = int(is_group.sum())
         if remaining <= 0 or count <= remaining:
             odds[is_group] = np.inf if remaining > 0 else -np.inf
@@ -162,9 +148,8 @@ def _of_finite(scores: np.ndarray, members: int, exclusive: bool) -> np.ndarray:
         """ln of the sum of p over the rest, less that of 1 - p over the best: in logarithms it
         rises everywhere, where the sum of all p is flat in floating point.
         """
-        return float(
-            logsumexp(log_expit(others_scores + shift)) - logsumexp(log_expit(-(top + shift)))
-        )
+        below, above = log_expit(others_scores + shift), log_expit(-(top + shift))
+        return float(logsumexp(below) - logsumexp(above))
 
     return scores + brentq(excess, -falling[0] - _FAR, -falling[-1] + _FAR)
 
@@ -209,7 +194,6 @@ def _curve(members: np.ndarray, other_odds: np.ndarray) -> list[tuple[float, flo
     values = np.unique(np.concatenate([members, other_odds]))[::-1]
     high = np.searchsorted(np.sort(members), values, side="left")
     false = np.searchsorted(other_odds, values, side="left")
-    points = [
-        (1 - f / len(other_odds), 1 - t / len(members)) for f, t in zip(false, high, strict=True)
-    ]
+    counts = len(other_odds), len(members)
+    points = [(1 - f / counts[0], 1 - t / counts[1]) for f, t in zip(false, high, strict=True)]
     return [(0.0, 0.0), *((float(x), float(y)) for x, y in points)]

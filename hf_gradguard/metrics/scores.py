@@ -77,9 +77,8 @@ def bootstrap_intervals(
     """
     if bootstrap == 0:
         return {}
-    sizes = (
-        np.ones(batch_sizes[0]) if len(batch_sizes) == 1 else np.asarray(batch_sizes, dtype=float)
-    )
+    sizes = np.asarray(batch_sizes, dtype=float)
+    sizes = np.ones(batch_sizes[0]) if len(sizes) == 1 else sizes
     n = len(sizes)
     if n < 2:
         return dict.fromkeys(per_sample, (float("nan"), float("nan")))

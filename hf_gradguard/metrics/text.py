@@ -118,9 +118,7 @@ def score_text(
                 )
         order = match(np.array([[_similarity(p, t) for p in predicted] for t in true]))
         matched_predictions = [[] if i is None else predicted[i] for i in order]
-        rows += [
-            _score(ours, theirs) for ours, theirs in zip(matched_predictions, true, strict=True)
-        ]
+        rows += [_score(p, t) for p, t in zip(matched_predictions, true, strict=True)]
         matched += order
     sizes = [len(true) for _, true in pairs]
     return summarize(rows, matched, sizes, bootstrap=bootstrap, confidence=confidence, seed=seed)
@@ -191,10 +189,8 @@ def _score(predicted: list[Token], true: list[Token]) -> dict[str, float]:
     common = (Counter(ours) & Counter(theirs)).total()
     # Of equal length, both are rows of one padded batch: a special token in the middle is then a
     # gap, not a shift.
-    ours_placed, theirs_placed = (
-        (predicted, true) if len(predicted) == len(true) else (ours, theirs)
-    )
-    hits = sum(p == t for p, t in zip(ours_placed, theirs_placed, strict=False) if t is not None)
+    placed = (predicted, true) if len(predicted) == len(true) else (ours, theirs)
+    hits = sum(p == t for p, t in zip(*placed, strict=False) if t is not None)
     scores = {name: float(score.fmeasure) for name, score in rouge.items()} | {
         "bleu": _sentence_bleu(ours, theirs),
         "google_bleu": float(sentence_gleu([theirs], ours)),
@@ -254,12 +250,9 @@ def _depth(item: Any) -> int | None:
     """
     if isinstance(item, str) or (isinstance(item, list) and any(isinstance(i, int) for i in item)):
         return 0
-    depths = (
-        [depth for depth in map(_depth, item) if depth is not None]
-        if isinstance(item, list)
-        else []
-    )
-    return 1 + depths[0] if depths else None
+    depths = map(_depth, item) if isinstance(item, list) else ()
+    depth = next((depth for depth in depths if depth is not None), None)
+    return None if depth is None else 1 + depth
 
 
 def _is_text(item: Any) -> bool:

@@ -148,9 +148,8 @@ def draw_span_with_shares(
         many_gradients: Their gradients.
         generator: Of the samples. Left as it is.
     """
-    span = draw_span(
-        mechanism, batches[0], many_gradients.model, list(many_gradients.parameters), generator
-    )
+    model, names = many_gradients.model, list(many_gradients.parameters)
+    span = draw_span(mechanism, batches[0], model, names, generator)
     sampled_gradients = many_gradients(evenly(batches, SHARE_CANDIDATES))
     return span, shares_of(span, [gradient for _, gradient in sampled_gradients])
 
@@ -183,9 +182,8 @@ def accumulate(
         shares: φ of each of its groups.
     """
     sizes = [powers_of(message) for message in messages]
-    accumulated, weights = (
-        {name: torch.zeros_like(y) for name, y in messages[0].items()} for _ in "yw"
-    )
+    accumulated = {name: torch.zeros_like(y) for name, y in messages[0].items()}
+    weights = {name: torch.zeros_like(y) for name, y in messages[0].items()}
     for names, factors, share in zip(span.names, span.factors.tolist(), shares, strict=True):
         power = 0.0
         for place, (message, size) in enumerate(zip(messages, sizes, strict=True)):
@@ -260,9 +258,8 @@ def spans_of(
     if observation.domain.name != "text":
         return spans
     span_rng = generator.clone_state()
-    synthetic = make_synthetic(
-        mechanism, batch, observation.model, list(observation.gradient), span_rng
-    )
+    names = list(observation.gradient)
+    synthetic = make_synthetic(mechanism, batch, observation.model, names, span_rng)
     later_messages = (
         ()
         if observation.mechanism is None or observation.batch_size == 1
@@ -401,10 +398,8 @@ class SpanCoordinates:
                 is_known = power > least and _is_within(y, power)
                 coordinates.append(y)
                 weights.append(torch.full_like(y, (len(y) / power) ** 0.5 if is_known else 0.0))
-        self.message, self.weights = (
-            {"fitted": torch.cat(coordinates)},
-            {"fitted": torch.cat(weights)},
-        )
+        self.message = {"fitted": torch.cat(coordinates)}
+        self.weights = {"fitted": torch.cat(weights)}
 
     def __call__(self, gradients: Tensors) -> Tensors:
         """`(K, coordinates)` of gradients `(K, *parameter.shape)`, linear in these."""

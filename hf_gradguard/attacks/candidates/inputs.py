@@ -115,11 +115,7 @@ def at_places(
         raise ValueError(f"places must be from 0 to {ids.shape[1] - 1}, but are {list(places)}.")
     if words is None:
         size = len(TEXT.embedding(observation.model).weight)  # type: ignore[arg-type]
-        special = (
-            set(observation.tokenizer.all_special_ids)
-            if observation.tokenizer is not None
-            else set()
-        )
+        special = set(getattr(observation.tokenizer, "all_special_ids", ()))
         words = [token for token in range(size) if token not in special]
     tokens = [
         word if isinstance(word, int) else observation.tokenizer.convert_tokens_to_ids(word)
@@ -285,11 +281,8 @@ def _fit_length(observation: Observation, batch: dict[str, Any], pads_left: bool
     one, where clients have padding on the left, with as much before it. Many models count positions
     from there, and of a language model padding predicts the first token.
     """
-    missing = (
-        0
-        if observation.domain is not TEXT
-        else observation.input_shape[1] - batch[TEXT.key].shape[1]
-    )
+    is_text = observation.domain is TEXT
+    missing = observation.input_shape[1] - batch[TEXT.key].shape[1] if is_text else 0
     has_token_labels = "labels" in batch and label_kind(observation.model) in _PER_TOKEN
     if not missing or (missing < 0 and has_token_labels) or (missing > 0 and not pads_left):
         return batch
@@ -408,9 +401,8 @@ def _by_length(observation: Observation, counts: Sequence[int]) -> Tensor:
     """`(K,)`, of candidates of so many tokens. Where none is as long as one of the message's texts,
     clients cut them otherwise, and lengths say nothing.
     """
-    lengths = (
-        set() if observation.attention_mask is None else set(observation.tokens.sum(1).tolist())
-    )
+    known_lengths = observation.attention_mask is not None
+    lengths = set(observation.tokens.sum(1).tolist()) if known_lengths else set()
     fits = torch.tensor([count in lengths for count in counts], device=observation.device)
     rare = ~fits if bool(fits.any()) else torch.zeros_like(fits)
     return rare.double() * math.log(_RARE)

@@ -128,9 +128,8 @@ def rescale(
             ),
         )
     gradient = {name: g * by for name, g in observation.gradient.items()}
-    return replace(
-        observation, gradient=gradient, mechanism=mechanism, noise_variance=None
-    ), mechanism
+    rescaled = replace(observation, gradient=gradient, mechanism=mechanism, noise_variance=None)
+    return rescaled, mechanism
 
 
 def _scale_variance(variance: float | Mapping[str, Tensor], by: float) -> float | dict[str, Tensor]:
@@ -178,9 +177,8 @@ def to_filter(
 def _clipped(center: Tensors, mechanism: Mechanism | None) -> Tensors:
     if mechanism is None or mechanism.clip_coordinate is None:
         return center
-    return {
-        n: c.clamp(-mechanism.clip_coordinate, mechanism.clip_coordinate) for n, c in center.items()
-    }
+    bound = mechanism.clip_coordinate
+    return {name: c.clamp(-bound, bound) for name, c in center.items()}
 
 
 def _fit_scale(message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> float:
@@ -285,9 +283,8 @@ class Likelihood:
 
     def __init__(self, mechanism: Mechanism, message: Tensors, floor: Mapping[str, float]) -> None:
         self.mechanism, self.message, self.floor = mechanism, message, floor
-        self._is_kept = (
-            {n: y != 0 for n, y in message.items()} if mechanism.selection != "all" else None
-        )
+        keeps_all = mechanism.selection == "all"
+        self._is_kept = None if keeps_all else {n: y != 0 for n, y in message.items()}
         self._least = math.inf
         if mechanism.selection == "largest":
             smallest_kept = [y[y != 0].abs().min() for y in message.values() if y.any()]

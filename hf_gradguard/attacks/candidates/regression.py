@@ -167,11 +167,8 @@ class MatchedFilter:
         sketch_variance = variance * max(1.0, self.size / self.length)
         if sketch_variance > exact_variance:
             return self.products[:, message], exact_variance, True
-        return (
-            _products(self.sketches, self.y_sketches[message][None])[:, 0],
-            sketch_variance,
-            False,
-        )
+        products = _products(self.sketches, self.y_sketches[message][None])[:, 0]
+        return products, sketch_variance, False
 
     def _population(self, prior: Tensor) -> _Population:
         if (shares := tuple(prior.tolist())) not in self._populations:
@@ -194,9 +191,8 @@ class MatchedFilter:
         if not free:
             return True
         by_chance = whitened.variance * (1 + 5 * math.sqrt(2 / free))
-        return residual_variance <= max(
-            by_chance, _UNEXPLAINED_SHARE * self.y_squares[message] / self.size
-        )
+        least = _UNEXPLAINED_SHARE * self.y_squares[message] / self.size
+        return residual_variance <= max(by_chance, least)
 
     def _residual(self, message: int, prior: Tensor) -> tuple[float, int]:
         """The variance of what candidates do not explain of a message, and of how many coordinates:
@@ -208,9 +204,8 @@ class MatchedFilter:
             free = 0
         else:
             unexplained -= population.explained(_products(self.sketches, y)[:, 0])
-        per_entry = (
-            max(unexplained, 0.0) / (free or self.length) * min(1.0, self.length / self.size)
-        )
+        per_entry = max(unexplained, 0.0) / (free or self.length)
+        per_entry *= min(1.0, self.length / self.size)
         # Never less than what evaluations differ in.
         return max(per_entry, 1e-8 * self.y_squares[message] / self.size + 1e-38), free
 

@@ -249,7 +249,7 @@ class Scorer:
             for i, scores in self.fits(as_sent[False], fits).items() if fits else ():
                 totals[i][rows] = scores
             changes = {
-                is_sum: self._changes(as_sent[is_sum], rows, mean) for is_sum, mean in means.items()
+                kind: self._changes(as_sent[kind], rows, mean) for kind, mean in means.items()
             }
             for matched_filter, group in filters:
                 change = changes[self.sums[group.indices[0]]]
@@ -438,10 +438,8 @@ class Scorer:
     def _changes(self, gradient: Tensors, rows: list[int], means: Tensors) -> Tensors:
         """Gradients minus the means of their labels."""
         labels = torch.tensor([self.pool.label[row] for row in rows])
-        return {
-            name: gradient[name] - means[name][labels.to(gradient[name].device)]
-            for name in self.names
-        }
+        on_device = {name: labels.to(gradient[name].device) for name in self.names}
+        return {name: gradient[name] - means[name][on_device[name]] for name in self.names}
 
     def _floor(self, observation: Observation) -> dict[str, float]:
         """The variance by which evaluations of one gradient differ, per parameter."""

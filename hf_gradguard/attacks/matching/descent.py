@@ -224,9 +224,8 @@ class _Descent:
                 break
         bar.close()
         self.problem.space.project_(self.best_x)  # evaluated before a step's projection
-        rows = zip(
-            self.best_x, self.best, self.best_labels, torch.stack(self.history, 1), strict=True
-        )
+        history = torch.stack(self.history, 1)
+        rows = zip(self.best_x, self.best, self.best_labels, history, strict=True)
         return [Descended(*row) for row in rows]
 
     def _progress(self) -> tuple[float, float]:
@@ -320,16 +319,11 @@ def _is_about_vectorizing(error: RuntimeError) -> bool:
     """
     message = str(error)
     memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in message
-    return memory or any(
-        word in message for word in ("vmap", "functorch", "torch.func", "etc) transform")
-    )
+    words = ("vmap", "functorch", "torch.func", "etc) transform")
+    return memory or any(word in message for word in words)
 
 
 def _row(slopes: Slopes, i: int) -> Slopes:
     values, input_slopes, label_slopes = slopes
     row = slice(i, i + 1)
-    return (
-        values[row],
-        input_slopes[row],
-        {name: by_label[row] for name, by_label in label_slopes.items()},
-    )
+    return values[row], input_slopes[row], {name: x[row] for name, x in label_slopes.items()}

@@ -72,9 +72,7 @@ class TagDistance:
     def __call__(self, candidate: Candidate, shared: Tensors) -> Tensor:
         layers = layer_numbers(shared)
         deepest = max(layers.values())
-        weights = {
-            name: self.absolute * (1 - (layer - 1) / deepest) for name, layer in layers.items()
-        }
+        weights = {n: self.absolute * (1 - (layer - 1) / deepest) for n, layer in layers.items()}
         return _distance(candidate, shared, 0.5, weights)
 
 
@@ -106,9 +104,8 @@ def _distance(
             tensors.append((estimate, g))
         weights.append(absolute[name] if absolute else 0.0)
     sizes = [len(group) for group in tensors]
-    value: Tensor = _Distance.apply(
-        square, weights, sizes, *(t for group in tensors for t in group)
-    )[0]
+    flat = [tensor for group in tensors for tensor in group]
+    value: Tensor = _Distance.apply(square, weights, sizes, *flat)[0]
     return value
 
 
@@ -125,9 +122,8 @@ class _Distance(torch.autograd.Function):
     def forward(
         square: float, weights: list[float], sizes: list[int], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        return tuple(
-            out[0] for out in _compare(square, weights, sizes, [tensor[None] for tensor in tensors])
-        )
+        outputs = _compare(square, weights, sizes, [tensor[None] for tensor in tensors])
+        return tuple(output[0] for output in outputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -181,9 +177,10 @@ def _compare(
 def _compare_group(square: float, weight: float, *tensors: Tensor) -> tuple[Tensor, ...]:
     *estimate, g = tensors
     factored = len(estimate) == 2
-    difference = (
-        torch.baddbmm(g, estimate[0].mT, estimate[1], beta=-1) if factored else estimate[0] - g
-    )
+    if factored:
+        difference = torch.baddbmm(g, estimate[0].mT, estimate[1], beta=-1)
+    else:
+        difference = estimate[0] - g
     flat = difference.flatten(1)
     slope = flat.sign().mul_(weight).add_(flat, alpha=2 * square) if weight else flat * (2 * square)
     value = torch.linalg.vecdot(slope, flat) - square * torch.linalg.vecdot(flat, flat)

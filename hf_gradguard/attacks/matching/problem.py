@@ -230,9 +230,8 @@ class Problem:
             self.labels[0], loss_fn=soft_label_loss if self.soft else None
         )
         self.shared = [name for name in self.gmap.parameters if name in reference.gradient]
-        self.names = [
-            n for n in self.shared if not any(fragment in n for fragment in settings.leave_out)
-        ]
+        excluded = settings.leave_out
+        self.names = [n for n in self.shared if not any(fragment in n for fragment in excluded)]
         if not self.names:
             raise ValueError(
                 "No gradient is left to match: what was shared is the token embeddings' alone "
@@ -265,16 +264,14 @@ class Problem:
         soft labels.
         """
         extras = {name: tensor[rows] for name, tensor in self.extras.items()}
-        return self.gmap.slopes_at(
-            self._distance, x, extras, factored=not self.weighted, labels=labels
-        )
+        factored = not self.weighted
+        return self.gmap.slopes_at(self._distance, x, extras, factored=factored, labels=labels)
 
     def distance(self, x: Tensor, candidate: int) -> Tensor:
         """dist(g(x̂), shared) of one x̂ `(B, ...)` for the candidate of that number."""
         gradient = self.gmap.gradient_at(x, labels=self.labels[candidate])
-        return self._distance(
-            gradient, {name: tensor[candidate] for name, tensor in self.extras.items()}
-        )
+        extras = {name: tensor[candidate] for name, tensor in self.extras.items()}
+        return self._distance(gradient, extras)
 
     def _compared(self, observation: Observation, weights: Tensors | None) -> Tensors:
         """What a candidate of this observation is compared to, and by which weights; of the types
@@ -299,9 +296,8 @@ class Problem:
         if self.weighted:  # never in factors
             gradient = {name: gradient[name] * extras[f"weight {name}"] for name in self.names}
         if settings.clip_coordinate is not None:
-            bounds = {
-                name: settings.clip_coordinate * extras[f"weight {name}"] for name in self.names
-            }
+            bound = settings.clip_coordinate
+            bounds = {name: bound * extras[f"weight {name}"] for name in self.names}
             gradient = {
                 name: _up_to(gradient[name], shared[name], bounds[name])  # type: ignore[arg-type]
                 for name in self.names
@@ -347,9 +343,8 @@ def _labels(observation: Observation, soft: bool) -> Tensor:
     check_classes(observation)  # the loss of logits is cross-entropy, whatever the model's own is
     config: Any = observation.model.config
     dtype = next(p.dtype for p in observation.model.parameters() if torch.is_floating_point(p))
-    return torch.zeros(
-        observation.batch_size, config.num_labels, dtype=dtype, device=observation.device
-    )
+    shape = observation.batch_size, config.num_labels
+    return torch.zeros(shape, dtype=dtype, device=observation.device)
 
 
 def _weights(
@@ -369,9 +364,8 @@ def _weights(
         variance = {
             n: v.to(torch.promote_types(v.dtype, torch.float32)) for n, v in variances.items()
         }
-        mean = sum(float(v.sum()) for v in variance.values()) / sum(
-            v.numel() for v in variance.values()
-        )
+        size = sum(v.numel() for v in variance.values())
+        mean = sum(float(v.sum()) for v in variance.values()) / size
         weights = {name: (mean / v.clamp_min(1e-4 * mean)).sqrt() for name, v in variance.items()}
     if settings.match_nonzero:
         is_shared = {

@@ -62,17 +62,15 @@ class Vocabulary:
         tokens as they are.
         """
         flat = functional.normalize(x.reshape(-1, x.shape[-1]), dim=1)
-        best = [
-            self.candidates[(chunk @ self._directions.T).argmax(1)] for chunk in flat.split(1024)
-        ]
+        nearest = [(chunk @ self._directions.T).argmax(1) for chunk in flat.split(1024)]
+        best = [self.candidates[index] for index in nearest]
         ids = torch.cat(best).view(x.shape[:-1])
         return torch.where(self.known_ids >= 0, self.known_ids, ids)
 
     def random(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Ids drawn uniformly from the tokens that may stand anywhere; known tokens as they are."""
-        index = torch.randint(
-            len(self.candidates), shape, generator=generator, device=self.candidates.device
-        )
+        device, count = self.candidates.device, len(self.candidates)
+        index = torch.randint(count, shape, generator=generator, device=device)
         return torch.where(self.known_ids >= 0, self.known_ids, self.candidates[index])
 
 

@@ -96,9 +96,8 @@ def nearest_tokens(
         nearest = scores[i, chosen[i]] if short else scores[i, : int(capacity[i])]
         farthest = nearest.max().clamp(min=SURE if short else 0)
         close: list[int] = ids[i, scores[i] <= TIE * farthest].tolist()
-        candidate_ids[position] = (
-            best + [token for token in close if token not in best][:ALTERNATIVES]
-        )
+        more = [token for token in close if token not in best]
+        candidate_ids[position] = best + more[:ALTERNATIVES]
     return candidate_ids
 
 
@@ -296,9 +295,8 @@ class Span(Attack):
         slots, positional = Slots.from_observation(observation), unmixed.positional
         rank = len(slots.known_pairs(positional)) + int(slots.is_unknown.sum())
         first_view = View(unmixed, self.row_space(observation, unmixed, rank))
-        candidate_ids = nearest_tokens(
-            observation, first_view, slots, self.shortlist, self.threshold
-        )
+        search = self.shortlist, self.threshold
+        candidate_ids = nearest_tokens(observation, first_view, slots, *search)
         slots = replace(slots, candidate_ids=_without_frame(observation, candidate_ids))
         undecided = ""
         if mixed and mixed[0].mixing == "causal":
@@ -452,6 +450,5 @@ def _objective(observation: Observation, view: View, rows: Tensor) -> float:
         return 1.0
     inputs = vectors(observation, view.readers, tokens[:, 1:], tokens[:, 0])[:, 0]
     basis = torch.linalg.qr((inputs * space.columns).T).Q.T
-    return math.sqrt(
-        float(space.without(basis).factor.square().sum() / space.factor.square().sum())
-    )
+    unexplained = space.without(basis).factor.square().sum()
+    return math.sqrt(float(unexplained / space.factor.square().sum()))

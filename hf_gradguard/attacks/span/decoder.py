@@ -45,15 +45,12 @@ def inputs_of_endings(
         return layer_inputs(observation, readers, torch.tensor(rows, device=observation.device))
     past = DynamicCache(config=observation.model.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
     prefix_ids = torch.tensor(prefixes, device=observation.device)
-    prefix_inputs = layer_inputs(
-        observation, readers, prefix_ids, past_key_values=past, use_cache=True
-    )
+    cache = {"past_key_values": past, "use_cache": True}
+    prefix_inputs = layer_inputs(observation, readers, prefix_ids, **cache)
     past.batch_repeat_interleave(len(tokens))
     token_ids = torch.tensor(tokens, device=observation.device).repeat(len(prefixes))[:, None]
     mask = token_ids.new_ones(len(token_ids), prefix_ids.shape[1] + 1)
-    token_inputs = layer_inputs(
-        observation, readers, token_ids, mask, past_key_values=past, use_cache=True
-    )
+    token_inputs = layer_inputs(observation, readers, token_ids, mask, **cache)
     return torch.cat([prefix_inputs.repeat_interleave(len(tokens), 0), token_inputs], dim=1)
 
 
@@ -152,9 +149,8 @@ def _prefixes(
         # as near as the truth. It takes no other's place, and is not dropped: it may be the truth.
         best: list[tuple[Text, float]] = []
         for repeats in (False, True):
-            best += [scored for scored in ranked if _repeats(scored[0]) == repeats][
-                : beams * unfinished
-            ]
+            equal_kind = [scored for scored in ranked if _repeats(scored[0]) == repeats]
+            best += equal_kind[: beams * unfinished]
         levels.append(dict(best))
     return levels
 

@@ -184,10 +184,8 @@ def exchange(
             gains = (current[pairs] - new_distances.view(-1, 2)).sum(1)
             best = int(gains.argmax())
             if gains[best] > 1e-9 * current.sum():
-                rows[pairs[best]], current[pairs[best]] = (
-                    swapped[best],
-                    new_distances.view(-1, 2)[best],
-                )
+                rows[pairs[best]] = swapped[best]
+                current[pairs[best]] = new_distances.view(-1, 2)[best]
                 changed = True
         if not changed:
             break
@@ -270,9 +268,8 @@ class _Descent:
             or tokens.tolist()
             for place, tokens in self.tokens.items()
         }
-        anchor = min(
-            remaining, key=lambda place: (len(self.tokens[place]) < 2, len(self.tokens[place]))
-        )
+        counts = {place: len(tokens) for place, tokens in self.tokens.items()}
+        anchor = min(remaining, key=lambda place: (counts[place] < 2, counts[place]))
         remaining[anchor] = remaining[anchor][:max_starts]
         starts = row.repeat(len(remaining[anchor]), 1)
         for place, tokens in remaining.items():

@@ -63,16 +63,14 @@ class RowSpace:
 
     def without(self, basis: Tensor) -> RowSpace:
         """What is left when orthonormal rows `(k, H)` are projected out."""
-        return RowSpace(
-            self.factor - (self.factor @ basis.T) @ basis, self.count, self.noise, self.columns
-        )
+        factor = self.factor - (self.factor @ basis.T) @ basis
+        return RowSpace(factor, self.count, self.noise, self.columns)
 
     def energy(self, vectors: Tensor) -> Tensor:
         """‖G x‖²/‖x‖² of vectors `(..., H)`: by how much ‖G‖² falls when x is projected out."""
         squares = vectors.square().sum(-1)
-        return (vectors @ self.factor.T).square().sum(-1) / squares.clamp(
-            min=torch.finfo(squares.dtype).tiny
-        )
+        squares = squares.clamp(min=torch.finfo(squares.dtype).tiny)
+        return (vectors @ self.factor.T).square().sum(-1) / squares
 
 
 def row_space(blocks: list[Tensor], variances: list[Tensor] | None, rank: int) -> RowSpace:
@@ -170,14 +168,12 @@ def select(
             space.ends
             and float((basis @ all_directions.T).square().sum()) > len(all_directions) - 0.5
         ):
-            room = room.masked_fill(
-                torch.tensor([bool(indices) for indices in chosen]).to(room.device), 0
-            )
+            is_filled = torch.tensor([bool(indices) for indices in chosen])
+            room = room.masked_fill(is_filled.to(room.device), 0)
         directions, trust = remaining.directions(free=candidates.shape[-1] - len(basis))
         squares = residuals.square().sum(-1)
-        smallest_outside = torch.minimum(
-            smallest_outside, distances(residuals, directions, trust) * squares
-        )
+        outside_span = distances(residuals, directions, trust) * squares
+        smallest_outside = torch.minimum(smallest_outside, outside_span)
         scores = (smallest_outside / squares).masked_fill(taken | (room == 0)[:, None], math.inf)
         best_scores, flat_indices = scores.flatten().topk(
             min(max(1, int(room.sum()) // 32), scores.numel()), largest=False

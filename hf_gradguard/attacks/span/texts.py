@@ -150,9 +150,8 @@ def choose(
         True
     """
     texts = list(dict.fromkeys(text for row in candidates for text in row))
-    vectors: dict[Text, list[Tensor]] = dict(
-        zip(texts, vectors_of(observation, views, texts), strict=True)
-    )
+    inputs = vectors_of(observation, views, texts)
+    vectors: dict[Text, list[Tensor]] = dict(zip(texts, inputs, strict=True))
     chosen = _choose(views, candidates, vectors, sweeps)
     right = [
         {text: distance for text, distance in row.items() if distance < NEAR * len(text)} or row
