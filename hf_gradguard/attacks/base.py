@@ -171,9 +171,8 @@ class Observation:
         self._check_variances()
         if (self.image_mean is None) != (self.image_std is None):
             raise ValueError("Give image_mean and image_std together, or neither.")
-        object.__setattr__(
-            self, "gradient", {name: tensor.detach() for name, tensor in self.gradient.items()}
-        )
+        gradient = {name: tensor.detach() for name, tensor in self.gradient.items()}
+        object.__setattr__(self, "gradient", gradient)
 
     @property
     def domain(self) -> Domain:
@@ -441,10 +440,8 @@ def as_text(token_ids: list[list[int]], tokenizer: Any) -> list[str] | None:
     """
     if tokenizer is None:
         return None
-    return [
-        tokenizer.decode([index for index in ids if index >= 0], skip_special_tokens=True)
-        for ids in token_ids
-    ]
+    recovered = ([index for index in ids if index >= 0] for ids in token_ids)
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in recovered]
 
 
 def _check_returned(name: str, returned: Any, batch_size: int) -> None:

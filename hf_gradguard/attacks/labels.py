@@ -49,9 +49,8 @@ def _random_ids(observation: Observation, generator: torch.Generator) -> dict[st
     batch = observation.placeholder()
     size = observation.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     words = ordinary_ids(size, _special(observation)).to(observation.device)
-    word_index = torch.randint(
-        len(words), observation.input_shape, generator=generator, device=observation.device
-    )
+    shape, device = observation.input_shape, observation.device
+    word_index = torch.randint(len(words), shape, generator=generator, device=device)
     ids = torch.where(observation.known_ids() >= 0, batch["input_ids"], words[word_index])
     return {**batch, "input_ids": _with_end(observation, ids)}
 
@@ -243,11 +242,8 @@ def _shared(observation: Observation) -> Tensors:
     """What was shared of the last layer's weight and bias, by name: of one type, the more precise
     of the gradient's and the model's, and no less than float32.
     """
-    shared = {
-        name: observation.gradient[name]
-        for name in _Head.names(observation)
-        if name in observation.gradient
-    }
+    gradient, names = observation.gradient, _Head.names(observation)
+    shared = {name: gradient[name] for name in names if name in gradient}
     models = [p.dtype for p in observation.model.parameters() if torch.is_floating_point(p)]
     types = [*models, *(tensor.dtype for tensor in shared.values())]
     dtype = functools.reduce(torch.promote_types, types, torch.float32)
@@ -362,9 +358,8 @@ def _as_labels(counts: Tensor, observation: Observation) -> Tensor:
         : observation.batch_size - int(label_counts.sum())
     ]:
         label_counts[index] += 1
-    return torch.repeat_interleave(
-        torch.arange(len(label_counts), device=observation.device), label_counts.long()
-    )
+    classes = torch.arange(len(label_counts), device=observation.device)
+    return torch.repeat_interleave(classes, label_counts.long())
 
 
 def _last_parameter(observation: Observation) -> tuple[str, int]:

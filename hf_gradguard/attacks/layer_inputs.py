@@ -138,11 +138,8 @@ def find_readers(observation: Observation) -> list[Readers]:
             inputs[0], inputs[2], rtol=1e-5, atol=1e-6 * float(inputs.abs().max())
         )
         names_of_layers = tuple(modules[layer] for layer in layers)
-        groups.append(
-            Readers(
-                tuple(layers), names_of_layers, mixing, positional, call, calls[layers[0]], pooled
-            )
-        )
+        kind = tuple(layers), names_of_layers, mixing, positional
+        groups.append(Readers(*kind, call, calls[layers[0]], pooled))
     return groups
 
 

@@ -207,10 +207,8 @@ def accumulate_uploads(uploads: Iterable[Observation], index: int = 0) -> Observ
         mechanism = _check_upload(observation, batches if position else observation.gradient)
         if not position:
             earlier_batches = mechanism.batches or {}
-            batches = {
-                n: earlier_batches.get(n, torch.ones_like(y)).int()
-                for n, y in observation.gradient.items()
-            }
+            no_others = {name: torch.ones_like(y) for name, y in observation.gradient.items()}
+            batches = {name: earlier_batches.get(name, y).int() for name, y in no_others.items()}
         if position == index:
             target = observation
             gradient = {name: torch.zeros_like(y) for name, y in observation.gradient.items()}
@@ -263,10 +261,8 @@ def single_batch_entries(observation: Observation) -> Observation | None:
     mechanism = observation.mechanism
     if mechanism is None or mechanism.batches is None:
         return None
-    gradient = {
-        name: y.masked_fill(mechanism.batches[name] > 1, 0)
-        for name, y in observation.gradient.items()
-    }
+    batches, shared = mechanism.batches, observation.gradient
+    gradient = {name: y.masked_fill(batches[name] > 1, 0) for name, y in shared.items()}
     if not any(bool(y.any()) for y in gradient.values()):
         return None
     single_batch = replace(mechanism, selection="chosen", has_residual=False, batches=None)

@@ -193,9 +193,8 @@ def threat_model(model: nn.Module, modality: Modality, settings: AuditSettings) 
         *modality.threat_model(),
     ]
     if settings.accumulation > 1:
-        sentences.append(
-            f"The client averages {settings.accumulation} batches, protected one by one, first."
-        )
+        count = settings.accumulation
+        sentences.append(f"The client averages {count} batches, protected one by one, first.")
     # Labels that are made of the text would give it away, so no setting grants them.
     if not modality.can_grant:
         sentences.append("The labels are made of the texts themselves, so they are not granted.")

@@ -263,10 +263,8 @@ def _imports(module: str, packages: frozenset[str]) -> list[str]:
 
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     # A name may be a module of its own, or something in the one that it comes from.
-    names = [
-        name if is_module(name) else parent
-        for name, parent in _imported_names(_source(module), package)
-    ]
+    imported = _imported_names(_source(module), package)
+    names = [name if is_module(name) else parent for name, parent in imported]
     return [name for name in names if is_module(name)]
 
 

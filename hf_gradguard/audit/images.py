@@ -56,9 +56,8 @@ class Images:
             pixels: Tensor = self.processor(images, return_tensors="pt")[IMAGE.key]
         else:
             size = config.image_size, config.image_size
-            stacked = torch.from_numpy(
-                np.stack([np.asarray(image.resize(size)) for image in images])
-            )
+            arrays = [np.asarray(image.resize(size)) for image in images]
+            stacked = torch.from_numpy(np.stack(arrays))
             stacked = stacked.float() / 255
             pixels = stacked[:, None] if mode == "L" else stacked.permute(0, 3, 1, 2).contiguous()
         # Quantized models have integer parameters beside floating ones.
@@ -67,11 +66,8 @@ class Images:
 
     def observed(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """What an Observation holds of an image besides the gradient."""
-        return {
-            "input_shape": tuple(IMAGE.main_input(batch).shape),
-            "image_mean": self.mean,
-            "image_std": self.std,
-        }
+        shape = tuple(IMAGE.main_input(batch).shape)
+        return {"input_shape": shape, "image_mean": self.mean, "image_std": self.std}
 
     def granted(self, batch: dict[str, Tensor]) -> Tensor | None:
         """The labels, if the attacker knows any."""
@@ -97,10 +93,8 @@ class Images:
 
     def show(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """The originals, for the report."""
-        return {
-            "images": [png(image) for image in self._plain(batch)],
-            "labels": batch["labels"].tolist(),
-        }
+        images = [png(image) for image in self._plain(batch)]
+        return {"images": images, "labels": batch["labels"].tolist()}
 
     def score(self, reconstruction: Reconstruction, batch: dict[str, Tensor]) -> dict[str, Any]:
         """Scores of a reconstruction, one number per sample, and the reconstruction in the samples'
@@ -158,9 +152,8 @@ def to_pil(picture: Any, mode: str) -> Image.Image:
                 "An image must be a PIL image or bytes of shape (H, W) or (H, W, C), but is "
                 f"{array.dtype} of shape {array.shape}."
             )
-        picture = Image.fromarray(
-            array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array
-        )
+        is_flat = array.ndim == 3 and array.shape[2] == 1
+        picture = Image.fromarray(array[..., 0] if is_flat else array)
     converted: Image.Image = picture.convert(mode)
     return converted
 
@@ -169,9 +162,8 @@ def png(image: Tensor) -> str:
     """`(C, H, W)` pixels in [0, 1] as a PNG in base64."""
     array = (image.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
     file = io.BytesIO()
-    Image.fromarray(array[..., 0] if array.shape[2] == 1 else array[..., :3]).save(
-        file, format="PNG"
-    )
+    pixels = array[..., 0] if array.shape[2] == 1 else array[..., :3]
+    Image.fromarray(pixels).save(file, format="PNG")
     return base64.b64encode(file.getvalue()).decode()
 
 

@@ -162,9 +162,8 @@ class _Grid:
         batches = [client.batch for client in self.trial_clients]
         for defense, label in self.smoothing:
             attacker = self.attackers[defense, label]
-            uploads = [
-                self._upload(client, defense, self.trial_clients) for client in self.trial_clients
-            ]
+            clients = self.trial_clients
+            uploads = [self._upload(client, defense, clients) for client in clients]
             trial = digest(attacker.attack, sorted(attacker.grants), batches, WEIGHTS)
             key = digest(self.key, self.defense_keys[defense], trial)
             choice = self.cells.once(key, partial(choose_weight, attacker, uploads, self.modality))

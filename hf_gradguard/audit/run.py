@@ -128,10 +128,8 @@ def _audit_model(
     size = settings.rows
     if not samples or len(samples) % size:
         raise ValueError(f"{len(samples)} samples do not fill messages of {size}.")
-    modality, device = (
-        modality_of(model, processing_class, settings),
-        next(model.parameters()).device,
-    )
+    modality = modality_of(model, processing_class, settings)
+    device = next(model.parameters()).device
     batches = [
         {name: tensor.to(device) for name, tensor in modality.batch(samples[i:][:size]).items()}
         for i in range(0, len(samples), size)

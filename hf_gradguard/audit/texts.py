@@ -108,9 +108,8 @@ class Texts:
 
     def granted(self, batch: dict[str, Tensor]) -> Tensor | None:
         """The labels, if the attacker knows any."""
-        return (
-            batch["labels"].clone() if self.audit_settings.labels_known and self.can_grant else None
-        )
+        is_granted = self.audit_settings.labels_known and self.can_grant
+        return batch["labels"].clone() if is_granted else None
 
     @property
     def can_grant(self) -> bool:
@@ -155,10 +154,8 @@ class Texts:
 
     def references(self, batch: dict[str, Tensor]) -> list[list[int]]:
         """One list of ids per sample, special tokens included, padding left out."""
-        return [
-            ids[mask.bool()].tolist()
-            for ids, mask in zip(batch["input_ids"], _mask(batch), strict=True)
-        ]
+        rows = zip(batch["input_ids"], _mask(batch), strict=True)
+        return [ids[mask.bool()].tolist() for ids, mask in rows]
 
     def show(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """The originals, for the report."""
@@ -181,11 +178,8 @@ class Texts:
             raise ValueError("The attack gave no text.")
         scores = self._score(ids, batch)
         ordered = [[] if match is None else ids[match] for match in scores.matched]
-        return {
-            "scores": scores.per_sample,
-            "ids": ordered,
-            "pieces": [self._pieces(row) for row in ordered],
-        }
+        pieces = [self._pieces(row) for row in ordered]
+        return {"scores": scores.per_sample, "ids": ordered, "pieces": pieces}
 
     def chance(
         self, batches: Sequence[dict[str, Tensor]], index: int, seed: int
@@ -205,9 +199,8 @@ class Texts:
 
     def describe_chance(self, messages: int) -> str:
         """What `chance` guesses, in words."""
-        return (
-            "the texts of other messages" if messages > 1 else "random words, as many as there are"
-        )
+        guess = "random words, as many as there are"
+        return "the texts of other messages" if messages > 1 else guess
 
     def settings(self) -> dict[str, Any]:
         """What the report has to know of all texts."""

@@ -121,9 +121,8 @@ def _draw(
 
     def batch(numbers: list[int]) -> dict[str, Tensor]:
         # Divided data is addressed by row, client and share.
-        keys: list[Any] = (
-            [SampledRow(n, 0, 1.0) for n in numbers] if trainer._rows_of_clients else numbers
-        )
+        divided = trainer._rows_of_clients
+        keys: list[Any] = [SampledRow(n, 0, 1.0) if divided else n for n in numbers]
         collated = loader.collate_fn([dataset[key] for key in keys])
         return {
             name: value.to(trainer.args.device)

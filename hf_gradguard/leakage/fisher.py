@@ -210,9 +210,7 @@ def _gram(
     if not torch.isfinite(products).all():
         raise not_finite()
     by_sample = products.split(unknowns.per_sample.tolist(), dim=1)
-    return torch.stack(
-        [(sample_products @ sample_products.T).double() for sample_products in by_sample]
-    )
+    return torch.stack([(x @ x.T).double() for x in by_sample])
 
 
 def _unprotected(gmap: GradientMap, unknowns: Unknowns, variance: Tensors) -> Tensor:

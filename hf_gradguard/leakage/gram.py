@@ -69,9 +69,8 @@ def largest_eigenpair(
         values, vectors = np.linalg.eigh(_tridiagonal(diagonal, off_diagonal))
         residual = length * abs(float(vectors[-1, -1]))
         if residual <= tolerance * values[-1] or iteration == len(start) or not length:
-            return Eigenpair(
-                max(float(values[-1]), 0.0), basis.combine(vectors[:, -1]), residual, iteration
-            )
+            value, vector = max(float(values[-1]), 0.0), basis.combine(vectors[:, -1])
+            return Eigenpair(value, vector, residual, iteration)
         off_diagonal.append(length)
         basis.append(product / length)
     raise ArithmeticError(

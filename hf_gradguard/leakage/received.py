@@ -136,9 +136,8 @@ def _rows_alike(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
         return
     parallel = int((_partners(rows) >= FEWEST - 1).sum())
     if parallel >= FEWEST:
-        with_biases = (
-            "" if bias is None or len(bias.unique()) < FEWEST else ", with biases that differ"
-        )
+        no_ladder = bias is None or len(bias.unique()) < FEWEST
+        with_biases = "" if no_ladder else ", with biases that differ"
         yield (
             f"{parallel} of {len(weight)} rows measure the same{with_biases}. Differences of their "
             "gradients are single samples."
@@ -257,10 +256,8 @@ def _on_pixels(model: nn.Module) -> list[Finding]:
     """A first layer that reads all pixels at once."""
     config: Any = getattr(model, "config", None)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-    first_layer = next(
-        (m for m in model.named_modules() if isinstance(m[1], nn.Linear | _CONVOLUTION)),
-        None,
-    )
+    layers = (m for m in model.named_modules() if isinstance(m[1], nn.Linear | _CONVOLUTION))
+    first_layer = next(layers, None)
     if (
         first_layer is None
         or not isinstance(first_layer[1], nn.Linear)
@@ -282,16 +279,13 @@ def _against(model: nn.Module, reference: nn.Module | Mapping[str, Tensor] | Non
         shapes = _described(model)
         return [] if shapes is None else _structure(trained, shapes, "the configuration describes")
     state = reference.state_dict() if isinstance(reference, nn.Module) else reference
-    findings = _structure(
-        trained, {n: tuple(t.shape) for n, t in state.items()}, "the reference has"
-    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    findings = _structure(trained, shapes, "the reference has")
     for name, parameter in trained.items():
         if name not in state or state[name].shape != parameter.shape:
             continue
-        reference_norm, received_norm = (
-            float(state[name].float().norm()),
-            float(parameter.detach().float().norm()),
-        )
+        reference_norm = float(state[name].float().norm())
+        received_norm = float(parameter.detach().float().norm())
         if reference_norm and received_norm > TALL * reference_norm:
             says = f"It is {received_norm / reference_norm:.0f} times as large as in the reference."
             findings.append(Finding("larger_than_reference", name, says))
@@ -304,9 +298,8 @@ def _structure(
     findings = []
     for name, parameter in trained.items():
         if name not in shapes:
-            findings.append(
-                Finding("added", name, f"No parameter of that name is in what {source}.")
-            )
+            says = f"No parameter of that name is in what {source}."
+            findings.append(Finding("added", name, says))
         elif shapes[name] != tuple(parameter.shape):
             says = f"Its shape is {tuple(parameter.shape)}, where {source} {shapes[name]}."
             findings.append(Finding("reshaped", name, says))
@@ -368,9 +361,8 @@ def sharp_attention(model: nn.Module) -> Iterator[tuple[str, str]]:
         query_and_key = _query_and_key(module)
         if query_and_key is None:
             continue
-        spread = float(
-            _spreads(*query_and_key, _head_width(module, model, query_and_key[0][0])).median()
-        )
+        width = _head_width(module, model, query_and_key[0][0])
+        spread = float(_spreads(*query_and_key, width).median())
         if spread > SHARP:
             yield (
                 name,

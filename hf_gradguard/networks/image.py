@@ -162,7 +162,6 @@ def _starts(length: int, tile: int) -> list[int]:
     return [0] if count <= 1 else [round(k * (length - tile) / (count - 1)) for k in range(count)]
 
 
-AutoConfig.register(
-    ImageEvaluationNetworkConfig.model_type, ImageEvaluationNetworkConfig, exist_ok=True
-)
+_CONFIG = ImageEvaluationNetworkConfig
+AutoConfig.register(_CONFIG.model_type, _CONFIG, exist_ok=True)
 AutoModel.register(ImageEvaluationNetworkConfig, ImageEvaluationNetwork, exist_ok=True)

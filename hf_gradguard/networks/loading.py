@@ -240,9 +240,8 @@ def _read_config(folder: Path, name: str | Path) -> EvaluationNetworkConfig:
 def _check_weights(folder: Path, name: str | Path, config: EvaluationNetworkConfig) -> None:
     path = folder / WEIGHTS
     if not path.is_file():
-        pickled = sorted(
-            p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-        )
+        suffixes = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+        pickled = sorted(file.name for file in folder.iterdir() if file.suffix in suffixes)
         if pickled:
             raise OSError(
                 f"{name} holds {', '.join(pickled)} but no {WEIGHTS}. Pickled weights can run code "
@@ -282,11 +281,8 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 def _build(
     config: EvaluationNetworkConfig, weights: dict[str, Tensor], name: str | Path
 ) -> EvaluationNetwork:
-    kind = (
-        TextEvaluationNetwork
-        if isinstance(config, TextEvaluationNetworkConfig)
-        else ImageEvaluationNetwork
-    )
+    is_text = isinstance(config, TextEvaluationNetworkConfig)
+    kind = TextEvaluationNetwork if is_text else ImageEvaluationNetwork
     with torch.device("meta"):  # draws no starting weights
         network: EvaluationNetwork = kind(config)
     try:
@@ -369,14 +365,10 @@ def network_card(network: EvaluationNetwork, dataset: str) -> ModelCard:
         shape = ", ".join(map(str, (config.num_channels, *config.size)))
         judged = f"images `(B, {shape})` with pixels in [0, 1]"
         noise = "uniform noise"
-    base = (
-        config.base_model
-        if isinstance(config, TextEvaluationNetworkConfig) and config.base_model
-        else None
-    )
-    data = ModelCardData(
-        library_name="hf-gradguard", tags=["gradguard", "evaluation-network"], base_model=base
-    )
+    is_text = isinstance(config, TextEvaluationNetworkConfig)
+    base = config.base_model or None if is_text else None
+    tags = ["gradguard", "evaluation-network"]
+    data = ModelCardData(library_name="hf-gradguard", tags=tags, base_model=base)
     return ModelCard(
         f"""---
 {data.to_yaml()}

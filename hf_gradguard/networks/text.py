@@ -176,9 +176,8 @@ class TextEvaluationNetwork(EvaluationNetworkBase):
         for norm, convolution, context in zip(
             self.norms, self.convolutions, self.contexts, strict=True
         ):
-            mixed = convolution((norm(hidden) * counted.unsqueeze(-1)).transpose(1, 2)).transpose(
-                1, 2
-            )
+            tokens = (norm(hidden) * counted.unsqueeze(-1)).transpose(1, 2)
+            mixed = convolution(tokens).transpose(1, 2)
             hidden = hidden + F.gelu(mixed)
             # A rare word is likely noise in a text of noise, and likely a word in a text of words.
             hidden = hidden + context(_masked_mean(hidden, counted)).unsqueeze(1)
@@ -233,7 +232,6 @@ def _masked_mean(values: Tensor, counted: Tensor) -> Tensor:
     return (values * counted).sum(1) / counted.sum(1).clamp(min=1)
 
 
-AutoConfig.register(
-    TextEvaluationNetworkConfig.model_type, TextEvaluationNetworkConfig, exist_ok=True
-)
+_CONFIG = TextEvaluationNetworkConfig
+AutoConfig.register(_CONFIG.model_type, _CONFIG, exist_ok=True)
 AutoModel.register(TextEvaluationNetworkConfig, TextEvaluationNetwork, exist_ok=True)

@@ -90,9 +90,8 @@ def _new_image_network(pixels: Tensor, seed: int, config: dict[str, Any]) -> Ima
     size: Any = height if height == width else [height, width]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return ImageEvaluationNetwork(
-            ImageEvaluationNetworkConfig(num_channels=channels, image_size=size, **config)
-        )
+        shape = {"num_channels": channels, "image_size": size}
+        return ImageEvaluationNetwork(ImageEvaluationNetworkConfig(**shape, **config))
 
 
 def train_text_network(
@@ -215,11 +214,9 @@ class _Passages:
 
     def __init__(self, tokenizer: Any, texts: Iterable[str], special: Sequence[int]) -> None:
         nonempty, skip = [text for text in texts if text and text.strip()], set(special)
-        encoded = (
-            tokenizer(nonempty, add_special_tokens=False, verbose=False)["input_ids"]
-            if nonempty
-            else []
-        )
+        encoded = []
+        if nonempty:
+            encoded = tokenizer(nonempty, add_special_tokens=False, verbose=False)["input_ids"]
         encoded = [[i for i in ids if i not in skip] for ids in encoded]
         lengths = torch.tensor([len(ids) for ids in encoded if ids], dtype=torch.long)
         if not len(lengths):
@@ -272,9 +269,8 @@ def _augmented_mix(images: Tensor, ratio: Tensor, generator: torch.Generator) ->
     # Smaller images in a black frame, as `adapt_images` makes them, and a few stretched ones.
     height, width = shape[2:]
     rows, columns = torch.arange(height)[:, None], torch.arange(width)
-    edge_distance = torch.minimum(
-        torch.minimum(rows, height - 1 - rows), torch.minimum(columns, width - 1 - columns)
-    )
+    to_rows = torch.minimum(rows, height - 1 - rows)
+    edge_distance = torch.minimum(to_rows, torch.minimum(columns, width - 1 - columns))
     frame = (draw(n) * (height // 8 + 1)).floor()[:, None, None, None]
     mixed = torch.where((edge_distance < frame) & chosen(0.25), 0.0, mixed)
     stretched = F.interpolate(

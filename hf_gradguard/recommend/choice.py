@@ -159,17 +159,10 @@ def _best(affordable: list[Outcome]) -> Outcome:
     """
     # A lower mean may be luck: whatever messages cannot tell from the least counts as private.
     least = min(affordable, key=lambda outcome: outcome.leak.mean)
-    private = [
-        outcome
-        for outcome in affordable
-        if not _differ(outcome.leak_by_message, least.leak_by_message)
-    ]
+    private = [x for x in affordable if not _differ(x.leak_by_message, least.leak_by_message)]
     best = max(private, key=lambda outcome: outcome.accuracy.mean)
-    accurate = [
-        outcome
-        for outcome in private
-        if not _differ(outcome.accuracy_by_sample, best.accuracy_by_sample)
-    ]
+    by_sample = best.accuracy_by_sample
+    accurate = [x for x in private if not _differ(x.accuracy_by_sample, by_sample)]
     return min(accurate, key=lambda outcome: (outcome.leak.mean, -outcome.accuracy.mean))
 
 
@@ -248,9 +241,8 @@ def percent(share: Estimate, digits: int = 0) -> str:
         >>> percent(Estimate(0.831, 0.81, 0.85))
         '83 % [81, 85]'
     """
-    mean, low, high = (
-        f"{100 * end:.{digits}f}" for end in (share.mean, share.low, share.high) if end is not None
-    )
+    ends = share.mean, share.low, share.high
+    mean, low, high = (f"{100 * end:.{digits}f}" for end in ends if end is not None)
     return f"{mean} % [{low}, {high}]"
 
 

@@ -149,9 +149,8 @@ class Trials:
         model = copy.deepcopy(self.model)
         self._train(model, defense, rate)
         save_file(_state(model), path)
-        choosing, judging = (
-            self._right(model, samples) for samples in (self.split.choosing, self.split.judging)
-        )
+        choosing = self._right(model, self.split.choosing)
+        judging = self._right(model, self.split.judging)
         return {"choosing": sum(choosing) / len(choosing), "judging": judging}
 
     def _train(self, model: nn.Module, defense: Defense, rate: float) -> None:

@@ -137,10 +137,8 @@ class Candidates(Attack):
         """
         if not observations:
             raise ValueError("There is nothing to attack: give at least one observation.")
-        means = [
-            uploads[0] if len(uploads) == 1 else average(uploads)
-            for uploads in _at_same_weights(observations)
-        ]
+        groups = _at_same_weights(observations)
+        means = [uploads[0] if len(uploads) == 1 else average(uploads) for uploads in groups]
         return self._rank([means], torch_generator(generator, observations[0].device))[0]
 
     def _rank(

@@ -117,10 +117,8 @@ def at_places(
         size = len(TEXT.embedding(observation.model).weight)  # type: ignore[arg-type]
         special = set(getattr(observation.tokenizer, "all_special_ids", ()))
         words = [token for token in range(size) if token not in special]
-    tokens = [
-        word if isinstance(word, int) else observation.tokenizer.convert_tokens_to_ids(word)
-        for word in words
-    ]
+    tokenizer = observation.tokenizer
+    tokens = [w if isinstance(w, int) else tokenizer.convert_tokens_to_ids(w) for w in words]
     if len(tokens) ** len(places) > MOST_COMBINATIONS:
         raise ValueError(
             f"{len(tokens)} words at {len(places)} places make more than {MOST_COMBINATIONS:,} "

@@ -384,10 +384,8 @@ def _quantized(g: Tensor, mechanism: Mechanism) -> Tensor:
         return g  # whose mean it is
     assert mechanism.levels is not None
     low, high = flat.min(1).values, flat.max(1).values
-    low, step = (
-        column.view(-1, *[1] * (g.dim() - 1))
-        for column in (low, (high - low) / (mechanism.levels - 1))
-    )
+    step = (high - low) / (mechanism.levels - 1)
+    low, step = (column.view(-1, *[1] * (g.dim() - 1)) for column in (low, step))
     return low + ((g - low) / step.clamp(min=1e-38)).round() * step
 
 

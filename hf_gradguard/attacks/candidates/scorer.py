@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -334,10 +335,8 @@ class Scorer:
                 else:
                     groups.append(_FilterGroup(weights, [i], [message]))
         count = len(self.pool.batches)
-        return [
-            (MatchedFilter(group.messages, group.weights, count, self.generator), group)
-            for group in groups
-        ]
+        make = partial(MatchedFilter, count=count, generator=self.generator)
+        return [(make(group.messages, group.weights), group) for group in groups]
 
     def _whitened(
         self, i: int, center: Tensors, sizes: Tensors

@@ -372,22 +372,18 @@ class Lamp(GradientMatching):
         if (step + 1) % self.every:
             return
         for k in range(len(x)):
-            moved = torch.stack(
-                [x[k], *(self._rearranged(problem, x[k], generator) for _ in range(self.moves))]
-            )
-            scores = torch.stack(
-                [self._score(problem, arrangement, first_candidate + k) for arrangement in moved]
-            )
+            changed = [self._rearranged(problem, x[k], generator) for _ in range(self.moves)]
+            moved = torch.stack([x[k], *changed])
+            losses = [self._score(problem, candidate, first_candidate + k) for candidate in moved]
+            scores = torch.stack(losses)
             x[k] = moved[scores.nan_to_num(torch.inf).argmin()]
 
     def _score(self, problem: Problem, x: Tensor, candidate: int) -> Tensor:
         value = problem.distance(x, candidate)
         if self._language is not None:
             ids = cast(Tokens, problem.space).vocabulary.nearest(x)
-            labels, mask = (
-                ids.masked_fill(~problem.observation.tokens, -100),
-                problem.observation.tokens.long(),
-            )
+            mask = problem.observation.tokens
+            labels, mask = ids.masked_fill(~mask, -100), mask.long()
             with torch.no_grad():
                 loss = self._language(input_ids=ids, attention_mask=mask, labels=labels).loss
             value = value + self.language_weight * loss

@@ -197,11 +197,8 @@ class _Descent:
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, attack.rate)
         evaluate = functools.partial(self._evaluate, slopes_at)
         best_progress, steps_since = (math.inf, math.inf), 0
-        bar = logging.tqdm(
-            range(attack.steps),
-            desc=attack.name,
-            disable=not attack.progress or first_candidate > 0,
-        )
+        is_hidden = not attack.progress or first_candidate > 0
+        bar = logging.tqdm(range(attack.steps), desc=attack.name, disable=is_hidden)
         for step in bar:
             optimizer.step(evaluate)
             rate.step()
@@ -302,10 +299,8 @@ def _descend_separately(
                 vectorized = False  # the same numbers, in more time
             else:
                 return [_row(slopes, i) for i in range(len(numbers))]
-        return [
-            problem.slopes(*question, slice(k, k + 1))
-            for k, question in zip(numbers, questions, strict=True)
-        ]
+        numbered = zip(numbers, questions, strict=True)
+        return [problem.slopes(*question, slice(k, k + 1)) for k, question in numbered]
 
     seeds = torch.randint(2**62, (len(x),), generator=generator, device=generator.device).tolist()
     generators = [torch.Generator(device=generator.device).manual_seed(seed) for seed in seeds]

@@ -368,15 +368,9 @@ def _weights(
         mean = sum(float(v.sum()) for v in variance.values()) / size
         weights = {name: (mean / v.clamp_min(1e-4 * mean)).sqrt() for name, v in variance.items()}
     if settings.match_nonzero:
-        is_shared = {
-            name: (observation.gradient[name] != 0).to(observation.gradient[name].dtype)
-            for name in names
-        }
-        weights = (
-            is_shared
-            if weights is None
-            else {name: weights[name] * is_shared[name] for name in names}
-        )
+        shared = {name: observation.gradient[name] for name in names}
+        is_shared = {name: (tensor != 0).to(tensor.dtype) for name, tensor in shared.items()}
+        weights = {n: m if weights is None else weights[n] * m for n, m in is_shared.items()}
     return weights
 
 

@@ -96,8 +96,8 @@ def nearest_tokens(
         nearest = scores[i, chosen[i]] if short else scores[i, : int(capacity[i])]
         farthest = nearest.max().clamp(min=SURE if short else 0)
         close: list[int] = ids[i, scores[i] <= TIE * farthest].tolist()
-        more = [token for token in close if token not in best]
-        candidate_ids[position] = best + more[:ALTERNATIVES]
+        ties = [token for token in close if token not in best]
+        candidate_ids[position] = best + ties[:ALTERNATIVES]
     return candidate_ids
 
 
@@ -385,9 +385,8 @@ def _mixed_readers(
     whole texts behind the last.
     """
     mixed = [g for g in groups[groups.index(unmixed) + 1 :] if g.mixing != "none"]
-    next_block = next(
-        (i for i, g in enumerate(mixed) if g.calls == 1 and g.has_shapes_of(unmixed)), len(mixed)
-    )
+    blocks = (i for i, g in enumerate(mixed) if g.calls == 1 and g.has_shapes_of(unmixed))
+    next_block = next(blocks, len(mixed))
     # An encoder-decoder's output is read where its text ends, which is nowhere in wrong ones.
     pooled = [] if is_encoder_decoder(observation.model) else [g for g in mixed if g.pooled]
     return [g for g in mixed[: next_block + 1] if not g.pooled] + pooled

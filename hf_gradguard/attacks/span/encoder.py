@@ -178,9 +178,8 @@ def exchange(
             pairs = torch.tensor(text_pairs, device=rows.device)
             swapped = rows[pairs]  # (pairs, 2, T)
             swapped[:, :, place] = rows[pairs.flip(1), place]
-            new_distances = distance_outside(
-                observation, views, swapped.flatten(0, 1), attended[pairs].flatten(0, 1)
-            )
+            flat, masks = swapped.flatten(0, 1), attended[pairs].flatten(0, 1)
+            new_distances = distance_outside(observation, views, flat, masks)
             gains = (current[pairs] - new_distances.view(-1, 2)).sum(1)
             best = int(gains.argmax())
             if gains[best] > 1e-9 * current.sum():

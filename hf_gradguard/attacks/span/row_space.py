@@ -122,9 +122,8 @@ def distances(vectors: Tensor, directions: Tensor, trust: Tensor) -> Tensor:
     """
     squares = vectors.square().sum(-1)
     power_inside = ((vectors @ directions.T).square() * trust).sum(-1)
-    return torch.where(
-        squares > 0, 1 - power_inside / squares.clamp(min=torch.finfo(squares.dtype).tiny), 2.0
-    )
+    least = torch.finfo(squares.dtype).tiny
+    return torch.where(squares > 0, 1 - power_inside / squares.clamp(min=least), 2.0)
 
 
 def select(
@@ -190,10 +189,8 @@ def select(
                 new_vectors.append(residuals[p, k])
         new_basis = orthonormal(torch.stack(new_vectors), basis)
         basis = torch.cat([basis, new_basis])
-        remaining, residuals = (
-            remaining.without(new_basis),
-            residuals - (residuals @ new_basis.T) @ new_basis,
-        )
+        remaining = remaining.without(new_basis)
+        residuals = residuals - (residuals @ new_basis.T) @ new_basis
     return chosen
 
 

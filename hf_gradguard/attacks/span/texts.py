@@ -46,9 +46,8 @@ def distance_outside(
     texts_per_pass = max(1, CHUNK // ids.shape[1])
     for start in range(0, len(ids), texts_per_pass):
         mask = masks[start : start + texts_per_pass]
-        inputs = all_inputs(
-            observation, [v.readers for v in views], ids[start : start + texts_per_pass], mask
-        )
+        rows, readers = ids[start : start + texts_per_pass], [view.readers for view in views]
+        inputs = all_inputs(observation, readers, rows, mask)
         total = torch.zeros(len(mask), dtype=torch.float64, device=ids.device)
         for view, x in zip(views, inputs, strict=True):
             x = x.double() * view.space.columns

@@ -179,11 +179,8 @@ def summarize(result: Audit) -> Summary:
     for cell in result.cells:
         cells[cell["defense"], cell["attack"]].append(cell)
     # An attacker that knows a defense has cells only where that makes a difference.
-    cells = {
-        pair: pair_cells
-        for pair, pair_cells in cells.items()
-        if pair_cells or base_of(pair[1]) == pair[1]
-    }
+    is_base = {pair: base_of(pair[1]) == pair[1] for pair in cells}
+    cells = {pair: of_pair for pair, of_pair in cells.items() if of_pair or is_base[pair]}
     values = {pair: values_of(pair_cells) for pair, pair_cells in cells.items()}
     guesses = dict(enumerate(result.chance))
     rows = [_row(result, pair, cells[pair], values[pair], guesses) for pair in cells]
@@ -221,11 +218,8 @@ def _row(
     main = result.settings["main_score"]
     over_chance = _differences(values, guesses, {main, *TELLING})
     scores, percentile = _estimates(values), _estimates(_percentiles(cells)).get(PERCENTILE)
-    beats = [
-        score
-        for score, difference in over_chance.items()
-        if score in TELLING and difference.above_zero
-    ]
+    telling = {score: over_chance[score] for score in over_chance if score in TELLING}
+    beats = [score for score, difference in telling.items() if difference.above_zero]
     if percentile is not None:
         # Its best candidates are whole texts, and right at times by luck: only the order counts.
         scores[PERCENTILE] = percentile
@@ -388,11 +382,8 @@ def labels_by_chance(result: Audit) -> float | None:
         true = Counter(message["labels"])
         size += true.total()
         # E[min(drawn, true)] of a class is the sum of P(drawn > k) over k below its true count.
-        common += sum(
-            float(binom.sf(k, true.total(), 1 / classes))
-            for count in true.values()
-            for k in range(count)
-        )
+        ks = [k for count in true.values() for k in range(count)]
+        common += sum(float(binom.sf(k, true.total(), 1 / classes)) for k in ks)
     return common / size
 
 
@@ -467,10 +458,8 @@ def _silent_estimators(result: Audit) -> list[str]:
             silenced = defenses.setdefault((reason, title), [])
             if row["defense"] not in silenced:
                 silenced.append(row["defense"])
-    return [
-        f"{reason} ({title}, under {', '.join(silenced)})"
-        for (reason, title), silenced in defenses.items()
-    ]
+    grouped = defenses.items()
+    return [f"{why} ({title}, under {', '.join(labels)})" for (why, title), labels in grouped]
 
 
 def _grouped(reasons: Mapping[tuple[str, str], list[str]], defenses: int) -> list[str]:

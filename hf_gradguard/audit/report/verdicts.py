@@ -218,10 +218,8 @@ def base_of(label: str) -> str:
 def short_labels(labels: Sequence[str]) -> dict[str, str]:
     """Labels without their settings, where they stay distinct."""
     names = [base_of(label).split(":")[0] + label[len(base_of(label)) :] for label in labels]
-    return {
-        label: name if names.count(name) == 1 else label
-        for label, name in zip(labels, names, strict=True)
-    }
+    pairs = zip(labels, names, strict=True)
+    return {label: name if names.count(name) == 1 else label for label, name in pairs}
 
 
 def show(value: Estimate) -> str:
@@ -362,9 +360,8 @@ class _Judge:
         informed = [row for row in rows if row.knows_defense]
         if not informed:
             return "No attacker that knows the defense was tried, so this says nothing."
-        working = {
-            row.attack for row in self.undefended if row.beats_chance and self._is_clear(row)
-        }
+        beating = (row for row in self.undefended if row.beats_chance)
+        working = {row.attack for row in beating if self._is_clear(row)}
         telling = [row for row in informed if base_of(row.attack) in working]
         if not telling:
             return (
@@ -408,9 +405,8 @@ class _Judge:
     def _recovered(self, best: AttackScores, rows: Sequence[AttackScores], than: str = "") -> str:
         """What the attacks recovered, the strongest first, and what a guess has."""
         value = best.scores[self.score.name]
-        text = (
-            f"{self.names[best.attack]} {self.score.verb} {self._short(best)} {self.score.amount}"
-        )
+        recovered = f"{self.score.verb} {self._short(best)} {self.score.amount}"
+        text = f"{self.names[best.attack]} {recovered}"
         if value.low is not None and value.high is not None:
             text += self.score.format_interval(value.low, value.high, " to ")
         weaker = [
