@@ -24,13 +24,7 @@ from scipy.optimize import nnls
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.domain import (
-    IMAGE,
-    ends_of,
-    is_encoder_decoder,
-    ordinary_ids,
-    special_ids,
-)
+from ..gradient_map.domain import IMAGE, ends_of, is_encoder_decoder, ordinary_ids, special_ids
 from ..models import label_kind
 from .base import Observation, without_dropout
 

@@ -29,10 +29,7 @@ _DECOYS = 100  # candidates among which an attacker has to find the audited rows
 
 
 def set_up_trainer(
-    trainer: Any,
-    samples: int,
-    candidates: Sequence[Any] | None,
-    requested: Mapping[str, Any],
+    trainer: Any, samples: int, candidates: Sequence[Any] | None, requested: Mapping[str, Any]
 ) -> tuple[AuditSettings, Setup, Defense]:
     """What a Trainer would share: its model in training mode, batches of its data by its collator,
     its loss, and its first client's defense with what that remembers.

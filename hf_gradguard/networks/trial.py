@@ -27,9 +27,7 @@ _SAMPLES, _TOKENS = 32, 16
 
 @torch.no_grad()
 def try_on_noise(
-    network: EvaluationNetworkBase,
-    embedding: nn.Module | None = None,
-    special: Sequence[int] = (),
+    network: EvaluationNetworkBase, embedding: nn.Module | None = None, special: Sequence[int] = ()
 ) -> float:
     """D of nothing but noise, which must be finite and near 1.
 

@@ -150,11 +150,7 @@ class _Server:
 
 
 def _outcome(
-    label: str,
-    rate: float,
-    accuracies: list[float],
-    plain: list[float],
-    stages: dict[str, Summary],
+    label: str, rate: float, accuracies: list[float], plain: list[float], stages: dict[str, Summary]
 ) -> list[Outcome]:
     """One. Or none, with a warning, if no attack could be applied to two messages: then it is
     unknown how private the defense is, and it is not recommended.
