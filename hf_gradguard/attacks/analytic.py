@@ -122,16 +122,16 @@ def read_patches(
 def solve_patches(
     slopes: Tensor,
     product: Tensor,
-    mean_patches: Tensor,
+    center: Tensor,
     ratio: float = 0.0,
     rounding: float = 1e-12,
 ) -> tuple[Tensor, int]:
-    """X of ΔᵀX = G that is nearest to `mean_patches`, and the rank of Δ.
+    """X of ΔᵀX = G that is nearest to `center`, and the rank of Δ.
 
     Args:
         slopes: Δ, `(N, H)`.
         product: G, `(H, P)`.
-        mean_patches: What X is without a gradient, `(N, P)`.
+        center: What X is without a gradient, `(N, P)`.
         ratio: Variance of noise in G over that of X around its middle: adds to the squares of Δ's
             singular values.
         rounding: Of these those count as zero which are a smaller share of the largest.
@@ -146,8 +146,8 @@ def solve_patches(
     u, singular_values, vh = torch.linalg.svd(slopes.T, full_matrices=False)
     rank = int((singular_values > rounding * singular_values.max()).sum())
     u, singular_values, vh = u[:, :rank], singular_values[:rank], vh[:rank]
-    coefficients = u.T @ (product - slopes.T @ mean_patches)
-    solved: Tensor = mean_patches + vh.T @ (
+    coefficients = u.T @ (product - slopes.T @ center)
+    solved: Tensor = center + vh.T @ (
         (singular_values / (singular_values.square() + ratio))[:, None] * coefficients
     )
     return solved, rank
@@ -176,11 +176,8 @@ def _is_added(
     observation: Observation, weight: str, positions: str, kernel: tuple[int, ...]
 ) -> bool:
     """Whether an image of the attacker's own is in its gradients as it should be."""
-    labels = (
-        recover_labels(observation)
-        if observation.labels is None
-        else observation.labels.to(observation.device)
-    )
+    labels = observation.labels
+    labels = recover_labels(observation) if labels is None else labels.to(observation.device)
     with without_dropout(observation.model):
         gmap = observation.gradient_map(labels)
         random_image = torch.rand(gmap.input.shape, generator=torch.Generator().manual_seed(0))

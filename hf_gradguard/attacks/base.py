@@ -126,12 +126,9 @@ class Observation:
             learning_rate, steps, batch_size, optimizer, optimizer_kwargs
         )
         return cls(
-            model=with_weights(model, before),
-            gradient=local.mean_gradient_of(model, before, after),
-            input_shape=tuple(input_shape),
-            local=local,
-            **local.scale_grants(grants),
-        )
+            with_weights(model, before), local.mean_gradient_of(model, before, after),
+            tuple(input_shape), local=local, **local.scale_grants(grants),
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         parameters = dict(self.model.named_parameters())

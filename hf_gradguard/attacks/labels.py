@@ -126,11 +126,8 @@ def recover_labels_below(observation: Observation) -> Tensor:
     """
     _, classes = _last_parameter(observation)
     head_modules = {name.rpartition(".")[0] for name in _Head.names(observation)}
-    names = [
-        n
-        for n in observation.gradient
-        if n.rpartition(".")[0] not in head_modules and observation.gradient[n].any()
-    ]
+    names = [name for name, gradient in observation.gradient.items() if gradient.any()]
+    names = [name for name in names if name.rpartition(".")[0] not in head_modules]
     if not names:
         raise ValueError("Nothing below the last layer was shared. Pass labels to the Observation.")
     module = names[-1].rpartition(".")[0]

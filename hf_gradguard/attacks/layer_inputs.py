@@ -93,16 +93,10 @@ def find_readers(observation: Observation) -> list[Readers]:
         >>> sorted({readers.mixing for readers in find_readers(observation)})  # of an encoder
         ['full', 'none']
     """
-    names = {
-        id(p): name
-        for name, p in observation.model.named_parameters()
-        if observation.gradient.get(name, torch.zeros(1)).any()
-    }
-    modules = {
-        module: names[id(module.weight)]
-        for module in observation.model.modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and id(module.weight) in names
-    }
+    parameters = dict(observation.model.named_parameters())
+    names = {id(parameters[name]): name for name, g in observation.gradient.items() if g.any()}
+    linear = [m for m in observation.model.modules() if isinstance(m, (nn.Linear, Conv1D))]
+    modules = {m: names[id(m.weight)] for m in linear if id(m.weight) in names}
     token, other_token = _two_tokens(observation)
     closing_ids = _closing_ids(observation)
     recorded_passes = [
@@ -148,20 +142,20 @@ def layer_inputs(
     readers: Readers,
     ids: Tensor,
     mask: Tensor | None = None,
-    **model_kwargs: Any,
+    **extra: Any,
 ) -> Tensor:
     """What `readers` read when the model runs on candidates: `(B, T, H)`. The pass stops there.
 
     Args:
         ids: `(B, T)` token ids.
         mask: `(B, T)`; default: all ones.
-        model_kwargs: For the model.
+        extra: Further inputs of the model.
 
     Example:
         >>> layer_inputs(seen, find_readers(seen)[0], batch["input_ids"]).shape == gmap.input.shape
         True
     """
-    return all_inputs(observation, [readers], ids, mask, **model_kwargs)[0]
+    return all_inputs(observation, [readers], ids, mask, **extra)[0]
 
 
 def all_inputs(
@@ -169,14 +163,14 @@ def all_inputs(
     groups: list[Readers],
     ids: Tensor,
     mask: Tensor | None = None,
-    **model_kwargs: Any,
+    **extra: Any,
 ) -> list[Tensor]:
     """What several groups of layers read in one pass, which stops behind the last of them.
 
     Args:
         ids: `(B, T)` token ids.
         mask: `(B, T)`; default: all ones.
-        model_kwargs: For the model.
+        extra: Further inputs of the model.
 
     Example:
         >>> groups = find_readers(observation)[:2]
@@ -197,7 +191,7 @@ def all_inputs(
     modules = dict.fromkeys(readers.modules[0] for readers in groups)
     hooks = hooked(module.register_forward_pre_hook(record) for module in modules)
     with hooks, suppress(_Stop):
-        run(observation, ids, mask, **model_kwargs)
+        run(observation, ids, mask, **extra)
     return [recorded[index] for index in range(len(groups))]
 
 
@@ -215,9 +209,7 @@ class _Stop(Exception):
     """Ends a forward pass whose rest is not needed."""
 
 
-def run(
-    observation: Observation, ids: Tensor, mask: Tensor | None = None, **model_kwargs: Any
-) -> None:
+def run(observation: Observation, ids: Tensor, mask: Tensor | None = None, **extra: Any) -> None:
     """A forward pass of the model on candidates, without dropout, for what hooks see of it.
 
     Example:
@@ -237,7 +229,7 @@ def run(
             ids[:, :1], ordinary_id(observation.model, observation.tokenizer)
         )
     with torch.no_grad(), without_dropout(observation.model):
-        observation.model(**batch, **model_kwargs)
+        observation.model(**batch, **extra)
 
 
 def _class_name(model: nn.Module) -> str:
@@ -425,11 +417,8 @@ def _position_gradient(observation: Observation, tokens: nn.Module) -> tuple[Ten
     shared = observation.gradient
     names = {id(p): name for name, p in observation.model.named_parameters() if name in shared}
     recorded: dict[nn.Module, Tensor] = {}
-    modules = [
-        m
-        for m in observation.model.modules()
-        if isinstance(m, nn.Embedding) and m is not tokens and id(m.weight) in names
-    ]
+    tables = [m for m in observation.model.modules() if isinstance(m, nn.Embedding)]
+    modules = [m for m in tables if m is not tokens and id(m.weight) in names]
 
     def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if args:

@@ -18,6 +18,8 @@ from ..gradient_map.local_training.optimizers import Optimizer, make_optimizer
 from ..gradient_map.local_training.update import MeanGradientMap, mean_gradient
 from ..gradient_map.vectorized import ManyGradients
 
+Weights = Mapping[str, Tensor]
+
 
 @dataclass(frozen=True)
 class LocalTraining:
@@ -64,8 +66,8 @@ class LocalTraining:
     def mean_gradient_of(
         self,
         model: nn.Module,
-        weights_before: Mapping[str, Tensor],
-        weights_after: Mapping[str, Tensor],
+        weights_before: Weights,
+        weights_after: Weights,
     ) -> Tensors:
         """The mean gradient that a change of weights says; see `difference` for what it raises."""
         start, change = difference(model, weights_before, weights_after)
@@ -98,12 +100,9 @@ class LocalTraining:
         self, model: nn.Module, full_batch: Batch, loss_fn: LossFunction | None
     ) -> UpdateMap:
         """The map from candidates for all samples to the mean gradient of this training."""
+        batches, rates = self.batches(full_batch), list(self.rates)
         return MeanGradientMap(
-            model,
-            self.batches(full_batch),
-            learning_rate=list(self.rates),
-            optimizer=self.optimizer,
-            loss_fn=loss_fn,
+            model, batches, learning_rate=rates, optimizer=self.optimizer, loss_fn=loss_fn
         )
 
     def many_gradients(
@@ -141,7 +140,7 @@ class _ManyTrainings(ManyGradients):
 
 
 def difference(
-    model: nn.Module, weights_before: Mapping[str, Tensor], weights_after: Mapping[str, Tensor]
+    model: nn.Module, weights_before: Weights, weights_after: Weights
 ) -> tuple[Tensors, Tensors]:
     """The weights that an update changed, before it, and their change, by name.
 
@@ -180,7 +179,7 @@ def difference(
     return start, change
 
 
-def with_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+def with_weights(model: nn.Module, weights: Weights) -> nn.Module:
     """The model, if these are its weights, or a copy that has them.
 
     Example:

@@ -51,11 +51,8 @@ def average(observations: Sequence[Observation]) -> Observation:
     mechanism = reference.mechanism
     mechanism = mechanism and mechanism.of_mean(len(observations))
     if mechanism is not None and mechanism.variance is not None:
-        variances = [
-            observation.mechanism.variance
-            for observation in observations
-            if observation.mechanism is not None
-        ]
+        mechanisms = [observation.mechanism for observation in observations]
+        variances = [granted.variance for granted in mechanisms if granted is not None]
         mechanism = replace(mechanism, variance=_variance_of_mean(variances, shares))
     return replace(
         reference,

@@ -109,7 +109,7 @@ def test_slopes_by_the_weights_are_differences_of_the_objective() -> None:
     attack = DeepImagePrior(restarts=2, total_variation=0.1)
     problem = attack.problem([observed(lenet(8), smooth(8))])
     network = problem.network(seeded())
-    descent = _Descent(attack, problem, network.draw().detach(), slice(None), network)
+    descent = _Descent(problem, network.draw().detach(), slice(None), network)
 
     def objective() -> float:
         """From the image on, by other means: plain gradients, and the formulas."""

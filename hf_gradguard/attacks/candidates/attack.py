@@ -150,11 +150,8 @@ class Candidates(Attack):
         for uploads in zip(*targets, strict=True):
             entries = [self._entries(observation) for observation in uploads]
             scores_of_round = Scorer(self, uploads, entries, generator).scores()
-            totals = (
-                [a + b for a, b in zip(totals, scores_of_round, strict=True)]
-                if totals
-                else scores_of_round
-            )
+            totals = totals or [torch.zeros_like(scores) for scores in scores_of_round]
+            totals = [a + b for a, b in zip(totals, scores_of_round, strict=True)]
         seconds = (time.perf_counter() - started) / len(targets)
         return [
             _ranked(uploads[0], target_entries, scores + target_entries.likely, seconds)

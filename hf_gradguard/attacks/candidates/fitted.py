@@ -21,7 +21,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ...defenses.mechanism import Fitted
-from ...gradient_map import GradientMap, Tensors
+from ...gradient_map import Batch, GradientMap, Tensors
 from ...gradient_map.domain import text_keys
 from ...gradient_map.per_sample.span import Powers, SampleSpan
 from ...gradient_map.random_batch import synthetic_samples
@@ -66,7 +66,7 @@ class Fits:
     def __init__(
         self,
         messages: Mapping[int, tuple[Mapping[str, Tensor], Fitted]],
-        batch: Mapping[str, Any],
+        batch: Batch,
         model: nn.Module,
         generator: Generator,
         spans: Mapping[int, Powers] | None = None,
@@ -97,7 +97,7 @@ class Fits:
 
 def draw_span(
     mechanism: Fitted,
-    batch: Mapping[str, Any],
+    batch: Batch,
     model: nn.Module,
     names: Sequence[str],
     generator: Generator,
@@ -109,7 +109,7 @@ def draw_span(
 
 def make_synthetic(
     mechanism: Fitted,
-    batch: Mapping[str, Any],
+    batch: Batch,
     model: nn.Module,
     names: Sequence[str],
     generator: Generator,
@@ -243,8 +243,8 @@ LATER_MESSAGES = 3  # messages that are read beside a first one: most of it is i
 def spans_of(
     observation: Observation,
     mechanism: Fitted,
-    batch: Mapping[str, Any],
-    generator: torch.Generator,
+    batch: Batch,
+    generator: Generator,
 ) -> list[Powers]:
     """The spans of a message and of the client's next ones, as long as they can be read.
 
@@ -260,11 +260,9 @@ def spans_of(
     span_rng = generator.clone_state()
     names = list(observation.gradient)
     synthetic = make_synthetic(mechanism, batch, observation.model, names, span_rng)
-    later_messages = (
-        ()
-        if observation.mechanism is None or observation.batch_size == 1
-        else observation.mechanism.later_messages[:LATER_MESSAGES]
-    )
+    later_messages: Sequence[Mapping[str, Tensor]] = ()
+    if observation.mechanism is not None and observation.batch_size > 1:
+        later_messages = observation.mechanism.later_messages[:LATER_MESSAGES]
     for message in (observation.gradient, *later_messages):
         span = _span_of(message, observation, mechanism, synthetic, span_rng.clone_state())
         if span is None:
@@ -278,7 +276,7 @@ def _span_of(
     observation: Observation,
     mechanism: Fitted,
     synthetic: GradientMap,
-    generator: torch.Generator,
+    generator: Generator,
 ) -> Powers | None:
     ids = _texts(message, observation, synthetic, generator)
     if ids is None:
@@ -333,7 +331,7 @@ def _texts(
     message: Mapping[str, Tensor],
     observation: Observation,
     synthetic: GradientMap,
-    generator: torch.Generator,
+    generator: Generator,
 ) -> Tensor | None:
     """Ids `(samples, T)` of the synthetic texts; `None` where the span attack finds no such."""
     keys = text_keys(synthetic.batch)
@@ -385,11 +383,8 @@ class SpanCoordinates:
 
     def __init__(self, messages: Sequence[Mapping[str, Tensor]], spans: Sequence[Powers]) -> None:
         self._spans = list(spans)
-        self._across = {
-            (late, early): self._spans[late].across(self._spans[early])
-            for late in range(len(spans))
-            for early in range(late)
-        }
+        pairs = [(late, early) for late in range(len(spans)) for early in range(late)]
+        self._across = {(i, j): self._spans[i].across(self._spans[j]) for i, j in pairs}
         coordinates, weights = [], []
         for message, span in zip(messages, spans, strict=False):
             sizes = powers_of(message)

@@ -156,12 +156,9 @@ def _entries(observation: Observation, candidate: Any, place: int) -> dict[str, 
 def _ids_of(observation: Observation, text: str) -> list[int]:
     if observation.tokenizer is None:
         raise ValueError("Texts need a tokenizer: give it to the Observation, or give ids.")
-    token_ids: list[int] = observation.tokenizer(
-        text,
-        truncation=True,
-        max_length=observation.input_shape[1],
-        add_special_tokens=observation.special_tokens,
-    )["input_ids"]
+    length, special = observation.input_shape[1], observation.special_tokens
+    cut = {"truncation": True, "max_length": length, "add_special_tokens": special}
+    token_ids: list[int] = observation.tokenizer(text, **cut)["input_ids"]
     return token_ids
 
 

@@ -101,12 +101,10 @@ class MatchedFilter:
         self.norms = torch.zeros(count, device=device, dtype=torch.float64)
         self.sketches = torch.zeros(count, self.length, device=device)
         self._populations: dict[tuple[float, ...], _Population] = {}
-        self._ys = {
-            name: torch.stack(
-                [self._weighed(name, (m.message[name] - m.center[name])[None])[0] for m in messages]
-            )
-            for name in reference
+        changes = {
+            n: torch.stack([m.message[n] - m.center[n] for m in messages]) for n in reference
         }
+        self._ys = {name: self._weighed(name, change) for name, change in changes.items()}
         self.y_sketches = torch.zeros(len(messages), self.length, device=device)
         for name, y in self._ys.items():
             self._sketch(self.y_sketches, slice(None), name, y)

@@ -194,16 +194,16 @@ class Scorer:
             and observation.batch_size == 1
         }
         fitted = {i: fit for i in range(len(observations)) if (fit := self._fit(i))}
+        batch, messages = batches[0], self.observations
         self.spans = {
             i: spans
             for i, fit in fitted.items()
-            if not drops and (spans := spans_of(self.observations[i], fit, batches[0], generator))
+            if not drops and (spans := spans_of(messages[i], fit, batch, generator))
         }
-        single_samples = {
-            i: (self.observations[i].gradient, fit)
-            for i, fit in fitted.items()
-            if self.observations[i].batch_size == 1
-        }
+        singles = [
+            (i, self.observations[i]) for i in fitted if self.observations[i].batch_size == 1
+        ]
+        single_samples = {i: (message.gradient, fitted[i]) for i, message in singles}
         first_spans = {i: spans[0] for i, spans in self.spans.items()}
         self.fits = Fits(single_samples, batches[0], model, generator, first_spans)
 
@@ -322,13 +322,8 @@ class Scorer:
                 continue
             for message, weights in self._whitened(i, centers[i], sizes):
                 # Where all coordinates weigh 1, one filter serves all messages.
-                matching_groups = [
-                    group
-                    for group in groups
-                    if self.sums[group.indices[0]] == self.sums[i]
-                    and group.weights is None
-                    and weights is None
-                ]
+                of_kind = (group for group in groups if self.sums[group.indices[0]] == self.sums[i])
+                matching_groups = [x for x in of_kind if x.weights is None and weights is None]
                 if matching_groups:
                     matching_groups[0].indices.append(i)
                     matching_groups[0].messages.append(message)
@@ -350,11 +345,9 @@ class Scorer:
         single_batch = single_batch_entries(observation) if self._has_others(i) else None
         weightings: list[tuple[Any, Tensors | None, float | None]] = []
         if single_batch is not None:
+            exact_mechanism = single_batch.mechanism
             weightings.append(
-                (
-                    single_batch.mechanism,
-                    *weigh_by_noise(single_batch, single_batch.mechanism, center, floor),
-                )
+                (exact_mechanism, *weigh_by_noise(single_batch, exact_mechanism, center, floor))
             )
         else:
             weightings.append((mechanism, *weigh_by_noise(observation, mechanism, center, floor)))
@@ -376,12 +369,8 @@ class Scorer:
         if i in self.spans:
             coordinates = SpanCoordinates(messages, self.spans[i])
             mean = coordinates({name: c[None] for name, c in center.items()})
-            message = WhitenedMessage(
-                coordinates.message,
-                {n: c[0] for n, c in mean.items()},
-                observation.batch_size,
-                None,
-            )
+            center = {name: c[0] for name, c in mean.items()}
+            message = WhitenedMessage(coordinates.message, center, observation.batch_size, None)
             return _FilterGroup(coordinates.weights, [i], [message], coordinates)
         assert drawn_span is not None
         y, weights = accumulate(messages, *drawn_span)

@@ -81,7 +81,7 @@ class GradientMatching(MatchingSettings, Attack):
         started = time.perf_counter()
         with without_dropout(observations[0].model):
             problem = self.problem(observations)
-            descents = descend(self, problem, generator, started)
+            descents = descend(problem, generator, started)
         seconds = time.perf_counter() - started
         results = []
         for number, observation in enumerate(observations):
@@ -366,7 +366,7 @@ class Lamp(GradientMatching):
         problem: Problem,
         step: int,
         x: Tensor,
-        first_candidate: int,
+        offset: int,
         generator: torch.Generator,
     ) -> None:
         if (step + 1) % self.every:
@@ -374,7 +374,7 @@ class Lamp(GradientMatching):
         for k in range(len(x)):
             changed = [self._rearranged(problem, x[k], generator) for _ in range(self.moves)]
             moved = torch.stack([x[k], *changed])
-            losses = [self._score(problem, candidate, first_candidate + k) for candidate in moved]
+            losses = [self._score(problem, candidate, offset + k) for candidate in moved]
             scores = torch.stack(losses)
             x[k] = moved[scores.nan_to_num(torch.inf).argmin()]
 

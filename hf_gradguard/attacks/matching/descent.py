@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from transformers.utils import logging
 
-from .problem import OPTIMIZERS, MatchingSettings, Problem, Slopes
+from .problem import OPTIMIZERS, Problem, Slopes
 from .space import DeepPrior
 
 T = TypeVar("T")
@@ -134,14 +134,11 @@ class Descended:
     history: Tensor
 
 
-def descend(
-    attack: MatchingSettings, problem: Problem, generator: torch.Generator, started: float
-) -> list[Descended]:
+def descend(problem: Problem, generator: Generator, started: float) -> list[Descended]:
     """From the attack's starts downwards.
 
     Args:
-        attack: Its settings.
-        problem: The observations to match.
+        problem: The observations to match, with the attack's settings.
         generator: Source of all randomness.
         started: When the attack began, as `time.perf_counter` says it: its time budget runs from
             there.
@@ -152,18 +149,20 @@ def descend(
     Example:
         >>> from hf_gradguard.attacks import make_attack
         >>> tag = make_attack("tag", steps=2, restarts=3)
-        >>> found = descend(tag, tag.problem([observation]), torch.Generator(), time.perf_counter())
+        >>> problem = tag.problem([observation])
+        >>> found = descend(problem, torch.Generator(), time.perf_counter())
         >>> [len(candidate.history) for candidate in found]
         [2, 2, 2]
     """
+    attack = problem.settings
     if attack.prior is not None:
         network = problem.network(generator)
-        descent = _Descent(attack, problem, network.draw().detach(), slice(None), network)
+        descent = _Descent(problem, network.draw().detach(), slice(None), network)
         return descent.run(problem.slopes, generator, started)
     x = problem.start(generator)
     if attack.optimizer == "lbfgs":  # whose line search is each candidate's own
-        return _descend_separately(attack, problem, x, generator, started)
-    descent = _Descent(attack, problem, x, slice(None))
+        return _descend_separately(problem, x, generator, started)
+    descent = _Descent(problem, x, slice(None))
     return descent.run(problem.slopes, generator, started)
 
 
@@ -174,36 +173,38 @@ class _Descent:
 
     def __init__(
         self,
-        attack: MatchingSettings,
         problem: Problem,
         x: Tensor,
         rows: slice,
         network: DeepPrior | None = None,
     ) -> None:
-        self.attack, self.problem, self.rows, self.network = attack, problem, rows, network
+        self.attack, self.problem, self.rows, self.network = (
+            problem.settings,
+            problem,
+            rows,
+            network,
+        )
         self.x, self.labels = x[rows].clone(), problem.labels[rows].clone()
         self.best_x, self.best_labels = self.x.clone(), self.labels.clone()
         self.best = torch.full((len(self.x),), math.inf, device=x.device, dtype=x.dtype)
         self.history: list[Tensor] = []
 
-    def run(
-        self, slopes_at: SlopesAt, generator: torch.Generator, started: float
-    ) -> list[Descended]:
+    def run(self, slopes_at: SlopesAt, generator: Generator, started: float) -> list[Descended]:
         """Follows `slopes_at` for as long as the settings say."""
-        attack, first_candidate = self.attack, self.rows.start or 0
+        attack, offset = self.attack, self.rows.start or 0
         leaves = self.network.weights if self.network else [self.x]
         leaves = [*leaves, self.labels] if self.problem.soft else leaves
         optimizer = OPTIMIZERS[attack.optimizer](leaves, attack.learning_rate)
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, attack.rate)
         evaluate = functools.partial(self._evaluate, slopes_at)
         best_progress, steps_since = (math.inf, math.inf), 0
-        is_hidden = not attack.progress or first_candidate > 0
+        is_hidden = not attack.progress or offset > 0
         bar = logging.tqdm(range(attack.steps), desc=attack.name, disable=is_hidden)
         for step in bar:
             optimizer.step(evaluate)
             rate.step()
             self.problem.space.project_(self.x)
-            attack.between_steps(self.problem, step, self.x, first_candidate, generator)
+            attack.between_steps(self.problem, step, self.x, offset, generator)
             if step % 20 == 0:
                 bar.set_postfix(objective=f"{float(self.best.min()):.4g}")
             progress = self._progress()
@@ -268,22 +269,21 @@ class _Descent:
 
 
 def _descend_separately(
-    attack: MatchingSettings,
     problem: Problem,
     x: Tensor,
-    generator: torch.Generator,
+    generator: Generator,
     started: float,
 ) -> list[Descended]:
     """Each candidate by an optimizer of its own, all of them evaluated together."""
     vectorized = True
 
     def run(
-        k: int, run_generator: torch.Generator, ask: Callable[[tuple[Tensor, Tensor]], Slopes]
+        k: int, run_generator: Generator, ask: Callable[[tuple[Tensor, Tensor]], Slopes]
     ) -> list[Descended]:
         def slopes_at(x: Tensor, labels: Tensor, rows: slice) -> Slopes:
             return ask((x.detach(), labels.detach()))
 
-        return _Descent(attack, problem, x, slice(k, k + 1)).run(slopes_at, run_generator, started)
+        return _Descent(problem, x, slice(k, k + 1)).run(slopes_at, run_generator, started)
 
     def evaluate(numbers: list[int], questions: list[tuple[Tensor, Tensor]]) -> list[Slopes]:
         nonlocal vectorized

@@ -46,11 +46,8 @@ def cosine_distance(candidate: Candidate, shared: Tensors) -> Tensor:
     """
     candidate_scale = inverse_norm(candidate[name] for name in shared)
     shared_scale = inverse_norm(shared.values())
-    return _distance(
-        {n: candidate[n] * candidate_scale for n in shared},
-        {n: g * shared_scale for n, g in shared.items()},
-        0.5,
-    )
+    candidate = {name: candidate[name] * candidate_scale for name in shared}
+    return _distance(candidate, {name: g * shared_scale for name, g in shared.items()}, 0.5)
 
 
 class TagDistance:
@@ -91,10 +88,10 @@ def _distance(
     candidate: Candidate,
     shared: Tensors,
     square: float,
-    absolute: Mapping[str, float] | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> Tensor:
     """Σ_names a ‖Δ‖² + b_name ‖Δ‖₁."""
-    weights: list[float] = []
+    factors: list[float] = []
     tensors: list[tuple[Tensor, ...]] = []
     for name, g in shared.items():
         estimate = candidate[name]
@@ -102,10 +99,10 @@ def _distance(
             tensors.append((estimate.left_factor, estimate.right_factor, g))
         else:
             tensors.append((estimate, g))
-        weights.append(absolute[name] if absolute else 0.0)
+        factors.append(weights[name] if weights else 0.0)
     sizes = [len(group) for group in tensors]
     flat = [tensor for group in tensors for tensor in group]
-    value: Tensor = _Distance.apply(square, weights, sizes, *flat)[0]
+    value: Tensor = _Distance.apply(square, factors, sizes, *flat)[0]
     return value
 
 
@@ -248,11 +245,8 @@ def batch_norm_distance(model: nn.Module, x: Tensor) -> Tensor:
             terms.append((mean - running.running_mean).square().sum())
             terms.append((variance - running.running_var).square().sum())
 
-        norms = [
-            m
-            for m in model.modules()
-            if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats
-        ]
+        kind = nn.modules.batchnorm._NormBase
+        norms = [m for m in model.modules() if isinstance(m, kind) and m.track_running_stats]
         with hooked(norm.register_forward_pre_hook(compare) for norm in norms):
             model(pixel_values=images)
         values.append(torch.stack(terms).sum() if terms else images.new_zeros(()))

@@ -182,10 +182,11 @@ class MatchingSettings:
         problem: Problem,
         step: int,
         x: Tensor,
-        first_candidate: int,
+        offset: int,
         generator: torch.Generator,
     ) -> None:
-        """What happens to candidates after a step, in place: to those from `first_candidate` on."""
+        """What happens to candidates after a step, in place, the first of which has the number
+        `offset`."""
 
     def rate(self, step: int) -> float:
         """The schedule: the share of the learning rate that a step takes."""
@@ -243,12 +244,9 @@ class Problem:
             self._compared(observation, tensors)
             for observation, tensors in zip(observations, weights, strict=True)
         ]
-        self.extras: Tensors = {
-            name: torch.stack([target[name] for target in targets]).repeat_interleave(
-                settings.restarts, 0
-            )
-            for name in targets[0]
-        }
+        stacked = {name: torch.stack([target[name] for target in targets]) for name in targets[0]}
+        count = settings.restarts
+        self.extras: Tensors = {n: t.repeat_interleave(count, 0) for n, t in stacked.items()}
         self.space: SearchSpace = SPACES[reference.domain.name](reference, self.gmap.input)
 
     def start(self, generator: torch.Generator) -> Tensor:
@@ -379,8 +377,5 @@ def _up_to(candidate: Tensor, shared: Tensor, bound: Tensor) -> Tensor:
     was clipped away.
     """
     sign = shared.sign()
-    return torch.where(
-        (shared.abs() - bound).abs() <= 1e-5 * bound,
-        torch.minimum(candidate * sign, bound) * sign,
-        candidate,
-    )
+    at_bound = (shared.abs() - bound).abs() <= 1e-5 * bound
+    return torch.where(at_bound, torch.minimum(candidate * sign, bound) * sign, candidate)

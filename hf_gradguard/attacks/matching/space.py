@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from ...gradient_map.domain import TEXT, embed
@@ -67,7 +67,7 @@ class Vocabulary:
         ids = torch.cat(best).view(x.shape[:-1])
         return torch.where(self.known_ids >= 0, self.known_ids, ids)
 
-    def random(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def random(self, shape: tuple[int, ...], generator: Generator) -> Tensor:
         """Ids drawn uniformly from the tokens that may stand anywhere; known tokens as they are."""
         device, count = self.candidates.device, len(self.candidates)
         index = torch.randint(count, shape, generator=generator, device=device)
@@ -110,7 +110,7 @@ class DeepPrior:
         pixels: PixelSpace,
         shape: tuple[int, ...],
         template: Tensor,
-        generator: torch.Generator,
+        generator: Generator,
     ) -> None:
         *counts, channels, height, width = shape
         if min(height, width) < LEAST:
@@ -180,7 +180,7 @@ class SearchSpace(ABC):
     def __init__(self, observation: Observation, template: Tensor) -> None:
         self.template = template
 
-    def start(self, start: Any, count: int, generator: torch.Generator) -> Tensor:
+    def start(self, start: Any, count: int, generator: Generator) -> Tensor:
         """The first candidates, `(count, *input.shape)`.
 
         Args:
@@ -201,15 +201,15 @@ class SearchSpace(ABC):
         return start.to(self.template).expand(shape).clone()
 
     @abstractmethod
-    def draw(self, start: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def draw(self, start: str, shape: tuple[int, ...], generator: Generator) -> Tensor:
         """Random candidates: `start` by its name."""
 
-    def normal(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def normal(self, shape: tuple[int, ...], generator: Generator) -> Tensor:
         """Standard normal numbers of the input's type."""
         x = self.template
         return torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
 
-    def network(self, count: int, generator: torch.Generator) -> DeepPrior:
+    def network(self, count: int, generator: Generator) -> DeepPrior:
         """A deep prior that draws so many candidates.
 
         Raises:
@@ -261,10 +261,10 @@ class Tokens(SearchSpace):
                 "Every token of this shape is special or padding: there is nothing to reconstruct."
             )
 
-    def start(self, start: Any, count: int, generator: torch.Generator) -> Tensor:
+    def start(self, start: Any, count: int, generator: Generator) -> Tensor:
         return torch.where(self.free, super().start(start, count, generator), self.template)
 
-    def draw(self, start: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def draw(self, start: str, shape: tuple[int, ...], generator: Generator) -> Tensor:
         if start == "uniform":
             raise ValueError(
                 "A text has no range to start uniformly in. Take start='normal' or 'tokens'."
@@ -302,14 +302,14 @@ class Pixels(SearchSpace):
         self.range = PixelSpace(template, observation.image_mean, observation.image_std)
         self.free = torch.ones((), dtype=torch.bool, device=observation.device)
 
-    def draw(self, start: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def draw(self, start: str, shape: tuple[int, ...], generator: Generator) -> Tensor:
         if start == "tokens":
             raise ValueError("Images have no tokens. Take start='normal' or 'uniform'.")
         if start == "uniform":
             return self.range.noise(shape, self.template, generator)
         return self.normal(shape, generator)
 
-    def network(self, count: int, generator: torch.Generator) -> DeepPrior:
+    def network(self, count: int, generator: Generator) -> DeepPrior:
         return DeepPrior(self.range, (count, *self.template.shape), self.template, generator)
 
     def project_(self, x: Tensor) -> None:

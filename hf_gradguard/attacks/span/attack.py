@@ -42,7 +42,7 @@ def nearest_tokens(
     view: View,
     slots: Slots,
     shortlist: int,
-    threshold: float | None = None,
+    threshold: float | None,
 ) -> dict[int, list[int]]:
     """The ids that together span a row space, by position, the best first.
 
@@ -61,7 +61,7 @@ def nearest_tokens(
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
         >>> readers, slots = find_readers(observation)[0], Slots.from_observation(observation)
         >>> view = View(readers, Span().row_space(observation, readers, rank=13))
-        >>> nearest = nearest_tokens(observation, view, slots, shortlist=8)
+        >>> nearest = nearest_tokens(observation, view, slots, shortlist=8, threshold=None)
         >>> set(gmap.batch["input_ids"][:, 1].tolist()) <= set(nearest[1])
         True
     """
@@ -434,11 +434,8 @@ def _variances(observation: Observation, readers: Readers) -> list[Tensor] | Non
     variances = []
     for index, name in enumerate(readers.names):
         value = variance[name] if isinstance(variance, Mapping) else torch.tensor(float(variance))
-        variances.append(
-            readers.as_rows(
-                index, value.to(observation.device).expand(observation.gradient[name].shape)
-            )
-        )
+        value = value.to(observation.device).expand(observation.gradient[name].shape)
+        variances.append(readers.as_rows(index, value))
     return variances
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from ...models import without_adapters
 from ..base import Observation, ordinary_id
 from ..layer_inputs import Readers, Slots, layer_inputs
 from .row_space import View, distances
-from .texts import Text, choose
+from .texts import Pool, Text, choose
 
 
 def inputs_of_endings(
@@ -67,12 +68,9 @@ def can_use_cache(observation: Observation, readers: Readers) -> bool:
     if "past_key_values" not in inspect.signature(base.forward).parameters:
         return False
     token = ordinary_id(base, observation.tokenizer)
-    full_inputs, cached_inputs = (
-        inputs_of_endings(
-            observation, readers, [(token, token, token + 1)], [token], uses_cache=uses_cache
-        )
-        for uses_cache in (False, True)
-    )
+    text, ending = [(token, token, token + 1)], [token]
+    full_inputs = inputs_of_endings(observation, readers, text, ending, uses_cache=False)
+    cached_inputs = inputs_of_endings(observation, readers, text, ending, uses_cache=True)
     return full_inputs.shape == cached_inputs.shape and torch.allclose(
         full_inputs, cached_inputs, rtol=1e-4, atol=1e-5 * float(full_inputs.abs().max())
     )
@@ -128,13 +126,13 @@ def extend_prefixes(observation: Observation, view: View, slots: Slots, beams: i
 
 def _prefixes(
     observation: Observation, view: View, slots: Slots, lengths: list[int], beams: int
-) -> list[dict[Text, float]]:
+) -> list[Pool]:
     """The best prefixes of every length, with the sums of their tokens' distances."""
     low_rank = view.readers.max_rank < view.readers.width  # LoRA
     deficient = low_rank and len(view.directions) < sum(lengths)
     beams = beams * DEFICIENT if deficient else beams
     uses_cache = can_use_cache(observation, view.readers)
-    levels: list[dict[Text, float]] = [{(): 0.0}]
+    levels: list[Pool] = [{(): 0.0}]
     for position in range(max(lengths)):
         unfinished = sum(length > position for length in lengths)
         ids = slots.known_ids[slots.attended[:, position], position]
@@ -174,10 +172,9 @@ def _last_distances(
     """
     scores: list[float] = []
     prefixes_per_chunk = max(1, 256 // max(1, len(tokens)))
+    starts = range(0, len(prefixes), prefixes_per_chunk), range(0, len(tokens), 256)
     chunks = [
-        (prefixes[i : i + prefixes_per_chunk], tokens[j : j + 256])
-        for i in range(0, len(prefixes), prefixes_per_chunk)
-        for j in range(0, len(tokens), 256)
+        (prefixes[i : i + prefixes_per_chunk], tokens[j : j + 256]) for i, j in product(*starts)
     ]
     for chunk_prefixes, chunk_tokens in chunks:
         x = (

@@ -9,6 +9,7 @@ yet.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from ..base import Observation
 from ..layer_inputs import Slots
 from .row_space import View
-from .texts import NEAR, Explained, Text, choose, distance_outside, vectors_of
+from .texts import NEAR, Explained, Pool, Text, choose, distance_outside, vectors_of
 
 SWEEPS, ROUNDS = 40, 4
 ROUNDS_NOISELESS, MOST_ENUMERATED = (
@@ -67,7 +68,7 @@ def assemble_texts(
         return rows
     # Noise, or a text that was not found, or one that is there twice: all tokens of a place are
     # used before nearer texts are, but for those that are as near as only right ones are.
-    exchanged = exchange(observation, views, attended, slots.is_unknown, filled)
+    exchanged = exchange(observation, views, slots, filled)
     is_nearer = _are_near(observation, views, attended, exchanged)
     if bool(is_near.all()) and not bool(is_nearer.all()):
         # Whether they leave no token over that the exchanged ones use: they explain as much of
@@ -82,13 +83,13 @@ def assemble_texts(
 
 def _pools(
     observation: Observation, views: Sequence[View], slots: Slots, positional: bool
-) -> list[dict[Text, float]]:
+) -> list[Pool]:
     """For each row the whole sentences that may be there, with their distances."""
     patterns: dict[tuple[tuple[bool, ...], Text], list[int]] = {}
     rows = zip(slots.attended.tolist(), slots.known_ids.tolist(), strict=True)
     for index, (present, known_text) in enumerate(rows):
         patterns.setdefault((tuple(present), tuple(known_text)), []).append(index)
-    pools: list[dict[Text, float]] = [{} for _ in slots.attended]
+    pools: list[Pool] = [{} for _ in slots.attended]
     candidate_ids = slots.candidate_ids
     surest = len(pools) if positional else max(map(len, candidate_ids.values()), default=0)
     unused = {(place, token) for place, tokens in candidate_ids.items() for token in tokens}
@@ -132,19 +133,12 @@ def misfit(
     return float(distance_outside(observation, views, rows, attended).sum()) + explained.total
 
 
-def exchange(
-    observation: Observation,
-    views: Sequence[View],
-    attended: Tensor,
-    is_unknown: Tensor,
-    rows: Tensor,
-) -> Tensor:
+def exchange(observation: Observation, views: Sequence[View], slots: Slots, rows: Tensor) -> Tensor:
     """Swap tokens at a position between sentences while they get nearer the views' spans.
 
     Args:
         views: Layers whose input depends on the whole sentence.
-        attended: `(B, T)`, true at tokens.
-        is_unknown: `(B, T)`, true where ids are not known beforehand.
+        slots: Where tokens are, and which are known.
         rows: `(B, T)` ids to start from.
 
     Returns:
@@ -161,18 +155,14 @@ def exchange(
         >>> torch.equal(exchange(observation, views, heard, heard, swapped), ids)
         True
     """
-    rows = rows.clone()
+    rows, attended, is_unknown = rows.clone(), slots.attended, slots.is_unknown
     current = distance_outside(observation, views, rows, attended)
     for _ in range(SWEEPS // 5):
         changed = False
         for place in range(rows.shape[1]):
             text_indices = is_unknown[:, place].nonzero().flatten().tolist()
-            text_pairs = [
-                (i, j)
-                for i in text_indices
-                for j in text_indices
-                if i < j and rows[i, place] != rows[j, place]
-            ]
+            every_pair = itertools.combinations(text_indices, 2)
+            text_pairs = [(i, j) for i, j in every_pair if rows[i, place] != rows[j, place]]
             if not text_pairs:
                 continue
             pairs = torch.tensor(text_pairs, device=rows.device)
@@ -212,14 +202,14 @@ class _Descent:
             if present[place] and known_text[place] < 0 and candidate_ids.get(place)
         }
 
-    def sentences(self, unused: set[tuple[int, int]], count: int) -> dict[Text, float]:
+    def sentences(self, unused: set[tuple[int, int]], count: int) -> Pool:
         """Whole sentences with their distances.
 
         Args:
             unused: `(place, token)` that no sentence uses so far; what is found here is taken out.
             count: How many are looked for.
         """
-        pool: dict[Text, float] = {}
+        pool: Pool = {}
         near = NEAR * int(self.mask.sum())
         for rows, distances in self._tries(unused, count):
             for row, distance in zip(rows, distances.tolist(), strict=True):

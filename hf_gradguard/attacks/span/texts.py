@@ -63,11 +63,8 @@ def vectors_of(
     """For every text and view the inputs that are read, `(T, H)` of unit length."""
     vectors: list[list[Tensor]] = []
     for text in ids:
-        inputs = all_inputs(
-            observation,
-            [v.readers for v in views],
-            torch.tensor([list(text)], device=observation.device),
-        )
+        row = torch.tensor([list(text)], device=observation.device)
+        inputs = all_inputs(observation, [view.readers for view in views], row)
         vectors.append([])
         for view, x in zip(views, inputs, strict=True):
             rows = x[0, : len(text)] if x.dim() == 3 else x
@@ -117,6 +114,7 @@ class Explained:
 
 
 Text = tuple[int, ...]
+Pool = dict[Text, float]  # texts with their distances from spans
 CLOSE = 0.1  # dimensions: nearer than this, nothing is left to better
 NEAR = 1e-4  # a position's squared distance that only right texts have, if there is no noise
 
@@ -124,7 +122,7 @@ NEAR = 1e-4  # a position's squared distance that only right texts have, if ther
 def choose(
     observation: Observation,
     views: Sequence[View],
-    candidates: Sequence[dict[Text, float]],
+    candidates: Sequence[Pool],
     sweeps: int = 3,
 ) -> list[Text]:
     """One candidate for each row: those whose inputs lie in the views' spans, and that leave the
@@ -173,20 +171,20 @@ def choose(
 
 def _unexplained_by(
     views: Sequence[View],
-    view_indices: Sequence[int],
+    indices: Sequence[int],
     texts: Sequence[Text],
     vectors: dict[Text, list[Tensor]],
 ) -> float:
     """What texts leave unexplained of some of the views."""
-    explained = Explained([views[k] for k in view_indices])
+    explained = Explained([views[k] for k in indices])
     for text in filter(None, texts):
-        explained.add([vectors[text][k] for k in view_indices])
+        explained.add([vectors[text][k] for k in indices])
     return explained.total
 
 
 def _choose(
     views: Sequence[View],
-    candidates: Sequence[dict[Text, float]],
+    candidates: Sequence[Pool],
     vectors: dict[Text, list[Tensor]],
     sweeps: int,
 ) -> list[Text]:
@@ -216,5 +214,5 @@ def _choose(
     return chosen
 
 
-def _best(row: dict[Text, float], vectors: dict[Text, list[Tensor]], explained: Explained) -> Text:
+def _best(row: Pool, vectors: dict[Text, list[Tensor]], explained: Explained) -> Text:
     return min(row, key=lambda text: row[text] - explained.gain(vectors[text]), default=())
