@@ -54,11 +54,8 @@ def attackers(
     applicable = {name: value for name, value in informed_settings.items() if name in names}
     # What is granted is a field of the observation, and no setting of the attack.
     needs = frozenset(informed_settings) & attack.informed_by
-    changed = {
-        name: value
-        for name, value in applicable.items()
-        if is_default(attack, name) and getattr(attack, name) != value
-    }
+    defaults = {n: value for n, value in applicable.items() if is_default(attack, n)}
+    changed = {n: value for n, value in defaults.items() if getattr(attack, n) != value}
     # A defense with nothing to know is known to everybody. One that names settings that this attack
     # lacks is known to none of its attackers.
     can_adapt = not informed_settings or bool(applicable or needs)
@@ -120,11 +117,9 @@ def smooths(attack: Attack) -> bool:
         >>> smooths(make_attack("inverting_gradients")), smooths(make_attack("dlg"))
         (True, False)
     """
-    return (
-        isinstance(attack, GradientMatching)
-        and attack.total_variation > 0
-        and is_default(attack, "total_variation")
-    )
+    if not isinstance(attack, GradientMatching):
+        return False
+    return attack.total_variation > 0 and is_default(attack, "total_variation")
 
 
 def attacker_batches(

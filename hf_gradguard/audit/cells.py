@@ -156,10 +156,9 @@ def _feed(state: Any, value: Any) -> None:
     elif is_dataclass(value) and not isinstance(value, type):
         # What a defense has computed or remembers is no setting; a network that it loaded is.
         settings = {field.name for field in fields(value) if field.init}
+        networks = {name for name, field in vars(value).items() if isinstance(field, nn.Module)}
         attributes = {
-            name: attribute
-            for name, attribute in vars(value).items()
-            if name in settings or isinstance(attribute, nn.Module)
+            name: vars(value)[name] for name in vars(value) if name in settings | networks
         }
         _feed(state, [code_digest(type(value)), attributes])
     elif isinstance(value, Mapping):

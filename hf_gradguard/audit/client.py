@@ -253,11 +253,8 @@ class Upload:
     def observation(self, attacker: Attacker, modality: Modality) -> Observation:
         """What an attacker sees of the message, and knows of it."""
         batch = self.client.batch
-        return self._observed(
-            labels=modality.granted(batch),
-            **self._granted(attacker.grants),
-            **modality.observed(batch),
-        )
+        granted = self._granted(attacker.grants)
+        return self._observed(labels=modality.granted(batch), **granted, **modality.observed(batch))
 
     def _observed(self, **knowledge: Any) -> Observation:
         return observe(self.client.shared.local, self.client.model, self.message, **knowledge)
@@ -403,11 +400,10 @@ def average_of(messages: Sequence[Message]) -> Message:
     noise = None
     if len(noises) == len(messages):
         added = [noise.added for noise in noises if noise.added is not None]
-        noise = Noise(
-            variance=_of_mean([noise.variance for noise in noises]),
-            added=_of_mean(added) if len(added) == len(noises) else None,
-            plain=all(noise.plain for noise in noises),
-        )
+        variance = _of_mean([noise.variance for noise in noises])
+        plain = all(noise.plain for noise in noises)
+        mean_added = _of_mean(added) if len(added) == len(noises) else None
+        noise = Noise(variance=variance, added=mean_added, plain=plain)
     has_residual = any(message.has_residual for message in messages)
     return Message(mean_of(messages), noise=noise, has_residual=has_residual)
 

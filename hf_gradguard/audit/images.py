@@ -76,11 +76,8 @@ class Images:
     def candidates(self, samples: Sequence[Any]) -> list[Any]:
         """What an attacker makes of a list of images: pixels as clients have them, each once."""
         rows = [row[IMAGE.key] for row in samples if isinstance(row, Mapping)]
-        pictures = [
-            sample[0] if isinstance(sample, tuple) else sample
-            for sample in samples
-            if not isinstance(sample, Mapping)
-        ]
+        samples = [sample for sample in samples if not isinstance(sample, Mapping)]
+        pictures = [sample[0] if isinstance(sample, tuple) else sample for sample in samples]
         device = next(self.model.parameters()).device
         pixels = torch.stack([*rows, *(self._pixels(pictures).to(device) if pictures else ())])
         # Twice in the list would count twice as a false positive.

@@ -119,11 +119,8 @@ class _Grid:
             for name, attack in attacks.items()
             for label, attacker in attackers(name, attack, defense, settings).items()
         }
-        trial_batches = (
-            attacker_batches(setup.candidates, setup.batches, self.modality)
-            if settings.adaptive
-            else []
-        )
+        candidates = setup.candidates if settings.adaptive else None
+        trial_batches = attacker_batches(candidates, setup.batches, self.modality)
         self.trial_clients = [
             Client(self.model, batch, setup.shared, (settings.seed, len(self.batches) + number, 0))
             for number, batch in enumerate(trial_batches)
@@ -243,14 +240,10 @@ class _Grid:
         shared_rows, cells = list[Cell](), list[Cell]()
         for labels in self._groups():
             uploads = {label: self._upload(clients[index], label, clients) for label in labels}
-            keys = {
-                label: digest(
-                    message_key,
-                    self.defense_keys[label],
-                    [client.batch for client in upload.warmup_clients],
-                )
-                for label, upload in uploads.items()
-            }
+            keys = {}
+            for label, upload in uploads.items():
+                warmup = [client.batch for client in upload.warmup_clients]
+                keys[label] = digest(message_key, self.defense_keys[label], warmup)
             shared = {label: self._measure(uploads[label], keys[label]) for label in labels}
             shared_rows += [{**place, "defense": label, **shared[label]} for label in labels]
             for (label, name), cell in self._attack(uploads, shared, keys, bar):
@@ -276,11 +269,8 @@ class _Grid:
             for label, row in shared.items()
         }
         # Cells of one message differ by defense, attack, grants and nothing else.
-        cell_keys = {
-            pair: digest(keys[pair[0]], attack_key)
-            for pair, attack_key in self.attack_keys.items()
-            if pair[0] in uploads
-        }
+        attack_keys = {pair: key for pair, key in self.attack_keys.items() if pair[0] in uploads}
+        cell_keys = {pair: digest(keys[pair[0]], key) for pair, key in attack_keys.items()}
         open_keys = {pair: key for pair, key in cell_keys.items() if not refusals[pair[0]]}
         ranked = self._rank(uploads, open_keys)
         for pair, key in cell_keys.items():
@@ -300,11 +290,9 @@ class _Grid:
                 missing.setdefault(pair[1], []).append(pair)
         ranked: dict[_Pair, Cell] = {}
         for pairs in missing.values():
-            cells = attack_together(
-                [uploads[label] for label, _ in pairs],
-                [self.attackers[pair] for pair in pairs],
-                self.modality,
-            )
+            pair_uploads = [uploads[label] for label, _ in pairs]
+            pair_attackers = [self.attackers[pair] for pair in pairs]
+            cells = attack_together(pair_uploads, pair_attackers, self.modality)
             for pair, cell in zip(pairs, cells, strict=True):  # stored before other attacks run
                 ranked[pair] = self.cells.once(keys[pair], partial(dict, cell))
         return ranked

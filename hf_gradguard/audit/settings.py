@@ -279,11 +279,8 @@ def _training_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         settings["batch_size"] = size
     if values.get("training"):
         arguments = _read_mapping(values["training"])
-        settings |= {
-            name: arguments[argument]
-            for argument, name in _TRAINING_ARGUMENTS.items()
-            if argument in arguments
-        }
+        pairs = _TRAINING_ARGUMENTS.items()
+        settings |= {name: arguments[key] for key, name in pairs if key in arguments}
         if arguments.get("defense"):
             settings["defense"] = {arguments["defense"]: arguments.get("defense_kwargs") or None}
     return settings

@@ -160,11 +160,8 @@ class Texts:
     def show(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """The originals, for the report."""
         ids, labels_are_tokens = self.references(batch), self.labels in ("text", "token")
-        return {
-            "ids": ids,
-            "pieces": [self._pieces(row) for row in ids],
-            "labels": [None] * len(ids) if labels_are_tokens else batch["labels"].tolist(),
-        }
+        labels = [None] * len(ids) if labels_are_tokens else batch["labels"].tolist()
+        return {"ids": ids, "pieces": [self._pieces(row) for row in ids], "labels": labels}
 
     def score(self, reconstruction: Reconstruction, batch: dict[str, Tensor]) -> dict[str, Any]:
         """Scores of a reconstruction, one number per sample, and the reconstruction in the samples'
@@ -255,11 +252,9 @@ class Texts:
                 plain.append(token)
                 text = self.tokenizer.decode(plain, clean_up_tokenization_spaces=False)
                 # A character's bytes may be spread over tokens: then its text does not grow.
-                pieces.append(
-                    text[len(decoded) :]
-                    if text.startswith(decoded)
-                    else f" {self.tokenizer.decode([token])}"
-                )
+                grows = text.startswith(decoded)
+                alone = f" {self.tokenizer.decode([token])}"
+                pieces.append(text[len(decoded) :] if grows else alone)
                 decoded = text
         return [_UNUSED_TOKEN.sub("□", piece).replace("##", "") for piece in pieces]
 

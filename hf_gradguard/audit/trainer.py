@@ -121,11 +121,9 @@ def _draw(
         divided = trainer._rows_of_clients
         keys: list[Any] = [SampledRow(n, 0, 1.0) if divided else n for n in numbers]
         collated = loader.collate_fn([dataset[key] for key in keys])
-        return {
-            name: value.to(trainer.args.device)
-            for name, value in dict(collated).items()
-            if isinstance(value, Tensor) and name not in (CLIENT, ROW, SHARE)
-        }
+        tensors = {name: x for name, x in dict(collated).items() if isinstance(x, Tensor)}
+        marks, device = (CLIENT, ROW, SHARE), trainer.args.device
+        return {name: x.to(device) for name, x in tensors.items() if name not in marks}
 
     batches = [batch(order[start : start + size]) for start in range(0, samples, size)]
     return batches, [batch([number]) for number in order[samples : samples + _DECOYS]]

@@ -93,11 +93,8 @@ def check_received(
         for name, check in _CHECKS.items()
         for says in check(weight, bias)
     ]
-    findings += [
-        Finding("equal_embeddings", layer_name, says)
-        for layer_name, table in _tables(model)
-        for says in _equal_rows(table)
-    ]
+    equal = ((name, says) for name, table in _tables(model) for says in _equal_rows(table))
+    findings += [Finding("equal_embeddings", name, says) for name, says in equal]
     findings += [
         Finding("single_tokens", layer_name, says) for layer_name, says in sharp_attention(model)
     ]

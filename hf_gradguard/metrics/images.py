@@ -125,14 +125,10 @@ def _ssim(predicted: Tensor, true: Tensor, data_range: float) -> Tensor:
     does not.
     """
     radius = (min(11, *true.shape[2:]) - 1) // 2
-    _, full = structural_similarity_index_measure(
-        predicted,
-        true,
-        sigma=0.3 * radius,
-        data_range=data_range,
-        reduction="none",
+    full = structural_similarity_index_measure(
+        predicted, true, sigma=0.3 * radius, data_range=data_range, reduction="none",
         return_full_image=True,
-    )
+    )[1]  # fmt: skip
     return full[..., radius:-radius, radius:-radius].flatten(1).mean(1)
 
 

@@ -97,11 +97,8 @@ def bootstrap_intervals(
         method="percentile",
         rng=np.random.default_rng(seed),
     )
-    limits = zip(
-        result.confidence_interval.low.tolist(),
-        result.confidence_interval.high.tolist(),
-        strict=True,
-    )
+    ends = result.confidence_interval
+    limits = zip(ends.low.tolist(), ends.high.tolist(), strict=True)
     return dict(zip(per_sample, limits, strict=True))
 
 

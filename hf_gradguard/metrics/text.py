@@ -176,11 +176,8 @@ def words(text: str) -> list[str]:
         >>> words("Naïve, 电影!")
         ['naïve', ',', '电', '影', '!']
     """
-    return [
-        word
-        for chunk in unicodedata.normalize("NFKC", text).casefold().split()
-        for word in _WORD.findall(chunk)
-    ]
+    chunks = unicodedata.normalize("NFKC", text).casefold().split()
+    return [word for chunk in chunks for word in _WORD.findall(chunk)]
 
 
 def _score(predicted: list[Token], true: list[Token]) -> dict[str, float]:
@@ -221,11 +218,10 @@ def _tokens(text: str | list[int], tokenizer: Any) -> list[Token]:
     if tokenizer is None and isinstance(text, str):
         return [*words(text)]
     special = set() if tokenizer is None else set(tokenizer.all_special_ids)
-    ids = (
-        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if isinstance(text, str)
-        else text
-    )
+    if isinstance(text, str):
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    else:
+        ids = text
     return [None if i in special or i < 0 else i for i in ids]
 
 
@@ -237,11 +233,8 @@ def _plain(texts: Any) -> Any:
     """Tensors, arrays and tuples as lists, to any depth."""
     if hasattr(texts, "tolist"):
         return texts.tolist()
-    return (
-        [_plain(item) for item in texts]
-        if isinstance(texts, Sequence) and not isinstance(texts, str)
-        else texts
-    )
+    is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
+    return [_plain(text) for text in texts] if is_list else texts
 
 
 def _depth(item: Any) -> int | None:

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +164,9 @@ def network_for(
             "evaluation_network in defense_kwargs."
         )
     name = getattr(getattr(model, "config", None), "name_or_path", "") or ""
-    return cached_text_network(
-        TEXT.embedding(model),
-        processing_class,
-        lambda: _public_text(public_text),
-        base_model=hub_name(name),
-    )
+    texts, base_model = partial(_public_text, public_text), hub_name(name)
+    embedding = TEXT.embedding(model)
+    return cached_text_network(embedding, processing_class, texts, base_model=base_model)
 
 
 def _for_images(model: nn.Module) -> EvaluationNetwork:
@@ -177,11 +175,8 @@ def _for_images(model: nn.Module) -> EvaluationNetwork:
     height, width = (size, size) if isinstance(size, int) else tuple(size or (0, 0))
     packaged = packaged_image_network(channels, (height, width)) or _by_tiles(channels)
     if packaged is None:
-        shape = (
-            f"{channels} channels and {height}x{width} pixels"
-            if size
-            else "an image size its config does not name"
-        )
+        pixels = f"{channels} channels and {height}x{width} pixels"
+        shape = pixels if size else "an image size its config does not name"
         raise ValueError(
             f"No packaged evaluation network judges images of {shape}. Train one with `gradguard "
             "evalnet train --dataset ... --num_channels ... --image_size ...` and pass its folder "

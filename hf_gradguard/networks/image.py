@@ -148,11 +148,9 @@ def judge_images(x: Tensor, network: ImageEvaluationNetwork) -> Tensor:
         torch.Size([2])
     """
     height, width = network.config.size
-    tiles = [
-        adapt_images(x[:, :, row : row + height, column : column + width], network)
-        for row in _starts(x.shape[2], height)
-        for column in _starts(x.shape[3], width)
-    ]
+    rows, columns = _starts(x.shape[2], height), _starts(x.shape[3], width)
+    cut = (x[:, :, row : row + height, col : col + width] for row in rows for col in columns)
+    tiles = [adapt_images(tile, network) for tile in cut]
     return network.noise_ratio(torch.cat(tiles)).view(len(tiles), len(x)).mean(0)
 
 

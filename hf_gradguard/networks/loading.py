@@ -112,9 +112,7 @@ def save_network(network: EvaluationNetwork, folder: str | Path) -> None:
         (32, 32)
     """
     half = {
-        name: tensor.to(
-            torch.float16 if torch.is_floating_point(tensor) else tensor.dtype
-        ).contiguous()
+        name: (tensor.half() if torch.is_floating_point(tensor) else tensor).contiguous()
         for name, tensor in network.state_dict().items()
     }
     network.save_pretrained(folder, state_dict=half)

@@ -159,10 +159,11 @@ def _best(affordable: list[Outcome]) -> Outcome:
     """
     # A lower mean may be luck: whatever messages cannot tell from the least counts as private.
     least = min(affordable, key=lambda outcome: outcome.leak.mean)
-    private = [x for x in affordable if not _differ(x.leak_by_message, least.leak_by_message)]
+    leaks = least.leak_by_message
+    private = [outcome for outcome in affordable if not _differ(outcome.leak_by_message, leaks)]
     best = max(private, key=lambda outcome: outcome.accuracy.mean)
-    by_sample = best.accuracy_by_sample
-    accurate = [x for x in private if not _differ(x.accuracy_by_sample, by_sample)]
+    right = best.accuracy_by_sample
+    accurate = [outcome for outcome in private if not _differ(outcome.accuracy_by_sample, right)]
     return min(accurate, key=lambda outcome: (outcome.leak.mean, -outcome.accuracy.mean))
 
 
@@ -199,11 +200,9 @@ def _by_membership(outcomes: list[Outcome], affordable: list[Outcome], undefende
         "so none says how private a defense is. "
     )
     identified = plain.membership or Estimate(0, 0, 0)
-    fewer = [
-        (outcome.membership.mean, outcome)
-        for outcome in affordable
-        if outcome.membership and (outcome.membership.high or 0) < _low(identified)
-    ]
+    limit = _low(identified)
+    inferred = [(outcome.membership, outcome) for outcome in affordable if outcome.membership]
+    fewer = [(share.mean, outcome) for share, outcome in inferred if (share.high or 0) < limit]
     if not fewer:
         words += (
             "Nothing is recommended. Attack more samples (--attacked), with other attacks "

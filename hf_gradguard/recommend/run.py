@@ -194,12 +194,10 @@ def _by_message(summary: Summary, row: AttackScores) -> dict[int, float]:
 
 def _membership(label: str, stages: Mapping[str, Summary]) -> tuple[Estimate | None, int]:
     """The share of members identified at the worse stage, and the number of candidates."""
-    inferred = [
-        (item.scores["top1"], item.candidates)
-        for summary in stages.values()
-        for item in summary.membership
-        if item.defense == label and item.scores["top1"].low is not None
-    ]
+    rows = [item for summary in stages.values() for item in summary.membership]
+    rows = [item for item in rows if item.defense == label]
+    shares = [(row.scores["top1"], row.candidates) for row in rows]
+    inferred = [share for share in shares if share[0].low is not None]
     return max(inferred, key=lambda pair: pair[0].mean, default=(None, 0))
 
 

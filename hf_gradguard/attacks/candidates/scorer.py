@@ -345,10 +345,8 @@ class Scorer:
         single_batch = single_batch_entries(observation) if self._has_others(i) else None
         weightings: list[tuple[Any, Tensors | None, float | None]] = []
         if single_batch is not None:
-            exact_mechanism = single_batch.mechanism
-            weightings.append(
-                (exact_mechanism, *weigh_by_noise(single_batch, exact_mechanism, center, floor))
-            )
+            exact = single_batch.mechanism
+            weightings.append((exact, *weigh_by_noise(single_batch, exact, center, floor)))
         else:
             weightings.append((mechanism, *weigh_by_noise(observation, mechanism, center, floor)))
         if self._has_others(i) and (single_batch is None or not self._suffices(single_batch)):

@@ -270,13 +270,10 @@ def values_of(cells: Sequence[Cell]) -> Values:
     for cell in cells:
         if "scores" in cell:
             repeats.setdefault(cell["message"], []).append(cell["scores"])
-    return {
-        message: {
-            name: np.mean([scores[name] for scores in repeated], axis=0).tolist()
-            for name in repeated[0]
-        }
-        for message, repeated in sorted(repeats.items())
-    }
+    means = {}
+    for message, rows in sorted(repeats.items()):
+        means[message] = {n: np.mean([row[n] for row in rows], axis=0).tolist() for n in rows[0]}
+    return means
 
 
 def _estimates(values: Values) -> dict[str, Estimate]:

@@ -248,11 +248,8 @@ def strongest_undefended(
     compared with membership inference, and reconstruction with reconstruction.
     """
     infers_members = PERCENTILE in row.scores
-    comparable = [
-        rival
-        for rival in undefended
-        if rival.has_interval and (PERCENTILE in rival.scores) == infers_members
-    ]
+    measured = (rival for rival in undefended if rival.has_interval)
+    comparable = [rival for rival in measured if (PERCENTILE in rival.scores) == infers_members]
     return max(comparable, key=lambda rival: rival.scores[score].mean, default=None)
 
 
