@@ -273,7 +273,7 @@ def _augmented_mix(images: Tensor, ratio: Tensor, generator: torch.Generator) ->
     edge_distance = torch.minimum(to_rows, torch.minimum(columns, width - 1 - columns))
     frame = (draw(n) * (height // 8 + 1)).floor()[:, None, None, None]
     mixed = torch.where((edge_distance < frame) & chosen(0.25), 0.0, mixed)
-    part = mixed[..., : height - height // 8, : width - width // 8]
+    corner = mixed[..., : height - height // 8, : width - width // 8]
     stretched = F.interpolate(corner, size=(height, width), mode="bilinear")
     return torch.where(chosen(0.05), stretched, mixed)
 
