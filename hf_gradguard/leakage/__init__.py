@@ -1,4 +1,4 @@
-"""How much could leak, without attacking: figures from derivatives of the gradient map.
+"""How much could leak, without attacking: from derivatives of the gradient map.
 
 Example:
     >>> bound = inversion_influence_lower_bound(gmap, delta)  # how far delta moves a reconstruction

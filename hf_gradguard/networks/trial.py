@@ -77,7 +77,7 @@ def check_order(network: nn.Module, ratios: Sequence[float], least_gap: float = 
         least_gap: By how much the last must be above the first.
 
     Raises:
-        ValueError: If they do not rise by so much, or are not finite; with the figures.
+        ValueError: If they do not rise by so much, or are not finite; with the numbers.
 
     Example:
         >>> check_order(nn.Identity(), [0.05, 0.50, 0.95])

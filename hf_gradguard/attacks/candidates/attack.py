@@ -51,7 +51,7 @@ class Ranked(Reconstruction):
 
 @dataclass
 class Candidates(Attack):
-    """Ranks a list of texts or images by how well each explains the message. No search: one
+    """Ranks a list of texts or images by how well each explains the message: one
     gradient per candidate and label.
 
     With the defense's mechanism (`Observation.mechanism`, or `noise_variance`) the score is the

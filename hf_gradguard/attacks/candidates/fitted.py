@@ -252,7 +252,7 @@ def spans_of(
         observation: The message, of a model that draws nothing.
         mechanism: Of its samples.
         batch: Any of the clients' kind.
-        generator: Of the search. Left as it is.
+        generator: Of the span attack. Left as it is.
     """
     spans: list[Powers] = []
     if observation.domain.name != "text":

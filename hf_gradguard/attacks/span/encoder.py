@@ -118,11 +118,11 @@ def misfit(
         >>> from hf_gradguard.attacks.span.row_space import row_space
         >>> mixed = next(r for r in find_readers(observation) if r.mixing == "full")
         >>> views = [View(mixed, row_space(mixed.gradients(observation), None, rank=13))]
-        >>> heard = batch["attention_mask"].bool()
+        >>> attended = batch["attention_mask"].bool()
         >>> wrong = batch["input_ids"].clone()
         >>> wrong[:, 1] = wrong[:, 1].flip(0)  # the first word of the other sentence
-        >>> right = misfit(observation, views, heard, batch["input_ids"])
-        >>> right < misfit(observation, views, heard, wrong)
+        >>> right = misfit(observation, views, attended, batch["input_ids"])
+        >>> right < misfit(observation, views, attended, wrong)
         True
     """
     explained = Explained(views)
@@ -149,10 +149,11 @@ def exchange(observation: Observation, views: Sequence[View], slots: Slots, rows
         >>> from hf_gradguard.attacks.span.row_space import row_space
         >>> mixed = [readers for readers in find_readers(seen) if readers.mixing == "full"][:2]
         >>> views = [View(r, row_space(r.gradients(observation), None, rank=13)) for r in mixed]
-        >>> ids, heard = batch["input_ids"], batch["attention_mask"].bool()
+        >>> ids, attended = batch["input_ids"], batch["attention_mask"].bool()
+        >>> slots = Slots(attended, torch.full_like(ids, -1))
         >>> swapped = ids.clone()
         >>> swapped[:, 1] = ids[:, 1].flip(0)  # the first word of the other sentence
-        >>> torch.equal(exchange(observation, views, heard, heard, swapped), ids)
+        >>> torch.equal(exchange(observation, views, slots, swapped), ids)
         True
     """
     rows, attended, is_unknown = rows.clone(), slots.attended, slots.is_unknown
