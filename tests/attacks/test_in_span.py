@@ -46,7 +46,7 @@ def bases_of(made: GradientMap, names: list[list[str]], factors: Granularity) ->
     for group in names:
         matrix = torch.cat([dense[frozenset(group)][name] for name in group])
         left, sizes, _ = torch.linalg.svd(matrix / matrix.norm(dim=0).clamp(min=1e-30), False)
-        found.append(left[:, sizes > 1e-3])  # vectors that are nearly can_average have a ridge
+        found.append(left[:, sizes > 1e-3])  # vectors that are nearly alike have a ridge
     return found
 
 
