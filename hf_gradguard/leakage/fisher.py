@@ -241,12 +241,10 @@ class DFILBound(Estimator):
         "the least RMSE per coordinate of an unbiased attacker under Gaussian noise; one that "
         "knows what inputs look like may be below it"
     )
+    needs_noise = True
     probes: ClassVar[int] = 50
 
     def estimate(self, message: Message, generator: Stream | torch.Generator | None) -> Tensor:
-        if message.noise is None:
-            raise ValueError(
-                "What was shared is not the true gradient with Gaussian noise of known covariance."
-            )
+        assert message.noise is not None
         leakage = dfil(self.gmap, message.noise.variance, self.probes, generator).value
         return mse_bound_from_dfil(leakage).sqrt()

@@ -376,6 +376,7 @@ class Estimator(ABC):
     Attributes:
         title: What tables call it. It is an error of the input, so higher leaks less.
         meaning: What kind of error, for legends: the end of a sentence that begins with the title.
+        needs_noise: Whether it takes messages with Gaussian noise of known covariance alone.
 
     Example:
         >>> message = make_defense("gaussian_noise")(gmap)
@@ -385,6 +386,7 @@ class Estimator(ABC):
 
     title: ClassVar[str]
     meaning: ClassVar[str]
+    needs_noise: ClassVar[bool] = False
 
     def __init__(self, gmap: GradientMap) -> None:
         self.gmap = gmap
@@ -406,6 +408,10 @@ class Estimator(ABC):
             ValueError: If the estimator says nothing of such a message, with the reason.
             ArithmeticError: If it cannot be computed, with the reason.
         """
+        if self.needs_noise and message.noise is None:
+            raise ValueError(
+                "What was shared is not the true gradient with Gaussian noise of known covariance."
+            )
         errors = self.estimate(message, generator)
         samples = len(self.gmap.input)
         if tuple(errors.shape) != (samples,) or bool((errors.isnan() | (errors < 0)).any()):
