@@ -136,7 +136,7 @@ def attacker_batches(
     # Texts are not smoothed, and of labels only classes can be made up.
     if IMAGE.key not in batches[0] or modality.labels != "class" or candidates is None:
         return []
-    audited = {index for batch in batches for index in modality.among(candidates, batch)}
+    audited = {index for batch in batches for index in modality.members_among(candidates, batch)}
     images = [pixels for index, pixels in enumerate(candidates) if index not in audited]
     labels = batches[0]["labels"]
     size, classes = len(labels), int(modality.model.config.num_labels)  # type: ignore[union-attr, arg-type]

@@ -335,7 +335,7 @@ def _membership(
     # Excluded candidates score -inf.
     ranked = (reconstruction.scores > -torch.inf).nonzero().flatten().tolist()
     # Scores alone are stored: candidates themselves would be the private data many times over.
-    members = modality.among([attack.candidates[index] for index in ranked], batch)
+    members = modality.members_among([attack.candidates[index] for index in ranked], batch)
     return {"membership": {"scores": reconstruction.scores[ranked].tolist(), "members": members}}
 
 

@@ -83,7 +83,7 @@ class Images:
         # Twice in the list would count twice as a false positive.
         return [image for index, image in enumerate(pixels) if not _is_in(image, pixels[:index])]
 
-    def among(self, candidates: Sequence[Any], batch: dict[str, Tensor]) -> list[int]:
+    def members_among(self, candidates: Sequence[Any], batch: dict[str, Tensor]) -> list[int]:
         """The indices of those candidates that are in a batch."""
         members = IMAGE.main_input(batch).cpu()
         return [index for index, row in enumerate(candidates) if _is_in(row.cpu(), members)]

@@ -147,7 +147,7 @@ class Texts:
             rows.setdefault(ids, {name: torch.as_tensor(row[name]) for name in row})
         return list(rows.values())
 
-    def among(self, candidates: Sequence[Any], batch: dict[str, Tensor]) -> list[int]:
+    def members_among(self, candidates: Sequence[Any], batch: dict[str, Tensor]) -> list[int]:
         """The indices of those candidates that are in a batch."""
         members = self.references(batch)
         return [index for index, row in enumerate(candidates) if _ids_of(row) in members]

@@ -193,7 +193,7 @@ def test_members_are_found_beside_others_that_are_not_listed(
     one = MatchedFilter([told], None, 30, draw)
     one.add(range(30), {"w": every[:30]})
     prior = torch.full((30,), 1 / 30, dtype=torch.float64)
-    assert one.complete(0, prior) == complete
+    assert one.explains(0, prior) == complete
     listed = [member for member in members if member < 30]
     found = one.log_ratio(0, prior) if complete else one.regressed(0, prior)
     assert sorted(found.topk(len(listed)).indices.tolist()) == listed

@@ -30,7 +30,7 @@ from ...randomness import Stream
 from ..base import Observation
 from ..layer_inputs import find_readers
 from ..span.attack import Span, first_readers
-from .inputs import ALL_CLASSES, evenly
+from .inputs import ALL_CLASSES, spread_out
 
 LEAST_LEFT = 1e-3
 """Of a message's power, the least share that a candidate may leave of it: samples are not the
@@ -150,7 +150,7 @@ def draw_span_with_shares(
     """
     model, names = many_gradients.model, list(many_gradients.parameters)
     span = draw_span(mechanism, batches[0], model, names, generator)
-    sampled_gradients = many_gradients(evenly(batches, SHARE_CANDIDATES))
+    sampled_gradients = many_gradients(spread_out(batches, SHARE_CANDIDATES))
     return span, shares_of(span, [gradient for _, gradient in sampled_gradients])
 
 

@@ -84,12 +84,12 @@ def make_inputs(
     return inputs
 
 
-def shown(domain: Domain, batch: Mapping[str, Any]) -> Tensor:
+def without_padding(domain: Domain, batch: Mapping[str, Any]) -> Tensor:
     """What a candidate shows of itself: `(1, C, H, W)` pixels, or `(1, T)` ids without padding.
 
     Example:
         >>> padded = {"input_ids": torch.tensor([[0, 5]]), "attention_mask": torch.tensor([[0, 1]])}
-        >>> shown(TEXT, padded)
+        >>> without_padding(TEXT, padded)
         tensor([[5]])
     """
     main, present = domain.main_input(batch), domain.present(batch)
@@ -110,7 +110,7 @@ def at_places(
     Raises:
         ValueError: If a place is none of the text's, or there would be too many candidates.
     """
-    ids = shown(observation.domain, make_inputs(observation, [text]).batches[0])
+    ids = without_padding(observation.domain, make_inputs(observation, [text]).batches[0])
     if not places or not all(0 <= place < ids.shape[1] for place in places):
         raise ValueError(f"places must be from 0 to {ids.shape[1] - 1}, but are {list(places)}.")
     if words is None:
@@ -278,8 +278,8 @@ def _fit_length(observation: Observation, batch: dict[str, Any], pads_left: bool
     """
     is_text = observation.domain is TEXT
     missing = observation.input_shape[1] - batch[TEXT.key].shape[1] if is_text else 0
-    has_token_labels = "labels" in batch and label_kind(observation.model) in _PER_TOKEN
-    if not missing or (missing < 0 and has_token_labels) or (missing > 0 and not pads_left):
+    labels_are_tokens = "labels" in batch and label_kind(observation.model) in _PER_TOKEN
+    if not missing or (missing < 0 and labels_are_tokens) or (missing > 0 and not pads_left):
         return batch
     pads_before = missing > 0 or not bool(batch["attention_mask"][0, 0])
     tokenizer, config = observation.tokenizer, getattr(observation.model, "config", None)
@@ -296,16 +296,16 @@ def _fit_length(observation: Observation, batch: dict[str, Any], pads_left: bool
 
 def _is_of_tokens(model: nn.Module, key: str, value: Tensor, ids: Tensor) -> bool:
     """Whether an entry is one number per token."""
-    if key == "labels" and not labels_tokens(model):
+    if key == "labels" and not has_token_labels(model):
         return False
     return value.shape == ids.shape and not key.startswith("decoder_")
 
 
-def labels_tokens(model: nn.Module) -> bool:
+def has_token_labels(model: nn.Module) -> bool:
     """Whether there is one label per token of the text that the model reads.
 
     Example:
-        >>> labels_tokens(model)
+        >>> has_token_labels(model)
         False
     """
     return label_kind(model) in _PER_TOKEN and not is_encoder_decoder(model)
@@ -367,7 +367,7 @@ def make_entries(
         choices = range(len(values)) if fixed is None else [place_of(values, fixed)]
         for place in choices:
             value = fixed if fixed is not None else values[place]
-            if labels_tokens(observation.model):
+            if has_token_labels(observation.model):
                 _check_tokens(value, observation.domain.main_input(batch), inputs.places[number])
             batches.append({**batch, "labels": value})
             candidate.append(number)
@@ -382,7 +382,7 @@ def make_entries(
         label=label,
         prior=torch.tensor(priors, dtype=torch.float64, device=observation.device),
         counts=shares,
-        inputs=[shown(observation.domain, batch) for batch in inputs.batches],
+        inputs=[without_padding(observation.domain, batch) for batch in inputs.batches],
         places=torch.tensor(inputs.places, device=observation.device),
         listed=len(candidates),
         values=values,
@@ -479,6 +479,6 @@ def place_of(values: Sequence[Tensor], label: Tensor) -> int:
     return next((i for i, v in enumerate(values) if torch.equal(v, label.to(v))), len(values))
 
 
-def evenly(listed: Sequence[T], count: int) -> Sequence[T]:
+def spread_out(listed: Sequence[T], count: int) -> Sequence[T]:
     """So many of them at most, from all over the list."""
     return listed[:: max(1, len(listed) // count)][:count]

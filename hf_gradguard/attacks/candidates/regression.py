@@ -178,7 +178,7 @@ class MatchedFilter:
         sizes = (self.norms * self.y_squares[message]).sqrt().clamp(min=1e-30)
         return self.products[:, message] / sizes
 
-    def complete(self, message: int, prior: Tensor) -> bool:
+    def explains(self, message: int, prior: Tensor) -> bool:
         """Whether noise of the variance that is known explains what candidates do not of a message
         of several samples. Otherwise some of these are none of them, and are no such noise.
         """

@@ -24,7 +24,7 @@ from ...gradient_map.vectorized import ManyGradients, has_draws
 from ..base import Observation
 from ..uploads import single_batch_entries
 from .fitted import Fits, SpanCoordinates, accumulate, draw_span_with_shares, spans_of
-from .inputs import Entries, evenly, place_of
+from .inputs import Entries, place_of, spread_out
 from .likelihood import (
     Likelihood,
     clip_of_samples,
@@ -182,7 +182,7 @@ class Scorer:
         draws = attack.draws if drops else 1
         seeds = torch.randint(2**31, (draws,), generator=generator, device=generator.device)
         self.gradients_of = self._gradients(observations[0], seeds.tolist())
-        spread = self.gradients_of.spread(evenly(batches, _SPREAD_OF))
+        spread = self.gradients_of.spread(spread_out(batches, _SPREAD_OF))
         # The client's own draw varies as well as the mean over the attacker's.
         self.spread = {name: (1 + 1 / draws) * value for name, value in spread.items()}
         self._rescale(observations)
@@ -400,7 +400,7 @@ class Scorer:
         squares = {n: torch.zeros_like(m[0]) for n, m in zeros.items()} if needs_squares else {}
         count = 0
         for label, rows in rows_of_label.items() if kinds else ():
-            chosen = evenly(rows, _MEAN_OF)
+            chosen = spread_out(rows, _MEAN_OF)
             for indices, gradient in self.gradients_of([self.pool.batches[row] for row in chosen]):
                 for is_sum, mean in means.items():
                     as_sent = self._of_sample(gradient, [chosen[k] for k in indices], is_sum)
@@ -442,7 +442,7 @@ class Scorer:
         unknown = matched_filter.messages[place].variance is None
         # Beside what earlier messages left out, or in no span, the rest may be of any size.
         regress = matched_filter.weights is not None and unknown
-        if regress or not matched_filter.complete(place, share):
+        if regress or not matched_filter.explains(place, share):
             return [self._best(matched_filter.regressed(place, share), i)]
         exclusive = self.observations[i].batch_size == 1
         ratios = self._by_candidate(matched_filter.log_ratio(place, share), i, exclusive)

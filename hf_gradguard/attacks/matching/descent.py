@@ -52,7 +52,7 @@ def in_lockstep(
         try:
             futures = []
             for number, run in enumerate(runs):
-                futures.append(pool.submit(table.seated, number, run))
+                futures.append(pool.submit(table.run_to_end, number, run))
                 table.running += 1
             while table.running:
                 table.changed.wait_for(table.is_due)
@@ -87,8 +87,8 @@ class _Table:
         """Whether all runs that go on have asked, or none goes on."""
         return not self.running or (not self.closed and len(self.questions) == self.running)
 
-    def seated(self, number: int, run: Callable[[Ask], T]) -> T:
-        """One run, from taking its seat to leaving it."""
+    def run_to_end(self, number: int, run: Callable[[Ask], T]) -> T:
+        """One run, from its start to its end."""
         with self.changed:
             try:
                 return run(lambda question: self._ask(number, question))

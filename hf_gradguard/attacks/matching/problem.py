@@ -297,7 +297,7 @@ class Problem:
             bound = settings.clip_coordinate
             bounds = {name: bound * extras[f"weight {name}"] for name in self.names}
             gradient = {
-                name: _up_to(gradient[name], shared[name], bounds[name])  # type: ignore[arg-type]
+                name: _clip_at_bound(gradient[name], shared[name], bounds[name])  # type: ignore[arg-type]
                 for name in self.names
             }
         return self.objective(gradient, shared)
@@ -372,7 +372,7 @@ def _weights(
     return weights
 
 
-def _up_to(candidate: Tensor, shared: Tensor, bound: Tensor) -> Tensor:
+def _clip_at_bound(candidate: Tensor, shared: Tensor, bound: Tensor) -> Tensor:
     """The candidate, but no further than the bound where the shared one is at it: what is beyond
     was clipped away.
     """
