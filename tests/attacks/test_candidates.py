@@ -216,7 +216,7 @@ def test_of_a_list_of_half_a_batch_more_is_told(monkeypatch: pytest.MonkeyPatch)
         return found
 
     one = told()
-    monkeypatch.setattr(MatchedFilter, "complete", lambda *_: True)
+    monkeypatch.setattr(MatchedFilter, "explains", lambda *_: True)
     assert one > told() + 2
 
 

@@ -267,13 +267,13 @@ def test_defenses_together_are_each_by_itself(
     defenses = ["gaussian_noise:relative_scale=2", "optimal_noise:relative_scale=2"]
     defenses += ["pruning:ratio=0.9,error_feedback=True", "refiner"]
     calls: list[int] = []
-    plain = Candidates.together
+    plain = Candidates.reconstruct_many
 
     def counted(self: Candidates, seen: Any, generator: Any = None) -> Any:
         calls.append(len(seen))
         return plain(self, seen, generator)
 
-    monkeypatch.setattr(Candidates, "together", counted)
+    monkeypatch.setattr(Candidates, "reconstruct_many", counted)
 
     def ranked(defenses: list[str], name: str) -> dict[tuple, list[float]]:
         found = audit(
