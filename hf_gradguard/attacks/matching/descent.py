@@ -159,7 +159,7 @@ def descend(problem: Problem, generator: Generator, started: float) -> list[Desc
         network = problem.network(generator)
         descent = _Descent(problem, network.draw().detach(), slice(None), network)
         return descent.run(problem.slopes, generator, started)
-    x = problem.start(generator)
+    x = problem.start(attack.start, generator)
     if attack.optimizer == "lbfgs":  # whose line search is each candidate's own
         return _descend_separately(problem, x, generator, started)
     descent = _Descent(problem, x, slice(None))

@@ -249,9 +249,9 @@ class Problem:
         self.extras: Tensors = {n: t.repeat_interleave(count, 0) for n, t in stacked.items()}
         self.space: SearchSpace = SPACES[reference.domain.name](reference, self.gmap.input)
 
-    def start(self, generator: torch.Generator) -> Tensor:
+    def start(self, start: Any, generator: torch.Generator) -> Tensor:
         """The first candidates, `(K, *input.shape)`."""
-        return self.space.start(self.settings.start, len(self.labels), generator)
+        return self.space.start(start, len(self.labels), generator)
 
     def network(self, generator: torch.Generator) -> DeepPrior:
         """What draws candidates `(K, *input.shape)`, each by networks of its own."""
