@@ -35,7 +35,7 @@ class GuardedAccelerator(Accelerator):
         # The Trainer has set one up already, and processes can be set up only once.
         self.__dict__.update(vars(accelerator))
         self._ledger, self._average = ledger, average
-        self._keeps_own = False
+        self._keeps_own: bool | None = None  # of a loss that runs now
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = True
@@ -71,7 +71,7 @@ class GuardedAccelerator(Accelerator):
         """As in Accelerate. A count, which the Trainer gathers to add it up, is added up on the
         way: the sum of all ranks', followed by zeros, so that nobody sees another rank's.
         """
-        if self._keeps_own or self.num_processes == 1:
+        if self._is_kept("gather") or self.num_processes == 1:
             return tensor
         if not isinstance(tensor, Tensor) or tensor.numel() > 1 or tensor.is_floating_point():
             return super().gather(tensor)
@@ -82,15 +82,39 @@ class GuardedAccelerator(Accelerator):
 
     def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Accelerate."""
-        if self._keeps_own:
+        if self._is_kept("gather_for_metrics"):
             return input_data
         return super().gather_for_metrics(input_data, *args, **kwargs)
 
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Accelerate."""
+        return tensor if self._is_kept("reduce") else super().reduce(tensor, *args, **kwargs)
+
+    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Accelerate, which exchanges sizes."""
+        if self._is_kept("pad_across_processes"):
+            return tensor
+        return super().pad_across_processes(tensor, *args, **kwargs)
+
     @contextmanager
-    def keeping_own(self) -> Iterator[None]:
-        """Whatever is gathered in here is this rank's own."""
-        self._keeps_own = True
+    def in_loss(self, keeps_own: bool) -> Iterator[None]:
+        """While a loss runs, nothing is exchanged.
+
+        Args:
+            keeps_own: Whether what the loss gathers is for its log alone, where this rank's own
+                does. Else gathering is refused: the loss would be another one.
+        """
+        self._keeps_own = keeps_own
         try:
             yield
         finally:
-            self._keeps_own = False
+            self._keeps_own = None
+
+    def _is_kept(self, operation: str) -> bool:
+        if self._keeps_own is False and self.num_processes > 1:
+            raise NotImplementedError(
+                f"GradGuardTrainer does not support a loss that calls accelerator.{operation}: the "
+                "other ranks would be sent figures of this rank's own batch, unprotected. Compute "
+                "the loss without it, or train on one rank."
+            )
+        return bool(self._keeps_own)

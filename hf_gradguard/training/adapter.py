@@ -242,9 +242,9 @@ class TrainerAdapter(Trainer):
         names = [] if counts else [name for name in _METRICS if name in vars(self)]
         saved = {name: copy.deepcopy(getattr(self, name)) for name in names}
         kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(self).__mro__}
-        gathering = self.accelerator.keeping_own() if kinds & _GATHER_FOR_LOG else nullcontext()
+        gathers_for_log = bool(kinds & _GATHER_FOR_LOG)
         try:
-            with gathering, no_exchange(self.model):
+            with self.accelerator.in_loss(gathers_for_log), no_exchange(self.model):
                 yield
         finally:
             for name, metrics in saved.items():
