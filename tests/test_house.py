@@ -25,7 +25,7 @@ from hf_gradguard.defenses import Defense
 PACKAGE = Path(hf_gradguard.__file__).parent
 FILES_OF_A_STEP = {"none": 12, "gaussian_noise": 14, "optimal_noise": 17, "refiner": 21}
 FILES_OF_AN_AUDIT = 35  # of two texts, by span, undefended and behind pruning
-EMPTY_NAMES = 0.03  # as a share of all names that are bound
+EMPTY_NAMES = 0.005  # as a share of all names that are bound
 EMPTY = {
     *("found", "seen", "told", "asked", "said", "known", "given", "made", "kept", "held", "left"),
     *("one", "own", "other", "others", "some", "several", "few", "many", "each", "every", "rest"),
