@@ -424,10 +424,9 @@ class GradGuardMixin(TrainerAdapter):
         """What a defense remembers belongs in a checkpoint: a run that is killed and resumed goes
         on as if it had not been.
         """
-        rank, names = self.accelerator.process_index, self._messages.parameters_of(self._clients)
-        record = self._run_record(self.account_file.run)
+        names, record = self._messages.parameters_of(self._clients), self._run_record()
         state = self._clients, self.accountant, names, self._labels.key, record
-        save_private_state(folder, rank, *state)
+        save_private_state(folder, self.accelerator.process_index, *state)
 
     def load_state_of_rank(self, folder: str) -> None:
         """What `save_state_of_rank` wrote, and what left this rank after it.
@@ -437,7 +436,7 @@ class GradGuardMixin(TrainerAdapter):
         """
         rank, account = self.accelerator.process_index, self.account_file
         saved = saved_record(folder, rank)
-        record = self._run_record(account.run if saved is None else saved.run)
+        record = self._run_record(None if saved is None else saved.run)
         check_record(folder, saved, record, self.private_rows is not None)
         records = []
         if saved is not None and (self._has_account or saved.privacy is not None):
@@ -476,11 +475,11 @@ class GradGuardMixin(TrainerAdapter):
     def _has_account(self) -> bool:
         return self.private_rows is not None or self.accountant is not None
 
-    def _run_record(self, run: str) -> RunRecord:
-        """What is asked for now, as a private file of that run would say it."""
+    def _run_record(self, run: str | None = None) -> RunRecord:
+        """What is asked for now, as a private file of that run, or this one, would say it."""
         data, args, privacy = self.train_dataset, self.args, self._privacy_account
-        if isinstance(data, RandomizedLabels):
-            data = data.data
+        data = data.data if isinstance(data, RandomizedLabels) else data
+        run = run or self.account_file.run
         numbered = self._has_account or self._rows_of_clients or self._labels.key is not None
         of_clients = ("num_clients", "partition", "dirichlet_alpha", "clients_per_process")
         settings = {name: getattr(args, name, None) for name in of_clients}
