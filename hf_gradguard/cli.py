@@ -26,9 +26,9 @@ def main(argv: list[str] | None = None) -> int:
             (_train_evalnet if arguments.action == "train" else _push_evalnet)(arguments)
         else:
             _run(command, {flag: v for flag, v in vars(arguments).items() if flag != "command"})
-    # These messages are for people; a traceback would bury them.
+    # These messages are for people; a traceback, or a second line, would bury them.
     except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
-        parser.exit(1, f"gradguard {name}: {error}\n")
+        parser.exit(1, f"gradguard {name}: {' '.join(str(error).split())}\n")
     except KeyboardInterrupt:
         parser.exit(
             130, f"gradguard {name}: interrupted. The same command goes on where it stopped.\n"
@@ -100,7 +100,7 @@ def _add_evalnet(commands: Any) -> None:
     train.add_argument(
         "--dataset",
         required=True,
-        help="Hub name, or a txt, tsv, csv, json, parquet or npz (images) file",
+        help="file, folder or Hub name; docs/data.md says which",
     )
     train.add_argument(
         "--split", default="train", help="split of a Hub data set (default: %(default)s)"
@@ -128,7 +128,7 @@ def _add_evalnet(commands: Any) -> None:
 
 
 def _train_evalnet(args: argparse.Namespace) -> None:
-    from .data.files import load_images, load_texts
+    from .data.samples import load_images, load_texts
     from .networks import save_network, train_image_network, train_text_network
     from .networks.loading import network_card
 
@@ -144,16 +144,16 @@ def _train_evalnet(args: argparse.Namespace) -> None:
     network: Any
     if args.model:
         import torch
-        from transformers import AutoModel, AutoTokenizer
+        from transformers import AutoModel
 
-        from .models import check_name, explain_missing_model
+        from .models import check_name, explain_missing_model, load_tokenizer
         from .networks.configuration import hub_name
 
         check_name(args.model)  # before texts are loaded
 
         texts = load_texts(args.dataset, **source)
         with explain_missing_model(args.model):
-            tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+            tokenizer = load_tokenizer(args.model)
             embedding = AutoModel.from_pretrained(
                 args.model, dtype=torch.float32, trust_remote_code=False
             ).get_input_embeddings()

@@ -10,12 +10,15 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 from transformers.models.auto.modeling_auto import (
@@ -32,6 +35,34 @@ _WAY_OUT = (
     "Give the folder that `save_pretrained` wrote, with its config.json, or a name on the Hugging "
     "Face Hub, like distilbert/distilbert-base-uncased."
 )
+_FILE = re.compile(
+    r"\.(csv|tsv|txt|jsonl?|parquet|arrow|np[yz]|gz|bz2|xz|zip|xlsx?|safetensors|bin|pth?|onnx|gguf)$",
+    re.IGNORECASE,
+)
+
+
+class ModelError(ValueError):
+    """A model that cannot be loaded, in one line with the way out."""
+
+
+def is_written_as_path(name: str) -> bool:
+    """Whether a name cannot be one on the Hub: it begins like a path, ends like a file, has several
+    slashes, or what it begins with is a folder here.
+
+    Example:
+        >>> is_written_as_path("./runs/model"), is_written_as_path("my/train.CSV")
+        (True, True)
+        >>> is_written_as_path("distilbert/distilbert-base-uncased")
+        False
+    """
+    folder, slash, _ = name.partition("/")
+    return (
+        os.path.isabs(name)
+        or name.startswith((".", "~"))
+        or name.count("/") > 1
+        or _FILE.search(name) is not None
+        or (slash != "" and os.path.isdir(folder))
+    )
 
 
 def check_name(name: str | os.PathLike[str]) -> None:
@@ -55,13 +86,13 @@ def check_name(name: str | os.PathLike[str]) -> None:
         raise NotADirectoryError(f"{path} is a file, not the folder of a model. {_WAY_OUT}")
     if path.startswith("~") and os.path.isdir(full := os.path.expanduser(path)):
         raise FileNotFoundError(f"There is no folder {path}: write {full}, as no shell did.")
-    if os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1:
+    if is_written_as_path(path):
         raise FileNotFoundError(f"There is no folder {path}. {_WAY_OUT}")
 
 
 @contextlib.contextmanager
 def explain_missing_model(name: str | os.PathLike[str]) -> Iterator[None]:
-    """Around what loads a model, or its tokenizer, by name: says what is missing.
+    """Around what loads a model, or its tokenizer, by name: says in one line what is missing.
 
     Transformers takes what is no folder for a name on the Hub, and says of a mistyped folder that
     the Hub cannot be reached.
@@ -69,6 +100,7 @@ def explain_missing_model(name: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         FileNotFoundError: If there is no such folder, and the Hub gave no such model.
         NotADirectoryError: If a file is there.
+        ModelError: If a file is cut, or the model needs code of its own.
 
     Example:
         >>> with explain_missing_model("folder"):
@@ -78,15 +110,42 @@ def explain_missing_model(name: str | os.PathLike[str]) -> Iterator[None]:
         FileNotFoundError: There is no folder folder, and the Hub gave no model of that name ...
     """
     check_name(name)
+    path = os.fspath(name)
     try:
         yield
-    except OSError as error:
-        if os.path.isdir(name):
-            raise
-        raise FileNotFoundError(
-            f"There is no folder {os.fspath(name)}, and the Hub gave no model of that name "
-            f"({str(error).splitlines()[0]}). {_WAY_OUT}"
-        ) from error
+    except (FileNotFoundError, NotADirectoryError, ModelError):
+        raise
+    except (OSError, ValueError, ImportError, SafetensorError, RuntimeError, EOFError) as error:
+        why = " ".join(str(error).split("\n\n")[0].split())
+        if "trust_remote_code" in why:
+            raise ModelError(
+                f"{path} brings code of its own (trust_remote_code), which is not run here. Take a "
+                "model whose code is in Transformers, or audit the Trainer that trains it."
+            ) from error
+        if isinstance(error, OSError) and not os.path.isdir(path):
+            raise FileNotFoundError(
+                f"There is no folder {path}, and the Hub gave no model of that name "
+                f"({str(error).splitlines()[0]}). {_WAY_OUT}"
+            ) from error
+        if (cut := _cut_file(path)) is not None:
+            raise ModelError(f"{cut} is cut or damaged: copy it again.") from error
+        if isinstance(error, OSError | ValueError | ImportError):
+            raise type(error)(why) from error
+        raise ModelError(f"{path} cannot be loaded: {why}") from error
+
+
+def _cut_file(folder: str) -> str | None:
+    """A file of weights in a folder that cannot be read to its end."""
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            return str(file)
+    for file in sorted(Path(folder).glob("*.bin")):
+        if file.name != "training_args.bin" and not zipfile.is_zipfile(file):
+            return str(file)  # an older file has another form, and was read without an error
+    return None
 
 
 @dataclass(frozen=True)
@@ -112,6 +171,11 @@ class Task:
     def auto_class(self) -> Any:
         """The class itself."""
         return getattr(transformers, self.auto)
+
+    @property
+    def classifies(self) -> bool:
+        """Whether a label is one or several classes, or numbers."""
+        return self.name.endswith("-classification")
 
     @functools.cached_property
     def classes(self) -> frozenset[str]:
@@ -186,7 +250,10 @@ def label_kind(model: nn.Module) -> str:
         >>> label_kind(model)
         'class'
     """
-    task, config = task_of(model), getattr(model, "config", None)
+    return _label_kind(task_of(model), getattr(model, "config", None))
+
+
+def _label_kind(task: Task | None, config: Any) -> str:
     if task is not None and task.own_labels:
         return "text"
     if task is not None and task.name == "token-classification":
@@ -199,7 +266,30 @@ def label_kind(model: nn.Module) -> str:
     return "class"
 
 
-def load_model(name: str, task: str | None = None) -> tuple[nn.Module, Any]:
+@dataclass(frozen=True)
+class Head:
+    """What a named model is trained for, before its weights are loaded.
+
+    Args:
+        task: What its head is for.
+        is_saved: Whether the model comes with it. A classifier's head may be missing.
+        labels: What one label is; see `label_kind`. `None`: no column holds any, as the text is its
+            own label.
+    """
+
+    task: Task
+    is_saved: bool
+    labels: str | None
+
+    @property
+    def domain(self) -> str:
+        """The name of the inputs' domain."""
+        return "image" if self.task.name == "image-classification" else "text"
+
+
+def load_model(
+    name: str, task: str | None = None, head: Mapping[str, Any] | None = None
+) -> tuple[nn.Module, Any]:
     """A model with its own head, in eval mode, with its tokenizer or image processor.
 
     Args:
@@ -207,13 +297,15 @@ def load_model(name: str, task: str | None = None) -> tuple[nn.Module, Any]:
             adapters, whose base model is loaded below them and stays frozen.
         task: One of `TASKS`. Default: that of the class which the configuration names, and for a
             model without a head a classifier's, with a head at random.
+        head: Settings of that new head, such as those that `classifier_head` makes of classes. A
+            head of other classes gives way to it.
 
     Returns:
         The model, and its tokenizer, its image processor, or `None` for an image model that comes
         without one.
 
     Raises:
-        ValueError: If there is no such task, or no class of the model's type for it.
+        ValueError: If there is no such task, no class of the model's type for it, or no tokenizer.
         FileNotFoundError: If neither a folder nor the Hub has the model.
 
     Example:
@@ -223,26 +315,77 @@ def load_model(name: str, task: str | None = None) -> tuple[nn.Module, Any]:
         >>> classifier.num_labels, processor.pad_token
         (2, '[PAD]')
     """
+    chosen = find_head(name, task).task
+    if os.path.exists(os.path.join(name, ADAPTER)):
+        return _adapted(name, chosen)
+    return _load(name, chosen, **(head or {}))
+
+
+def classifier_head(classes: Sequence[str]) -> dict[str, Any]:
+    """Settings of a model's configuration for a head of classes with names.
+
+    Example:
+        >>> classifier_head(["bad", "good"])["label2id"]
+        {'bad': 0, 'good': 1}
+    """
+    names = list(classes)
+    return {
+        "num_labels": len(names),
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+
+
+def find_head(name: str, task: str | None = None) -> Head:
+    """The head of a named model. Only the model's configuration is read.
+
+    Args:
+        name: As for `load_model`.
+        task: Likewise.
+
+    Raises:
+        ValueError: Likewise.
+        FileNotFoundError: Likewise.
+
+    Example:
+        >>> model.base_model.save_pretrained("encoder")
+        >>> head = find_head("encoder")
+        >>> head.task.name, head.is_saved, head.labels
+        ('text-classification', False, 'class')
+    """
     if task is not None and task not in TASKS:
         raise ValueError(f"There is no task {task!r}. There are: {', '.join(TASKS)}.")
-    if os.path.exists(os.path.join(name, ADAPTER)):
-        return _adapted(name, task)
-    return _load(name, task)
-
-
-def _load(name: str, task: str | None, **settings: Any) -> tuple[nn.Module, Any]:
-    with explain_missing_model(name):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    chosen = TASKS[task] if task is not None else _own_task(config, name)
+    base, adapted_classes = name, dict[str, int]()
+    if has_adapters := os.path.exists(os.path.join(name, ADAPTER)):
+        base, peft_type = _base_of(name)
+        adapted_classes = _classes_of(name, peft_type)
+        if task is None:
+            task = next((t.name for t in TASKS.values() if t.peft and t.peft == peft_type), None)
+    with explain_missing_model(base):
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False, **adapted_classes)
+    chosen = TASKS[task] if task is not None else _own_task(config, base)
     if config.model_type not in chosen.models:
-        raise ValueError(f"{name} ({config.model_type}) is no model for {chosen.name}.")
-    model = chosen.auto_class.from_pretrained(name, trust_remote_code=False, **settings)
-    return model, _processing(name, chosen)
+        raise ValueError(f"{base} ({config.model_type}) is no model for {chosen.name}.")
+    is_saved = has_adapters or not chosen.classifies or _architecture(config) in chosen.classes
+    is_self_labeled = chosen.name in ("text-generation", "fill-mask")
+    return Head(chosen, is_saved, None if is_self_labeled else _label_kind(chosen, config))
+
+
+def _architecture(config: Any) -> str:
+    return str((getattr(config, "architectures", None) or [""])[0])
+
+
+def _load(name: str, task: Task, **head: Any) -> tuple[nn.Module, Any]:
+    with explain_missing_model(name):
+        model = task.auto_class.from_pretrained(
+            name, trust_remote_code=False, ignore_mismatched_sizes=bool(head), **head
+        )
+    return model, _processing(name, task)
 
 
 def _own_task(config: Any, name: str) -> Task:
     """That of the class which a configuration names, or of a classifier on top of a bare model."""
-    architecture = (getattr(config, "architectures", None) or [""])[0]
+    architecture = _architecture(config)
     by_head = [task for task in TASKS.values() if architecture in task.classes]
     classifiers = [
         TASKS[task]
@@ -263,7 +406,7 @@ def _own_task(config: Any, name: str) -> Task:
     return (by_head + classifiers)[0]
 
 
-def _adapted(name: str, task: str | None) -> tuple[nn.Module, Any]:
+def _adapted(name: str, task: Task) -> tuple[nn.Module, Any]:
     """A base model with trainable adapters, for the task that these name."""
     try:
         from peft import PeftModel
@@ -272,35 +415,38 @@ def _adapted(name: str, task: str | None) -> tuple[nn.Module, Any]:
             f"{name} holds adapters, and peft is not installed: pip install 'hf-gradguard[peft]'"
         ) from error
 
-    with open(os.path.join(name, ADAPTER), encoding="utf-8") as file:
+    base, peft_type = _base_of(name)
+    model, processing_class = _load(base, task, **_classes_of(name, peft_type))
+    with explain_missing_model(name):
+        # PEFT hands the last to the download, which takes no code either.
+        adapted = PeftModel.from_pretrained(model, name, is_trainable=True, trust_remote_code=False)
+    if os.path.exists(os.path.join(name, "tokenizer_config.json")):
+        processing_class = _processing(name, task)
+    return adapted.eval(), processing_class
+
+
+def _base_of(folder: str) -> tuple[str, str | None]:
+    """The model that a folder's adapters are for, and what PEFT calls its task."""
+    with open(os.path.join(folder, ADAPTER), encoding="utf-8") as file:
         adapter = json.load(file)
-    base, peft_type = adapter.get("base_model_name_or_path"), adapter.get("task_type")
+    base: str | None = adapter.get("base_model_name_or_path")
     if not base:
         raise ValueError(
-            f"{name}/{ADAPTER} does not say which model its adapters are for: write its folder or "
-            "Hub name there, as base_model_name_or_path."
+            f"{folder}/{ADAPTER} does not say which model its adapters are for: write its folder "
+            "or Hub name there, as base_model_name_or_path."
         )
-    if task is None:
-        task = next((t.name for t in TASKS.values() if t.peft and t.peft == peft_type), None)
-    classes = _classes_of(name) if peft_type in ("SEQ_CLS", "TOKEN_CLS") else {}
-    model, processing_class = _load(base, task, **classes)
-    # PEFT hands the last to the download, which takes no code either.
-    adapted = PeftModel.from_pretrained(model, name, is_trainable=True, trust_remote_code=False)
-    has_tokenizer = os.path.exists(os.path.join(name, "tokenizer_config.json"))
-    if has_tokenizer and task:
-        processing_class = _processing(name, TASKS[task])
-    return adapted.eval(), processing_class
+    return base, adapter.get("task_type")
 
 
 _HEADS = ("classifier", "score", "out_proj")  # not `pre_classifier`, which PEFT saves as well
 
 
-def _classes_of(folder: str) -> dict[str, int]:
+def _classes_of(folder: str, peft_type: str | None) -> dict[str, int]:
     """How many classes the head has that was trained beside the adapters: its base need not."""
     path = os.path.join(folder, "adapter_model.safetensors")
-    if not os.path.exists(path):
+    if peft_type not in ("SEQ_CLS", "TOKEN_CLS") or not os.path.exists(path):
         return {}
-    with safe_open(path, framework="pt") as file:
+    with explain_missing_model(folder), safe_open(path, framework="pt") as file:
         names = list(file.keys())
         saved = [name for name in names if "lora_" not in name and name.endswith(".weight")]
         heads = [name for name in saved if name.split(".")[-2] in _HEADS] or saved
@@ -308,12 +454,32 @@ def _classes_of(folder: str) -> dict[str, int]:
 
 
 def _processing(name: str, task: Task) -> Any:
-    if task.name != "image-classification":
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        if tokenizer.pad_token is None:  # as recipes for decoders do
-            tokenizer.pad_token = tokenizer.eos_token
-        return tokenizer
-    has_processor = os.path.exists(os.path.join(name, "preprocessor_config.json"))
-    if os.path.isdir(name) and not has_processor:
-        return None
-    return AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
+    with explain_missing_model(name):
+        if task.name == "image-classification":
+            has_processor = os.path.exists(os.path.join(name, "preprocessor_config.json"))
+            if os.path.isdir(name) and not has_processor:
+                return None
+            return AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
+        return load_tokenizer(name)
+
+
+def load_tokenizer(name: str) -> Any:
+    """A model's tokenizer, with a token to pad with.
+
+    Raises:
+        ModelError: If there is none. Transformers makes an empty one then, to which every word is
+            unknown.
+
+    Example:
+        >>> _ = tokenizer.save_pretrained("folder")
+        >>> load_tokenizer("folder").pad_token
+        '[PAD]'
+    """
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ModelError(
+            f"{name} has no tokenizer: save it there, by tokenizer.save_pretrained({name!r})."
+        )
+    if tokenizer.pad_token is None:  # as recipes for decoders do
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

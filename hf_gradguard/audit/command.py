@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from transformers import set_seed
 
-from ..data.samples import Sample, load_inputs, load_samples
+from ..data.files import load_rows
+from ..data.samples import Labeled, Sample, load_inputs, show_rows
 from ..gradient_map.domain import domain_of_model
-from ..models import label_kind, load_model, task_of
+from ..models import find_head, label_kind, load_model, task_of
 from .cells import Cells
 from .run import audit, make_attacks, make_defenses
 from .settings import AuditSettings, SourceSettings, read_settings
@@ -66,7 +67,8 @@ def check_specs(defenses: Any, attacks: Any) -> None:
 def load(
     source: SourceSettings, count: int, decoys: int, seed: int
 ) -> tuple[nn.Module, Any, list[Sample]]:
-    """The model, its tokenizer or image processor, and samples as its head takes them.
+    """The model, its tokenizer or image processor, and samples as its head takes them. A terminal
+    shows the first rows. A model without a head gets one for the data's classes.
 
     Args:
         source: Their names.
@@ -79,22 +81,18 @@ def load(
         OSError: If something cannot be read.
     """
     set_seed(seed)
-    model, processing_class = load_model(source.model, source.task)
-    task = task_of(model)
-    is_self_labeled = task is not None and task.name in ("text-generation", "fill-mask")
-    samples = load_samples(
-        source.dataset,
-        kind=domain_of_model(model).name,
-        labels=None if is_self_labeled else label_kind(model),
-        count=count,
-        spare=decoys,
-        seed=seed,
-        classes=model.config.label2id,  # type: ignore[union-attr, arg-type]
-        column=source.column,
-        label_column=source.label_column,
-        split=source.split,
-        config=source.dataset_config,
-    )
+    head = find_head(source.model, source.task)
+    columns = Labeled(
+        load_rows(source.dataset, source.split, source.dataset_config), source.dataset,
+        head.domain, head.labels, source.column, source.label_column,
+    )  # fmt: skip
+    new_head = None if head.is_saved else columns.new_head()
+    model, processing_class = load_model(source.model, source.task, new_head)
+    if new_head is not None:
+        columns.labels = label_kind(model)  # of numbers or lists, where the data has these
+    classes: Any = model.config.label2id  # type: ignore[union-attr]
+    show_rows(columns, classes)
+    samples = columns.samples(classes, columns.draw(count, decoys, seed))
     device = source.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return model.to(device), processing_class, samples
 

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from ..data.images import to_pil
 from ..gradient_map.domain import IMAGE
 from ..gradient_map.inputs import PixelSpace
 from ..metrics import score_images
@@ -55,8 +56,13 @@ class Images:
         if self.processor is not None:
             pixels: Tensor = self.processor(images, return_tensors="pt")[IMAGE.key]
         else:
-            size = config.image_size, config.image_size
-            arrays = [np.asarray(image.resize(size)) for image in images]
+            side = getattr(config, "image_size", None)
+            if side is None:
+                raise ValueError(
+                    "The model has no image processor, and its configuration no image_size: save a "
+                    "preprocessor_config.json beside it."
+                )
+            arrays = [np.asarray(image.resize((side, side))) for image in images]
             stacked = torch.from_numpy(np.stack(arrays))
             stacked = stacked.float() / 255
             pixels = stacked[:, None] if mode == "L" else stacked.permute(0, 3, 1, 2).contiguous()
@@ -138,21 +144,6 @@ class Images:
         """`(B, C, H, W)` pixels in [0, 1]."""
         pixels = IMAGE.main_input(batch).detach().float().cpu()
         return PixelSpace(pixels, self.mean, self.std).plain(pixels)
-
-
-def to_pil(picture: Any, mode: str) -> Image.Image:
-    """A PIL image, or an array or tensor of bytes `(H, W)` or `(H, W, C)`, as a PIL image."""
-    if not isinstance(picture, Image.Image):
-        array = np.asarray(picture)
-        if array.dtype != np.uint8 or array.ndim not in (2, 3):
-            raise ValueError(
-                "An image must be a PIL image or bytes of shape (H, W) or (H, W, C), but is "
-                f"{array.dtype} of shape {array.shape}."
-            )
-        is_flat = array.ndim == 3 and array.shape[2] == 1
-        picture = Image.fromarray(array[..., 0] if is_flat else array)
-    converted: Image.Image = picture.convert(mode)
-    return converted
 
 
 def png(image: Tensor) -> str:

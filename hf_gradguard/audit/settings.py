@@ -144,7 +144,7 @@ class SourceSettings:
         "its configuration names",
     )
     dataset: str = option(
-        "", "tsv, csv, json, parquet or npz (images) file, a folder of images, or a Hub name"
+        "", "csv, tsv, txt, json, parquet or npz (images) file, a folder, or a Hub name"
     )
     dataset_config: str | None = option(None, "configuration of a Hub data set that has several")
     split: str = option("train", "split of a Hub data set or a folder")

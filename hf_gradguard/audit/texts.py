@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attacks.layer_inputs import is_causal_lm
+from ..data.labels import find_class
 from ..gradient_map.domain import TEXT, is_framed
 from ..metrics import Scores, score_text
 from ..models import label_kind, task_of
@@ -317,13 +318,8 @@ def with_labels(
 def _classes(model: nn.Module, labels: Sequence[Any]) -> Tensor:
     config = getattr(model, "config", None)
     classes, ids = getattr(config, "num_labels", None), getattr(config, "label2id", None) or {}
-    labels = [ids.get(label, label) if isinstance(label, str) else label for label in labels]
+    labels = [find_class(label, ids) if isinstance(label, str) else label for label in labels]
     for label in labels:
-        if isinstance(label, str):
-            raise ValueError(
-                f"A label must be a class id or a class's name, but is {label!r}. The model's "
-                f"classes are: {', '.join(ids) or 'unnamed'}."
-            )
         if isinstance(label, bool) or not isinstance(label, int | np.integer):
             raise ValueError(f"A label must be a class id, but is {label!r}.")
         if label < 0 or (classes is not None and label >= classes):

@@ -1,13 +1,19 @@
-"""Labeled samples from local files or the Hub."""
+"""Labeled samples of rows: which columns hold them, and what a terminal shows of them first."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .files import COLUMNS, as_images, load_rows, pick_column
+from ..models import classifier_head
+from .files import COLUMNS, Arrays, DataError, load_rows
+from .labels import CONVERTERS, check_names, class_names, name_class, sorted_classes
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -43,8 +49,7 @@ def load_samples(
     """Samples drawn at random, without replacement.
 
     Args:
-        dataset: A tsv, csv, json or parquet file, a folder of images (one subfolder a class), an
-            npz file of images and labels, or a Hub name.
+        dataset: As for `load_rows`; images also as a folder of folders, one a class.
         kind: `"text"` or `"image"`: the name of a domain.
         count: How many.
         labels: `"class"`, `"number"`, `"several"` (names, ids, or one 0 or 1 for each class),
@@ -57,73 +62,16 @@ def load_samples(
         split, config: Of a Hub data set or a folder; a Hub data set with several.
 
     Raises:
-        ValueError: If there are fewer, or no such column, or a label is no class of the model.
+        DataError: If there are fewer, or no such column, or a label is no class of the model. A
+            ValueError, which names the row.
 
     Example:
         >>> written = (tmp_path / "few.tsv").write_text("sentence\\tlabel\\na fine film\\t1\\n")
         >>> load_samples(str(tmp_path / "few.tsv"), kind="text", count=1)
         [('a fine film', 1)]
     """
-    input_columns = _input_columns(kind, labels)
-    label_columns = _LABEL_COLUMNS.get(labels or "", ())
-    convert = _CONVERTERS.get(labels or "", lambda label, classes: label)
-    if dataset.endswith(".npz"):
-        columns = [(column, input_columns), *([(label_column, label_columns)] if labels else [])]
-        arrays = _arrays(dataset, columns)
-        indices = _draw(len(arrays[0]), count, spare, seed, dataset)
-        return [
-            (arrays[0][i], convert(arrays[1][i].tolist(), classes) if labels else None)
-            for i in indices
-        ]
-    rows, name = _rows(dataset, split, config, column, kind, input_columns)
-    rows = rows.select(_draw(len(rows), count, spare, seed, dataset))
-    inputs = _complete(rows[name], dataset)
-    if labels is None:
-        return [(content, None) for content in inputs]
-    names = rows.column_names
-    label_name = pick_column(names, label_column, label_columns, dataset, "--label_column")
-    # A data set's ids follow its own order of classes, and the model's another one.
-    ids = _model_ids(rows.features[label_name], classes, dataset)
-    values = [convert(_mapped(label, ids), classes) for label in rows[label_name]]
-    return list(zip(inputs, values, strict=True))
-
-
-def _complete(inputs: Any, dataset: str) -> list[Any]:
-    if any(content is None for content in inputs):
-        raise ValueError(f"A row that was drawn from {dataset} is empty.")
-    return list(inputs)
-
-
-def _model_ids(feature: Any, classes: Mapping[str, int] | None, dataset: str) -> list[int] | None:
-    """The model's class of each class of a data set that names them; `None` where names say nothing
-    of the model's.
-
-    Raises:
-        ValueError: If the model has only some of the names.
-    """
-    names: list[str] = getattr(getattr(feature, "feature", feature), "names", None) or []
-    unknown = [name for name in names if name not in (classes or {})]
-    if classes is None or len(unknown) == len(names):
-        return None
-    if unknown:
-        raise ValueError(f"{dataset} has a class {unknown[0]!r}, and the model none of that name.")
-    return [classes[name] for name in names]
-
-
-def _mapped(label: Any, ids: list[int] | None) -> Any:
-    if ids is None or label is None:
-        return label
-    return [ids[number] for number in label] if isinstance(label, list) else ids[label]
-
-
-def _arrays(dataset: str, columns: Sequence[tuple[str | None, tuple[str, ...]]]) -> list[Any]:
-    """Of an npz file: inputs, and labels if there is a second column."""
-    flags = ("--column", "--label_column")
-    with np.load(dataset, allow_pickle=False) as arrays:
-        return [
-            arrays[pick_column(list(arrays), *column, dataset, flag)]
-            for column, flag in zip(columns, flags, strict=False)
-        ]
+    source = Labeled(load_rows(dataset, split, config), dataset, kind, labels, column, label_column)
+    return source.samples(classes, source.draw(count, spare, seed))
 
 
 def load_inputs(
@@ -137,80 +85,314 @@ def load_inputs(
     """All texts or images of a data set, without labels. Arguments are those of `load_samples`.
 
     Raises:
-        ValueError: If there is no such column.
+        DataError: If there is no such column, or a row is empty.
 
     Example:
         >>> written = (tmp_path / "list.csv").write_text("text\\na fine film\\n")
         >>> load_inputs(str(tmp_path / "list.csv"), kind="text")
         ['a fine film']
     """
-    input_columns = _input_columns(kind)
-    if dataset.endswith(".npz"):
-        return list(_arrays(dataset, [(column, input_columns)])[0])
-    rows, name = _rows(dataset, split, config, column, kind, input_columns)
-    return list(rows[name])
+    source = Labeled(load_rows(dataset, split, config), dataset, kind, None, column)
+    return list(source.inputs(range(len(source))))
 
 
-def _rows(
-    dataset: str,
-    split: str,
-    config: str | None,
-    column: str | None,
-    kind: str,
-    input_columns: tuple[str, ...],
-) -> tuple[Dataset, str]:
-    """And the name of their inputs' column."""
+def load_texts(
+    dataset: str, *, column: str | None = None, split: str = "train", config: str | None = None
+) -> list[str]:
+    """All texts of a data set, without the empty ones. Arguments are those of `load_samples`.
+
+    Raises:
+        DataError: If there is no such column, or it holds no text.
+
+    Example:
+        >>> written = (tmp_path / "texts.txt").write_text("a fine film\\n\\nthe plot is long")
+        >>> load_texts(str(tmp_path / "texts.txt"))
+        ['a fine film', 'the plot is long']
+    """
     rows = load_rows(dataset, split, config)
-    name = pick_column(rows.column_names, column, input_columns, dataset)
-    return (as_images(rows, name) if kind == "image" else rows), name
+    name = pick_column(rows, column, COLUMNS["text"], dataset)
+    texts = [text for text in rows[name] if isinstance(text, str)]
+    if not texts:
+        raise DataError(f"{dataset}: column {name!r} holds no text. Choose with --column.")
+    return texts
 
 
-def _draw(available: int, count: int, spare: int, seed: int, dataset: str) -> list[int]:
-    if not 1 <= count <= available:
-        raise ValueError(
-            f"samples must be from 1 to the {available} that {dataset} has, but is {count}."
-        )
-    # One permutation whatever the count: more decoys leave the samples as they are.
-    order: list[int] = np.random.default_rng(seed).permutation(available).tolist()
-    return order[: count + spare]
+def load_images(
+    dataset: str,
+    *,
+    column: str | None = None,
+    split: str = "train",
+    config: str | None = None,
+    num_channels: int | None = None,
+    image_size: int | None = None,
+) -> Any:
+    """All images of a data set as arrays of bytes. Other arguments are those of `load_samples`.
+
+    Args:
+        num_channels: 1 or 3: convert images of a column. An npz's array is taken as it is.
+        image_size: Resize images of a column to so many pixels square; needed if they differ in
+            size.
+
+    Raises:
+        DataError: If there is no such column, or an image is cut.
+
+    Example:
+        >>> np.savez(tmp_path / "images.npz", image=np.zeros((4, 28, 28), dtype=np.uint8))
+        >>> load_images(str(tmp_path / "images.npz")).shape
+        (4, 28, 28)
+    """
+    from .images import to_pil
+
+    source = Labeled(load_rows(dataset, split, config), dataset, "image", None, column)
+    if isinstance(source.rows, Arrays):
+        return source.rows[source.input_column]
+    mode = "L" if num_channels == 1 else "RGB"
+    images = (to_pil(stored, mode) for stored in source.inputs(range(len(source))))
+    return [
+        np.asarray(image.resize((image_size, image_size)) if image_size else image)
+        for image in images
+    ]
 
 
-def _input_columns(kind: str, labels: str | None = None) -> tuple[str, ...]:
-    if labels == "token":
-        return _WORDS
-    return COLUMNS[kind] + (_SOURCES if labels == "text" else ())
+class Labeled:
+    """Rows of which one column holds inputs, and another one labels.
+
+    Args:
+        rows: As `load_rows` gives them.
+        dataset: Their name, for errors.
+        kind, labels, column, label_column: As for `load_samples`.
+
+    Raises:
+        DataError: If there is no such column.
+
+    Example:
+        >>> written = (tmp_path / "few.csv").write_text("text,label\\na fine film,good\\n,bad\\n")
+        >>> source = Labeled(load_rows(str(tmp_path / "few.csv")), "few.csv", "text", "class")
+        >>> source.new_head()["label2id"], list(source.inputs([0]))
+        ({'bad': 0, 'good': 1}, ['a fine film'])
+        >>> list(source.inputs([0, 1]))
+        Traceback (most recent call last):
+        hf_gradguard.data.files.DataError: few.csv, row 2: column 'text' is empty. ...
+    """
+
+    def __init__(
+        self,
+        rows: Any,
+        dataset: str,
+        kind: str,
+        labels: str | None,
+        column: str | None = None,
+        label_column: str | None = None,
+    ) -> None:
+        self.rows, self.dataset, self.labels = rows, dataset, labels
+        usual = _WORDS if labels == "token" else COLUMNS[kind]
+        usual += _SOURCES if labels == "text" else ()
+        feature = "Image" if kind == "image" else ""
+        self.input_column = pick_column(rows, column, usual, dataset, feature=feature)
+        self.label_column = ""
+        if kind == "image" and self.input_column in rows.features:
+            self.rows = as_stored_images(rows, self.input_column, dataset)
+        if labels is not None:
+            usual = _LABEL_COLUMNS[labels]
+            flag = "--label_column"
+            feature = "ClassLabel" if labels == "class" else ""
+            self.label_column = pick_column(rows, label_column, usual, dataset, flag, feature)
+
+    def __len__(self) -> int:
+        return len(self.rows[self.input_column])
+
+    def draw(self, count: int, spare: int, seed: int) -> list[int]:
+        """Rows: one permutation whatever the count, so that more decoys leave the samples as they
+        are.
+
+        Raises:
+            DataError: If there are too few.
+        """
+        if not 1 <= count <= len(self):
+            raise DataError(
+                f"samples must be from 1 to the {len(self)} that {self.dataset} has, but is "
+                f"{count}."
+            )
+        order: list[int] = np.random.default_rng(seed).permutation(len(self)).tolist()
+        return order[: count + spare]
+
+    def inputs(self, rows: Sequence[int]) -> Iterator[Any]:
+        """The texts or images of rows.
+
+        Raises:
+            DataError: If there is none, or an image is cut.
+        """
+        for row, stored in zip(rows, self._cells(self.input_column, rows), strict=True):
+            if isinstance(stored, dict | bytes):
+                from .images import read_image
+
+                stored = read_image(stored, f"{self.dataset}, row {row + 1}")
+            yield str(stored) if isinstance(stored, int | float) else stored
+
+    def _cells(self, column: str, rows: Sequence[int]) -> Iterator[Any]:
+        is_array = isinstance(self.rows, Arrays)
+        cells = self.rows[column][list(rows)] if is_array else self.rows.select(rows)[column][:]
+        for row, cell in zip(rows, cells, strict=True):
+            if cell is None or (isinstance(cell, str) and not cell.strip()):
+                raise DataError(
+                    f"{self.dataset}, row {row + 1}: column {column!r} is empty. Fill it, or "
+                    "delete the row."
+                )
+            yield cell
+
+    def samples(self, classes: Mapping[str, int] | None, rows: Sequence[int]) -> list[Sample]:
+        """Rows with their labels as the model takes them.
+
+        Args:
+            classes: The model's `label2id`.
+            rows: Which.
+
+        Raises:
+            DataError: If a row is empty, or its label none of the model's.
+        """
+        inputs = list(self.inputs(rows))
+        if self.labels is None:
+            return [(content, None) for content in inputs]
+        names = class_names(self.rows.features.get(self.label_column))
+        # A data set's numbers follow its own order of classes, and the model's another one.
+        by_name = check_names(names, classes, self.dataset)
+        converted = []
+        for row, label in zip(rows, self._cells(self.label_column, rows), strict=True):
+            plain = label.tolist() if isinstance(label, np.ndarray | np.generic) else label
+            with _at_row(self.dataset, row, self.label_column):
+                plain = name_class(plain, names) if by_name else plain
+                converted.append(CONVERTERS[self.labels](plain, classes))
+        return list(zip(inputs, converted, strict=True))
+
+    def new_head(self) -> dict[str, Any]:
+        """What a new head is made for: settings of a model's configuration.
+
+        As `run_classification.py` of Transformers does: classes in the order in which a data set
+        numbers them, else sorted; numbers with a point make a regression; lists make a head of
+        several classes.
+
+        Raises:
+            DataError: If a label is empty, or there are fewer than two classes, or almost as many
+                as rows.
+        """
+        names = class_names(self.rows.features.get(self.label_column))
+        labels = list(self._cells(self.label_column, range(len(self))))
+        has_lists = isinstance(labels[0], list)
+        if not names:
+            names = sorted_classes([x for row in labels for x in row] if has_lists else labels)
+            if not names and not has_lists:
+                return {"num_labels": 1, "problem_type": "regression"}
+            if len(names) > max(20, len(self) / 2):
+                raise DataError(
+                    f"{self.dataset}: column {self.label_column!r} has {len(names)} different "
+                    f"entries in {len(self)} rows, which are no classes. Choose with "
+                    "--label_column."
+                )
+        if len(names) < 2:
+            raise DataError(
+                f"{self.dataset}: column {self.label_column!r} has one class alone. A classifier "
+                "needs two or more."
+            )
+        is_several = has_lists and self.labels == "class"
+        problem = {"problem_type": "multi_label_classification"} if is_several else {}
+        return classifier_head(names) | problem
 
 
-def _class_id(label: Any, classes: Mapping[str, int] | None) -> int:
-    if isinstance(label, int) and (not classes or label in classes.values()):
-        return label
-    if classes and label in classes:
-        return classes[label]
-    raise ValueError(
-        f"{label!r} is no class of the model. Its classes are: "
-        f"{', '.join(map(str, classes or ['unnamed']))}."
-    )
+@contextmanager
+def _at_row(dataset: str, row: int, column: str) -> Iterator[None]:
+    """Around what converts a label: says where it stands, and not what it says."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{dataset}, row {row + 1}: column {column!r} holds no label of the model. {error}"
+        ) from None
 
 
-def _class_ids(label: Any, classes: Mapping[str, int] | None) -> list[int]:
-    if isinstance(label, str):  # a column of a table
-        names = [name.strip() for name in label.split(",") if name.strip()]
-        label = [int(name) if name.isdigit() else name for name in names]
-    return [_class_id(name, classes) for name in label]
+def show_rows(source: Labeled, classes: Mapping[str, int] | None = None, count: int = 3) -> None:
+    """Show on the terminal what was read, and the first rows as they were: an eye sees at once what
+    no check does. Rows go to a terminal alone, and into no file or log.
+
+    Args:
+        source: What was read.
+        classes: The model's `label2id`.
+        count: Rows.
+
+    Example:
+        >>> written = (tmp_path / "few.csv").write_text("text,label\\na fine film,good\\n")
+        >>> source = Labeled(load_rows(str(tmp_path / "few.csv")), "few.csv", "text", "class")
+        >>> show_rows(source, {"bad": 0, "good": 1})
+    """
+    note = "" if isinstance(source.rows, Arrays) else source.rows.info.description
+    note = f" ({note})" if 0 < len(note) < 80 else ""
+    labels = f", labels: {source.label_column}" if source.label_column else ""
+    facts = f"{source.dataset}{note}: {len(source):,} rows, inputs: {source.input_column}{labels}"
+    if not sys.stderr.isatty():
+        print(f"{facts}. A terminal shows the first rows.", file=sys.stderr)
+        return
+    width = shutil.get_terminal_size().columns - 1
+    names = {number: name for name, number in (classes or {}).items()}
+    samples = source.samples(classes, range(min(count, len(source))))
+    print(f"{facts}. The first as read:", file=sys.stderr)
+    for content, label in samples:
+        size = getattr(content, "size", None) or getattr(content, "shape", None)
+        text = str(content) if size is None else f"{getattr(content, 'mode', 'pixels')} {size}"
+        named = names.get(label, label) if isinstance(label, int) else label
+        end = "" if label is None else f" -> {named}"[:40]
+        line = f"  {' '.join(text.split())[: width - 2 - len(end)]}{end}"
+        # Nothing that a terminal would take for a command.
+        print("".join(mark for mark in line if mark.isprintable()), file=sys.stderr)
 
 
-def _class_flags(label: Any, classes: Mapping[str, int] | None) -> list[float]:
-    """One 0 or 1 for each class."""
-    count = len(classes or ())
-    if isinstance(label, list | tuple) and len(label) == count and set(label) <= {0, 1}:
-        return [float(flag) for flag in label]
-    ids = set(_class_ids(label, classes))
-    return [float(number in ids) for number in range(count)]
+def as_stored_images(rows: Dataset, column: str, dataset: str) -> Dataset:
+    """Rows whose images are read when they are asked for, by `read_image`.
+
+    Raises:
+        DataError: If the column holds none.
+    """
+    from datasets import Image
+
+    try:
+        return rows.cast_column(column, Image(decode=False))
+    except Exception:
+        raise DataError(f"{dataset}: column {column!r} holds no images.") from None
 
 
-_CONVERTERS: dict[str, Any] = {
-    "class": _class_id,
-    "number": lambda label, classes: float(label),
-    "several": _class_flags,
-    "token": _class_ids,
-}
+def pick_column(
+    rows: Any,
+    column: str | None,
+    usual: tuple[str, ...],
+    dataset: str,
+    flag: str = "--column",
+    feature: str = "",
+) -> str:
+    """The column asked for, or the first of the usual ones that there is, or the only one of a
+    type.
+
+    Raises:
+        DataError: If there is none, naming those there are.
+
+    Example:
+        >>> from datasets import Dataset
+        >>> rows = Dataset.from_dict({"idx": [0], "sentence": ["a fine film"]})
+        >>> pick_column(rows, None, ("text", "sentence"), "train.tsv")
+        'sentence'
+    """
+    names = rows.column_names
+    columns = usual if column is None else (column,)
+    for name in columns:
+        if name in names:
+            return name
+    typed = [name for name, kind in rows.features.items() if type(kind).__name__ == feature]
+    if column is None and len(typed) == 1:
+        return typed[0]
+    # A table without a line of names has its first row there, which is nobody's business.
+    is_header = all(re.fullmatch(r"(?!\d+$)[\w.-]{1,30}( [\w.-]{1,20})?", name) for name in names)
+    way_out = f"It has: {', '.join(names)}. Choose with {flag}."
+    if not is_header:
+        way_out = f"Its first line looks like a row: name the columns there. Choose with {flag}."
+    elif len(names) == 1 and flag == "--label_column":
+        way_out = f"It has {names[0]} alone. Add labels; images also as a folder for each class."
+    raise DataError(f"{dataset} has no {' or '.join(columns)}. {way_out}")

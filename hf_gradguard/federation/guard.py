@@ -294,9 +294,11 @@ def tied_names(received: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> 
             continue  # weights that start or stay alike, such as biases at zero, are not one
         # Few entries tell most apart, so that hardly any pair is compared whole.
         sketch = (tuple(tensor.shape), *tensor.flatten()[:8].tolist())
-        for first in first_names.setdefault(sketch, []):
-            if torch.equal(received[name], received[first]) and torch.equal(tensor, change[first]):
-                aliases[name] = first
+        for first_name in first_names.setdefault(sketch, []):
+            if torch.equal(received[name], received[first_name]) and torch.equal(
+                tensor, change[first_name]
+            ):
+                aliases[name] = first_name
                 break
         else:
             first_names[sketch].append(name)

@@ -16,7 +16,7 @@ from huggingface_hub.utils import WeakFileLock
 from torch import nn
 from transformers.utils import logging
 
-from ..data.files import load_texts
+from ..data.samples import load_texts
 from ..gradient_map.domain import IMAGE, TEXT, domain_of_model
 from .configuration import ImageEvaluationNetworkConfig, hub_name
 from .loading import (

@@ -154,7 +154,7 @@ def test_labels_of_heads() -> None:
     model = BertForSequenceClassification(config)
     named = [("word1", "good"), ("word2", 0), ("word3", "bad")]
     assert with_labels(model, TOKENIZER, {}, named)["labels"].tolist() == [1, 0, 0]
-    with pytest.raises(ValueError, match=r"'fine'.* classes are: bad, good"):
+    with pytest.raises(ValueError, match="classes are: bad, good"):
         with_labels(model, TOKENIZER, {}, [("word1", "fine")])
 
     model, _ = made("text-generation")

@@ -158,15 +158,15 @@ def test_labels_without_a_class_are_refused(
 ) -> None:
     out = tmp_path / "out"
     other = listed(tmp_path / "other", train=("a", "b"), validation=("a", "c"), test=("d",))
-    with pytest.raises(ValueError, match=r"split 'validation' holds \['c'\].*\['a', 'b'\]"):
+    with pytest.raises(SystemExit, match="split 'validation', row 2: no class of the training"):
         on_one_rank(other, out, *SMALL)
     one = listed(tmp_path / "one", train=("a", "a"), test=("a",))
-    with pytest.raises(ValueError, match=r"1 class\(es\), \['a'\]"):
+    with pytest.raises(SystemExit, match=r"1 class\(es\)"):
         on_one_rank(one, out, *SMALL)
     folder = tmp_path / "folder" / "red"
     folder.mkdir(parents=True)
     Image.new("RGB", (12, 10)).save(folder / "0.png")
-    with pytest.raises(SystemExit, match=r"images alone.*two folders"):
+    with pytest.raises(SystemExit, match=r"image alone.* a folder for each class"):
         on_one_rank(folder.parent, out, *SMALL[:-2])
     assert not out.exists()
 

@@ -84,7 +84,7 @@ def test_recipes_say_it_before_data_are_loaded(
     images = ["--dataset", str(tmp_path)] if recipe.startswith("image") else []
     flags += images or ["--data_dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["recipe", *flags])
-    with pytest.raises(FileNotFoundError, match="There is no folder /no/model"):
+    with pytest.raises(SystemExit, match="There is no folder /no/model"):
         runpy.run_path(str(RECIPES / f"{recipe}.py"), run_name="__main__")
 
 

@@ -33,7 +33,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from hf_gradguard import make_defense
-from hf_gradguard.data.files import load_images, load_texts
+from hf_gradguard.data.samples import load_images, load_texts
 from hf_gradguard.networks import (
     ImageEvaluationNetwork,
     ImageEvaluationNetworkConfig,
@@ -552,8 +552,10 @@ def test_texts_from_files(tmp_path: Path) -> None:
     assert load_texts(str(tmp_path / "a.csv"), column="words") == ["one"]
     with pytest.raises(ValueError, match=r"no text or sentence.*words, label"):
         load_texts(str(tmp_path / "a.csv"))
-    with pytest.raises(ValueError, match="no text"):
-        load_texts(str(tmp_path / "a.csv"), column="label")
+    assert load_texts(str(tmp_path / "a.csv"), column="label") == ["1"]  # a text all the same
+    (tmp_path / "a.json").write_text('[{"text": 1}]')
+    with pytest.raises(ValueError, match="holds no text"):
+        load_texts(str(tmp_path / "a.json"))
     with pytest.raises(ValueError, match="is none of"):
         load_texts(str(tmp_path / "a.pdf")) if (tmp_path / "a.pdf").write_text("x") else None
 

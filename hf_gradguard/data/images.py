@@ -1,0 +1,84 @@
+"""Images as data sets hold them: whatever they are stored as becomes eight bits a channel."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from .files import DataError
+
+
+def read_image(stored: Any, row_name: str) -> Any:
+    """An image as one cell of a data set: a PIL image, or the array of pixels that it is.
+
+    Args:
+        stored: `{"bytes": ..., "path": ...}`, bytes, a PIL image or an array.
+        row_name: The file's name and the row's number, for an error.
+
+    Raises:
+        DataError: If it is cut, or no image of such pixels.
+
+    Example:
+        >>> read_image({"bytes": b"no image", "path": "cat.png"}, "pets, row 3")
+        Traceback (most recent call last):
+        hf_gradguard.data.files.DataError: pets, row 3 (cat.png): no image of 8 or 16 bits that ...
+    """
+    stored = {"bytes": stored} if isinstance(stored, bytes) else stored
+    if not isinstance(stored, dict):
+        return stored
+    path, content = stored.get("path") or "", stored.get("bytes")
+    try:
+        image: Image.Image = Image.open(path if content is None else io.BytesIO(content))
+        image.load()
+        image = ImageOps.exif_transpose(image)  # as cameras mean it
+        return to_pil(image, "L") if image.mode[0] in "IF" else image
+    except Exception:
+        named = f" ({Path(path).name})" if path else ""
+        raise DataError(
+            f"{row_name}{named}: no image of 8 or 16 bits that can be read whole. Copy the file "
+            "again, or delete it."
+        ) from None
+
+
+def to_pil(picture: Any, mode: str) -> Image.Image:
+    """A PIL image, or an array or tensor of pixels `(H, W)` or `(H, W, C)`, as a PIL image.
+
+    Args:
+        picture: Of 8 bits, or of 16, which are scaled.
+        mode: `"L"` or `"RGB"`.
+
+    Raises:
+        ValueError: For pixels that are no whole numbers of 8 or 16 bits.
+
+    Example:
+        >>> white = np.full((2, 2), 65535, dtype=np.uint16)
+        >>> to_pil(white, "L").getpixel((0, 0)), to_pil(white // 2, "L").getpixel((0, 0))
+        (255, 127)
+    """
+    if not isinstance(picture, Image.Image):
+        pixels = _eight_bits(np.asarray(picture))
+        pixels = pixels[..., 0] if pixels.shape[2:] == (1,) else pixels
+        picture = Image.fromarray(pixels)
+    elif picture.mode[0] in "IF":  # PIL would cut off whatever is above 255: a white image
+        picture = Image.fromarray(_eight_bits(np.asarray(picture)))
+    converted: Image.Image = picture.convert(mode)
+    return converted
+
+
+def _eight_bits(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    has_channels = pixels.shape[2:] in ((), (1,), (3,), (4,))
+    if pixels.ndim > 1 and has_channels and pixels.size and pixels.dtype.kind in "iu":
+        least, most = int(pixels.min()), int(pixels.max())
+        # PIL opens 16 bits as 32 where their order of bytes is not this machine's.
+        if least >= 0 and (pixels.dtype == np.uint8 or (pixels.itemsize > 2 and most < 1 << 8)):
+            return pixels.astype(np.uint8)
+        if least >= 0 and pixels.itemsize > 1 and most < 1 << 16:
+            return ((pixels.astype(np.uint32) + 128) // 257).astype(np.uint8)
+    raise ValueError(
+        "An image must be a PIL image or whole numbers of 8 or 16 bits, of shape (H, W) or "
+        f"(H, W, C), but is {pixels.dtype} of shape {pixels.shape}. Save it as PNG or JPEG."
+    )

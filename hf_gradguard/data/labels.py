@@ -1,0 +1,208 @@
+"""Labels: which class of a model one is, and the classes that a data set has."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils import logging
+
+from .files import DataError
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
+
+logger = logging.get_logger(__name__)
+
+
+def class_names(feature: Any) -> list[str]:
+    """Names that a data set gives its classes, or none.
+
+    Example:
+        >>> from datasets import ClassLabel, List
+        >>> class_names(List(ClassLabel(names=["O", "B-PER"]))), class_names(None)
+        (['O', 'B-PER'], [])
+    """
+    return list(getattr(getattr(feature, "feature", feature), "names", None) or [])
+
+
+def sorted_classes(labels: Sequence[Any]) -> list[str]:
+    """Names of the classes that labels are, sorted: whole numbers by size, else by their letters.
+    None for numbers with a point.
+
+    Example:
+        >>> sorted_classes(["10", "9", "9"]), sorted_classes([1.5, 2.0])
+        (['9', '10'], [])
+    """
+    distinct = {_plain(label) for label in labels}
+    try:
+        is_whole = all(float(label).is_integer() for label in distinct)
+    except ValueError:
+        return sorted(distinct)
+    return sorted(distinct, key=float) if is_whole else []
+
+
+def _plain(label: Any) -> str:
+    """A label as its class's name: 1.0, "1.0", 1, True and "1" are one class."""
+    if isinstance(label, bool | int | float) and math.isfinite(label) and int(label) == label:
+        return str(int(label))
+    return re.sub(r"^(-?\d+)\.0*$", r"\1", str(label).strip())
+
+
+def find_class(label: Any, classes: Mapping[str, int] | None) -> int:
+    """The model's number of a label, which is a name or a number: by exact name, then by name
+    without regard to case where only one is so called, then by number.
+
+    Raises:
+        ValueError: If it is none of the model's. The message does not say the label.
+
+    Example:
+        >>> find_class("Good", {"bad": 0, "good": 1}), find_class("1", {"bad": 0, "good": 1})
+        (1, 1)
+    """
+    name, numbers = _plain(label), classes or {}
+    if name in numbers:
+        return numbers[name]
+    in_any_case = [number for other, number in numbers.items() if other.lower() == name.lower()]
+    if len(in_any_case) == 1:
+        return in_any_case[0]
+    # Where a class is called "5", a number is its name and not its place.
+    is_place = name.isdigit() and not any(map(str.isdigit, numbers))
+    if is_place and (not numbers or int(name) in numbers.values()):
+        return int(name)
+    shown = ", ".join(list(numbers)[:20]) or "unnamed"
+    raise ValueError(
+        f"It is no class of the model. Its classes are: {shown}{', ...' * (len(numbers) > 20)}."
+    )
+
+
+def check_names(names: Sequence[str], classes: Mapping[str, int] | None, dataset: str) -> bool:
+    """Whether the classes of a data set are to be matched with the model's by their names.
+
+    Returns:
+        False where one of the two has no names.
+
+    Raises:
+        DataError: If the model lacks a name, or two would be one class.
+
+    Example:
+        >>> check_names(["neg", "pos"], {"POS": 0, "NEG": 1}, "data")
+        True
+    """
+    if not names or not classes:
+        return False
+    if all(name == f"LABEL_{number}" for name, number in classes.items()):
+        logger.warning(
+            "The model does not name its classes: their numbers are taken for those of the data "
+            "set, in its order."
+        )
+        return False
+    numbers = set()
+    for position, name in enumerate(names):
+        try:
+            numbers.add(find_class(name, classes))
+        except ValueError as error:
+            raise DataError(
+                f"{dataset}: class {position} of its {len(names)} has a name that the model has "
+                f"not. {error} Rename one of them."
+            ) from None
+    if len(numbers) < len(names):
+        raise DataError(f"{dataset}: two of its classes have the name of one of the model's.")
+    return True
+
+
+def name_class(label: Any, names: Sequence[str]) -> Any:
+    """The name of a data set's number, or the names of several.
+
+    Raises:
+        ValueError: For -1, which stands for no label.
+
+    Example:
+        >>> name_class([0, 1], ["neg", "pos"])
+        ['neg', 'pos']
+    """
+    if isinstance(label, list):
+        return [name_class(number, names) for number in label]
+    if not 0 <= label < len(names):
+        raise ValueError("The row has none. Choose another split.")
+    return names[label]
+
+
+def number_classes(splits: DatasetDict, column: str) -> DatasetDict:
+    """Number the classes of a column of labels: in every split those of the training split, sorted.
+
+    Args:
+        splits: Rows with other columns too. One split is called `train`.
+        column: Of numbers or names. A `ClassLabel` has its numbers already.
+
+    Raises:
+        DataError: For fewer than two classes, or a label that is none of them.
+
+    Example:
+        >>> from datasets import Dataset, DatasetDict
+        >>> rows = Dataset.from_dict({"text": ["fine", "poor"], "label": ["good", "bad"]})
+        >>> rows = number_classes(DatasetDict(train=rows), "label")["train"]
+        >>> rows.features["label"].names, rows["label"][:]
+        (['bad', 'good'], [1, 0])
+    """
+    from datasets import ClassLabel, DatasetDict
+
+    feature = splits["train"].features[column]
+    names = class_names(feature)
+    train = [label for label in splits["train"][column][:] if label is not None]
+    names = names or sorted_classes(train) or sorted(set(map(str, train)))
+    if len(names) < 2:
+        raise DataError(
+            f"Column {column!r} of the training split has {len(names)} class(es). A classifier "
+            "needs two or more."
+        )
+    if class_names(feature):
+        return splits
+    numbers = {name: number for number, name in enumerate(names)}
+    coded = DatasetDict()
+    for split, rows in splits.items():
+        labels = []
+        for row, label in enumerate(rows[column][:], 1):
+            if (number := numbers.get(_plain(label))) is None:
+                raise DataError(
+                    f"Column {column!r} of split {split!r}, row {row}: no class of the training "
+                    f"split, which has {len(names)}. Correct the row, or leave it out."
+                )
+            labels.append(number)
+        kind = ClassLabel(names=names)
+        coded[split] = rows.remove_columns(column).add_column(column, labels, feature=kind)
+    return coded
+
+
+def _class_ids(label: Any, classes: Mapping[str, int] | None) -> list[int]:
+    if isinstance(label, str):  # a column of a table
+        label = [name for name in label.split(",") if name.strip()]
+    return [find_class(name, classes) for name in label]
+
+
+def _class_flags(label: Any, classes: Mapping[str, int] | None) -> list[float]:
+    """One 0 or 1 for each class."""
+    count = len(classes or ())
+    if isinstance(label, list | tuple) and len(label) == count and set(label) <= {0, 1}:
+        return [float(flag) for flag in label]
+    ids = set(_class_ids(label, classes))
+    return [float(number in ids) for number in range(count)]
+
+
+def _number(label: Any, classes: Mapping[str, int] | None) -> float:
+    try:
+        return float(label)
+    except ValueError:
+        raise ValueError("It is no number.") from None
+
+
+CONVERTERS: dict[str, Callable[..., Any]] = {
+    "class": find_class,
+    "number": _number,
+    "several": _class_flags,
+    "token": _class_ids,
+    "text": lambda label, classes: str(label),
+}
+"""What a label becomes, by its kind: of a cell and the model's `label2id`."""
