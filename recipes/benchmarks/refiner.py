@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 import hf_gradguard
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.data.files import load_texts
+from hf_gradguard.data.samples import load_texts
 from hf_gradguard.randomness import Stream
 from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.text import NETWORK

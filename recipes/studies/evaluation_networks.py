@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModel
 
-from hf_gradguard.data.files import load_images, load_texts
+from hf_gradguard.data.samples import load_images, load_texts
 from hf_gradguard.networks import load_network
 
 from ..study import Study

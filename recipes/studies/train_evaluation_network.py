@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from hf_gradguard.data.files import load_images, load_texts
+from hf_gradguard.data.samples import load_images, load_texts
 from hf_gradguard.models import explain_missing_model
 from hf_gradguard.networks import save_network, train_image_network, train_text_network
 
