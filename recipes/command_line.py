@@ -7,7 +7,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -15,11 +16,14 @@ import torch
 import transformers
 import yaml
 from accelerate import PartialState
-from datasets import ClassLabel, DatasetDict, load_dataset
+from datasets import DatasetDict
 from transformers import HfArgumentParser
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.models import check_name
+from hf_gradguard.data.files import DataError, load_splits
+from hf_gradguard.data.labels import class_names, number_classes
+from hf_gradguard.data.samples import Labeled, show_rows
+from hf_gradguard.models import ModelError, check_name
 
 
 def flag(default: Any, text: str) -> Any:
@@ -28,9 +32,22 @@ def flag(default: Any, text: str) -> Any:
 
 
 @dataclass
-class Sst2Arguments:
-    data_dir: str | None = flag(None, "Folder with train.tsv and dev.tsv. Default: GLUE's SST-2.")
+class ColumnArguments:
+    column: str | None = flag(None, "Of texts or images. Default: the usual names.")
+    label_column: str | None = flag(None, "Of classes. Default: the usual names.")
+
+
+@dataclass
+class TextArguments(ColumnArguments):
+    data_dir: str | None = flag(
+        None, "A folder with train.tsv and dev.tsv, another table or Hub name. Default: SST-2."
+    )
     max_length: int = flag(64, "Tokens a sentence; longer ones are cut.")
+
+    @property
+    def source(self) -> tuple[str, str | None]:
+        """The data set, and its configuration."""
+        return (self.data_dir, None) if self.data_dir else ("nyu-mll/glue", "sst2")
 
 
 @dataclass
@@ -92,55 +109,53 @@ def check_ranks(state: PartialState, expected: int | None) -> None:
         )
 
 
-def load_sst2(data_dir: str | None, state: PartialState) -> DatasetDict:
-    """`sentence` and `label`, of the Hub's GLUE or of a folder."""
-    with state.main_process_first():
-        if data_dir is None:
-            return load_dataset("nyu-mll/glue", "sst2")
-        files = {"train": f"{data_dir}/train.tsv", "validation": f"{data_dir}/dev.tsv"}
-        return load_dataset("csv", data_files=files, delimiter="\t", quoting=3)
-
-
-def with_classes(splits: DatasetDict, column: str) -> DatasetDict:
-    """Number the classes of a column of labels: in every split those of the training split, sorted.
+def load_classes(
+    source: tuple[str, str | None], domain: str, columns: ColumnArguments, seed: int,
+    state: PartialState,
+) -> tuple[DatasetDict, str]:  # fmt: skip
+    """What a classifier is trained on and judged by, read as `gradguard audit` reads it.
 
     Args:
-        splits: Rows with other columns too. One split is called `train`.
-        column: Of numbers or strings. A `ClassLabel` has its numbers already.
+        source: A file, a folder or a Hub name, and the configuration of one that has several.
+        domain: `"text"` or `"image"`.
+        columns: The flags.
+        seed: Of what is held out where there are no rows to judge by.
+        state: Rank 0 reads first, and shows the first rows on its terminal.
+
+    Returns:
+        The splits `train` and `validation` with `labels`, and the column of the inputs.
 
     Raises:
-        ValueError: For fewer than two classes, or a label that is none of them.
-
-    Example:
-        >>> from datasets import Dataset, DatasetDict
-        >>> rows = Dataset.from_dict({"text": ["fine", "poor"], "label": ["good", "bad"]})
-        >>> rows = with_classes(DatasetDict(train=rows), "label")["train"]
-        >>> rows.features["label"].names, rows["label"][:]
-        (['bad', 'good'], [1, 0])
+        DataError: If it cannot be read, or has no such columns, or a text is empty.
     """
-    kind = splits["train"].features[column]
-    is_numbered = isinstance(kind, ClassLabel)
-    labels = kind.names if is_numbered else splits["train"].unique(column)
-    classes = [label for label in labels if label is not None]
-    if len(classes) < 2:
-        raise ValueError(
-            f"Column {column!r} of the training split has {len(classes)} class(es), {classes}. A "
-            "classifier needs two or more."
-        )
-    if is_numbered:
-        return splits
-    classes = sorted(classes)
-    numbers = {label: number for number, label in enumerate(classes)}
-    kind, coded = ClassLabel(names=list(map(str, classes))), DatasetDict()
-    for name, rows in splits.items():
-        if unknown := [label for label in rows.unique(column) if label not in numbers]:
-            raise ValueError(
-                f"Column {column!r} of split {name!r} holds {unknown[:5]}: no classes of the "
-                f"training split, which has {classes[:5]}. Correct these rows, or leave them out."
-            )
-        numbered = [numbers[label] for label in rows[column]]
-        coded[name] = rows.remove_columns(column).add_column(column, numbered, feature=kind)
-    return coded
+    dataset, config = source
+    with state.main_process_first():
+        splits = load_splits(dataset, config, seed)
+    flags = columns.column, columns.label_column
+    labeled = Labeled(splits["train"], dataset, domain, "class", *flags)
+    column, label_column = labeled.input_column, labeled.label_column
+    splits = number_classes(splits.select_columns([column, label_column]), label_column)
+    if label_column != "labels":
+        splits = splits.rename_column(label_column, "labels")
+    read = {
+        name: Labeled(rows, dataset, domain, "class", column, "labels")
+        for name, rows in splits.items()
+    }
+    if domain == "text":
+        for labeled in read.values():
+            deque(labeled.inputs(range(len(labeled))), maxlen=0)  # refuses empty ones
+    if state.is_main_process:
+        names = class_names(splits["train"].features["labels"])
+        show_rows(read["train"], {name: number for number, name in enumerate(names)})
+    return DatasetDict({name: labeled.rows for name, labeled in read.items()}), column
+
+
+def run(main: Callable[[], None]) -> None:
+    """A recipe, which says in one line what is wrong with its data or its model."""
+    try:
+        main()
+    except (DataError, ModelError, FileNotFoundError, NotADirectoryError) as error:
+        sys.exit(f"{os.path.basename(sys.argv[0])}: {error}")
 
 
 def accuracy_of(predictions: Any) -> dict[str, float]:

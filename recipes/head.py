@@ -18,15 +18,14 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import DatasetDict
-from datasets.exceptions import DatasetsError
 from torch import Tensor, nn
-from transformers import AutoModel, AutoTokenizer, set_seed
+from transformers import AutoModel, set_seed
 from transformers.utils import logging
 
 from hf_gradguard import GradGuardTrainer
-from hf_gradguard.data.files import load_texts
+from hf_gradguard.data.samples import load_texts
 from hf_gradguard.leakage import membership_power
-from hf_gradguard.models import explain_missing_model
+from hf_gradguard.models import explain_missing_model, load_tokenizer
 
 # Started as a file, it finds no other recipe by itself.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -38,7 +37,7 @@ DP_SGD = {"per_sample": True, "clip": 1.0, "noise_multiplier": 2.0, "delta": 1e-
 
 
 @dataclass
-class RecipeArguments(command_line.Sst2Arguments):
+class RecipeArguments(command_line.TextArguments):
     public_text: str | None = flag(
         None, "File of public text, to whiten embeddings. Default: no whitening."
     )
@@ -66,7 +65,7 @@ class Encoder:
 
     def __init__(self, name: str, layers: int, max_length: int, device: torch.device) -> None:
         with explain_missing_model(name):
-            self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            self.tokenizer = load_tokenizer(name)
             self.model = AutoModel.from_pretrained(name, trust_remote_code=False).eval().to(device)
         self._layers, self._max_length = layers, max_length
         count = self.model.config.num_hidden_layers + 1
@@ -129,11 +128,11 @@ def main() -> None:
     encoder = Encoder(args.model_name_or_path, recipe.layers, recipe.max_length, state.device)
 
     # Each sentence is embedded once, and not before all is well.
-    data = command_line.with_classes(command_line.load_sst2(recipe.data_dir, state), "label")
+    data, column = command_line.load_classes(recipe.source, "text", recipe, args.seed, state)
     public = None
     if recipe.public_text is not None:
-        public = public_texts(recipe.public_text, data["train"]["sentence"])
-    data = embedded(data, "sentence", encoder, state)
+        public = public_texts(recipe.public_text, data["train"][column])
+    data = embedded(data, column, encoder, state)
     whitening = whitening_by(public, encoder, "public text")
     dataset = os.path.basename(recipe.data_dir or "SST-2")
     train(args, data, whitening, "eval_sentences", tasks="text-classification", dataset=dataset)
@@ -142,7 +141,7 @@ def main() -> None:
 def embedded(
     data: DatasetDict, column: str, encoder: Callable[[Any], Tensor], state: PartialState
 ) -> DatasetDict:
-    """Rows with `embeddings` of a column in its place. One rank computes them for all."""
+    """Rows with `embeddings` of a column in its place."""
     two_samples = data["train"][:2][column]
     embeddings, repeated = encoder(two_samples), encoder(two_samples)
     if (repeated - embeddings).norm() > 1e-2 * embeddings.norm():
@@ -172,9 +171,9 @@ def whitening_by(
 def train(
     args: Arguments, data: DatasetDict, whitening: nn.Module, counted: str, **card: str
 ) -> None:
-    """Train a head on `embeddings` and `label`, and save it, its card and its metrics."""
-    data = data.with_format("torch", columns=["embeddings", "label"])
-    classes = data["train"].features["label"].names
+    """Train a head on `embeddings` and `labels`, and save it, its card and its metrics."""
+    data = data.with_format("torch", columns=["embeddings", "labels"])
+    classes = data["train"].features["labels"].names
 
     # Model: the head, behind a map that is no secret.
     set_seed(args.seed)
@@ -200,7 +199,7 @@ def public_texts(path: str, secret: Iterable[str]) -> list[str]:
         sys.exit(f"--public_text {path} is no file.")
     try:
         texts = [text.strip() for text in load_texts(path) if text.strip()]
-    except (DatasetsError, ValueError):
+    except ValueError:
         texts = []  # said below, with what could be read
     if len(set(texts)) < 2:
         sys.exit(
@@ -244,4 +243,4 @@ def private(trainer: GradGuardTrainer) -> tuple[dict[str, float | None], str]:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

@@ -18,24 +18,23 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-import PIL.Image
 import torch
 from accelerate import PartialState
-from datasets import DatasetDict, Image
-from datasets.exceptions import DatasetsError
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModel
 
-from hf_gradguard.data.files import COLUMNS, load_images, load_rows, pick_column
+from hf_gradguard.data.files import COLUMNS, load_rows
+from hf_gradguard.data.images import read_image, to_pil
+from hf_gradguard.data.samples import Labeled
 from hf_gradguard.models import explain_missing_model
 
 # Started as a file, it finds no other recipe by itself.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from recipes import head
-from recipes.command_line import flag, parse_arguments
-from recipes.image_classification import DataArguments, load_splits, mode_of
+from recipes.command_line import flag, load_classes, parse_arguments, run
+from recipes.image_classification import DataArguments, mode_of
 
 
 @dataclass
@@ -70,10 +69,11 @@ class Encoder:
             )
 
     @torch.no_grad()
-    def __call__(self, images: Sequence[PIL.Image.Image]) -> Tensor:
+    def __call__(self, stored: Sequence[Any]) -> Tensor:
         """`(N, width)`."""
         mode = mode_of(self.model.config)
-        pixels = self.processor([image.convert(mode) for image in images], return_tensors="pt")
+        images = [to_pil(read_image(image, "--dataset"), mode) for image in stored]
+        pixels = self.processor(images, return_tensors="pt")
         output = self.model(
             pixel_values=pixels["pixel_values"].to(self.model.device, self.model.dtype)
         )
@@ -90,26 +90,27 @@ def main() -> None:
     encoder = Encoder(args.model_name_or_path, state.device)
 
     # Each image is embedded once, and not before all is well.
-    train, held_out, column = load_splits(recipe, args.seed, state)
+    data, column = load_classes(recipe.source, "image", recipe, args.seed, state)
     public = None
     if recipe.public_images is not None:
-        public = public_images(recipe.public_images, train[column])
-    data = DatasetDict(train=train, validation=held_out).rename_column("labels", "label")
+        secret = (read_image(stored, recipe.dataset) for stored in data["train"][column])
+        public = public_images(recipe.public_images, secret)
     data = head.embedded(data, column, encoder, state)
     whitening = head.whitening_by(public, encoder, "public images")
     dataset = os.path.basename(recipe.dataset.rstrip("/"))
     head.train(args, data, whitening, "eval_images", tasks="image-classification", dataset=dataset)
 
 
-def public_images(path: str, secret: Iterable[PIL.Image.Image]) -> Sequence[PIL.Image.Image]:
+def public_images(path: str, secret: Iterable[Any]) -> Sequence[Any]:
     """What a folder or a file holds, where that is enough and not mostly the secret images."""
     if not os.path.exists(path):
         sys.exit(f"--public_images {path} is no folder and no file.")
     try:
-        images = images_at(path)
-    except (DatasetsError, FileNotFoundError, TypeError, ValueError):
-        images = []  # said below, with what could be read
-    bare = list(map(_bare, images))
+        labeled = Labeled(load_rows(path), path, "image", None)
+        images = labeled.rows[labeled.input_column]  # read when they are asked for
+        bare = [_bare(image) for image in labeled.inputs(range(len(labeled)))]
+    except ValueError:
+        images, bare = [], []  # said below, with what could be read
     if len(set(bare)) < 2:
         sys.exit(
             f"--public_images {path} gives {len(set(bare))} different image(s), and whitening "
@@ -122,24 +123,10 @@ def public_images(path: str, secret: Iterable[PIL.Image.Image]) -> Sequence[PIL.
     return images
 
 
-def images_at(path: str) -> Sequence[PIL.Image.Image]:
-    if path.endswith(".npz"):
-        arrays = load_images(path)
-        if arrays.dtype != np.uint8 or arrays.ndim < 3 or arrays.shape[3:] not in ((), (1,), (3,)):
-            raise ValueError("no images")
-        return [
-            PIL.Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
-            for pixels in arrays
-        ]
-    rows = load_rows(path)
-    name = pick_column(rows.column_names, None, COLUMNS["image"], path)
-    return rows.cast_column(name, Image())[name]  # read when they are asked for
-
-
-def _bare(image: PIL.Image.Image) -> str:
-    pixels = image.convert("RGB")
+def _bare(image: Any) -> str:
+    pixels = to_pil(image, "RGB")
     return f"{pixels.size} {hashlib.sha256(pixels.tobytes()).hexdigest()}"
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,14 +12,12 @@ holds flags; flags override it.
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from accelerate import PartialState
-from datasets import DatasetDict
 from tokenizers import BertWordPieceTokenizer
 from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     BertTokenizerFast,
@@ -27,7 +25,7 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardTrainer
-from hf_gradguard.models import explain_missing_model
+from hf_gradguard.models import classifier_head, load_model
 
 # Started as a file, it finds no other recipe by itself.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -42,7 +40,7 @@ SMALL_BERT = {
 
 
 @dataclass
-class RecipeArguments(command_line.Sst2Arguments):
+class RecipeArguments(command_line.TextArguments):
     from_scratch: bool = flag(False, "Train a small BERT and its tokenizer from nothing.")
     num_ranks: int | None = flag(None, "Stop unless exactly this many ranks were started.")
 
@@ -65,7 +63,8 @@ def main() -> None:
             "of single ones too, which no ε of dp_sgd with per_sample covers. Leave it out, and "
             "name a model whose tokenizer comes from other text as --model_name_or_path."
         )
-    data = command_line.load_sst2(recipe.data_dir, state)
+    data, column = command_line.load_classes(recipe.source, "text", recipe, args.seed, state)
+    head = classifier_head(data["train"].features["labels"].names)
 
     # Model: any encoder, or a small one of our own. Its tokenizer is trained by rank 0 and read by
     # the others.
@@ -74,23 +73,18 @@ def main() -> None:
         folder = os.path.join(args.output_dir, "tokenizer")
         with state.main_process_first():
             if state.is_main_process:
-                train_tokenizer(data, folder)
+                train_tokenizer(data["train"][column], folder)
             tokenizer = BertTokenizerFast.from_pretrained(folder, trust_remote_code=False)
         sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.max_length}
-        model = BertForSequenceClassification(BertConfig(**SMALL_BERT, **sizes))
+        model = BertForSequenceClassification(BertConfig(**SMALL_BERT, **sizes, **head))
     else:
-        name = args.model_name_or_path
-        with explain_missing_model(name):
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-            model = AutoModelForSequenceClassification.from_pretrained(
-                name, num_labels=2, trust_remote_code=False
-            )
+        model, tokenizer = load_model(args.model_name_or_path, "text-classification", head)
 
     def tokenize(rows: dict) -> dict:
-        return tokenizer(rows["sentence"], truncation=True, max_length=recipe.max_length)
+        return tokenizer(rows[column], truncation=True, max_length=recipe.max_length)
 
     with state.main_process_first():
-        data = data.map(tokenize, batched=True, remove_columns=["sentence"])
+        data = data.map(tokenize, batched=True, remove_columns=[column])
 
     # Training: the stock Trainer's arguments, and a defense.
     trainer = GradGuardTrainer(
@@ -106,13 +100,11 @@ def main() -> None:
     command_line.report_run(trainer, command_line.train_and_save(trainer, card), "eval_sentences")
 
 
-def train_tokenizer(data: DatasetDict, folder: str) -> None:
+def train_tokenizer(texts: Iterable[str], folder: str) -> None:
     trained = BertWordPieceTokenizer()
-    trained.train_from_iterator(
-        data["train"]["sentence"], vocab_size=2000, min_frequency=2, show_progress=False
-    )
+    trained.train_from_iterator(texts, vocab_size=2000, min_frequency=2, show_progress=False)
     BertTokenizerFast(tokenizer_object=trained._tokenizer).save_pretrained(folder)
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)
