@@ -114,8 +114,7 @@ def test_what_cannot_be_meant_is_refused_before_texts_are_embedded(
     [
         ("empty.txt", b"", 0),
         ("one.txt", b"a fine film\n\na fine film\n", 1),
-        ("packed.txt.gz", gzip.compress(b"a fine film\na poor play\n", mtime=0), 0),
-        ("latin.txt", "caf\xe9\nfilm\n".encode("latin-1"), 0),
+        ("cut.txt.gz", gzip.compress(b"a fine film\na poor play\n", mtime=0)[:20], 0),
         ("numbers.jsonl", b'{"number": 1}\n{"number": 2}\n', 0),
     ],
 )
@@ -132,6 +131,9 @@ def test_public_text_is_not_mostly_training_sentences(tmp_path: Path) -> None:
     table.write_text('{"text": "a fine film"}\n{"text": "a poor play"}\n')
     text.write_text("a poor play\n\nA fine  film\n a fine film\n")
     assert public_texts(str(table), ["a fine"]) == ["a fine film", "a poor play"]
+    packed = tmp_path / "text.txt.gz"
+    packed.write_bytes(gzip.compress("caf\xe9\nfilm\n".encode("latin-1")))
+    assert public_texts(str(packed), []) == ["caf\xe9", "film"]
     with pytest.raises(SystemExit, match=r"2 of the 3 texts .* it is not public"):
         public_texts(str(text), ["a fine film ", "a film"])
     text.write_text("a poor play\na fine film\na plain book\na fine film\n")
