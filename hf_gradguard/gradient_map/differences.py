@@ -66,7 +66,9 @@ def _slope(gmap: GradientMap, x: Tensor, parameters: Tensors) -> Tensor:
 
     def slope() -> Tensor:
         # Where the parameters are still the others: under checkpointing layers run again here.
-        (input_slope,) = torch.autograd.grad(gmap.evaluate(x), x)
+        # A loss that does not use the input, as where LayerDrop drops all layers, has slope 0.
+        loss = gmap.evaluate(x)
+        (input_slope,) = torch.autograd.grad(loss, x, allow_unused=True, materialize_grads=True)
         return input_slope
 
     with gmap.replay.run(), gmap.replay.full_precision():

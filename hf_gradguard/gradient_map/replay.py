@@ -4,10 +4,13 @@ attention.
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,11 +20,81 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 
+class DrawState(NamedTuple):
+    """The state of the generators of torch (on the processor), numpy and `random`.
+
+    Example:
+        >>> before = DrawState.now()
+        >>> _ = torch.rand(1)
+        >>> before.is_now()
+        False
+        >>> before.restore()
+        >>> before.is_now()
+        True
+    """
+
+    of_torch: torch.Tensor
+    of_numpy: Any
+    of_python: Any
+
+    @classmethod
+    def now(cls) -> DrawState:
+        """As it is."""
+        return cls(torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate())
+
+    def restore(self) -> None:
+        """Let all three draw from here on."""
+        torch.set_rng_state(self.of_torch)
+        np.random.set_state(self.of_numpy)
+        random.setstate(self.of_python)
+
+    def is_now(self) -> bool:
+        """Whether nothing was drawn since."""
+        return self.plain() == DrawState.now().plain()
+
+    def plain(self) -> tuple[Any, ...]:
+        """What is equal where the state is."""
+        return self.of_torch.numpy().tobytes(), pickle.dumps(self.of_numpy), self.of_python
+
+
+@contextmanager
+def draws_restored() -> Iterator[DrawState]:
+    """Whatever is drawn in here, afterwards the three generators are as they were.
+
+    Example:
+        >>> before = DrawState.now()
+        >>> with draws_restored():
+        ...     _ = random.random(), np.random.rand(), torch.rand(1)
+        >>> before.is_now()
+        True
+    """
+    state = DrawState.now()
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+def seed_all(seed: int) -> None:
+    """Seed all three, inside `draws_restored`.
+
+    Example:
+        >>> with draws_restored():
+        ...     seed_all(3)
+        ...     torch.initial_seed()
+        3
+    """
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
 class Replay:
     """What has to hold while a model runs so that it is the same function every time.
 
-    Dropout draws from the global generators, whose state is noted here. Batch normalization in
-    training mode writes its statistics. Fused attention kernels have no second derivative.
+    Dropout draws from torch's global generators, losses (mixup) and masks (SpecAugment) also from
+    those of numpy and `random`: their state is noted here. Batch normalization in training mode
+    writes its statistics. Fused attention kernels have no second derivative.
 
     Args:
         model: The model, in the mode in which it will run.
@@ -43,7 +116,7 @@ class Replay:
                 "with second_order=False, and ask it for nothing that differentiates twice."
             )
         self._devices = devices_that_draw(model)
-        self._cpu = torch.get_rng_state()
+        self._state = DrawState.now()
         self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
 
     @contextmanager
@@ -58,8 +131,8 @@ class Replay:
             for module in self.modules
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.training
         ]
-        with torch.random.fork_rng(devices=self._devices):
-            torch.set_rng_state(self._cpu)
+        with draws_restored(), torch.random.fork_rng(devices=self._devices):
+            self._state.restore()
             for device, state in zip(self._devices, self._cuda, strict=True):
                 torch.cuda.set_rng_state(state, device)
             try:
@@ -151,8 +224,10 @@ def modes_kept(model: nn.Module) -> Iterator[list[nn.Module]]:
             module.training = mode
 
 
-def draws_kept(model: nn.Module) -> AbstractContextManager[None]:
-    """torch's generators of the processor and of the model's GPUs, put back as they were.
+@contextmanager
+def draws_kept(model: nn.Module) -> Iterator[None]:
+    """The generators of torch, on the processor and on the model's GPUs, of numpy and of `random`,
+    put back as they were.
 
     Example:
         >>> before = torch.get_rng_state()
@@ -161,7 +236,8 @@ def draws_kept(model: nn.Module) -> AbstractContextManager[None]:
         >>> torch.equal(before, torch.get_rng_state())
         True
     """
-    return torch.random.fork_rng(devices=devices_that_draw(model))
+    with draws_restored(), torch.random.fork_rng(devices=devices_that_draw(model)):
+        yield
 
 
 def seed_draws(model: nn.Module, seed: int) -> None:

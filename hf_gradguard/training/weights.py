@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ..gradient_map.domain import count_rows
-from ..gradient_map.replay import modes_kept
+from ..gradient_map.replay import Replay
 
 Loss = Callable[[nn.Module, dict[str, Any], float | None], Tensor]
 """`(module, batch, items)`: the Trainer's loss, with `items` as its `num_items_in_batch`."""
@@ -191,12 +191,12 @@ class LossWeights:
 
     def _losses(self, module: nn.Module, batch: dict[str, Any]) -> tuple[float, float, float]:
         """The loss per item, per two items, and per so many that only B is left."""
-        with modes_kept(module), torch.no_grad():
-            # no dropout and no batch statistics: the generator and the buffers stay as they are
-            module.eval()
-            of_one, of_two, of_many = (
-                float(self._loss(module, batch, n)) for n in (1, 2, _MANY_ITEMS)
-            )
+        # In the mode that stock runs in, with one set of draws: the loss may draw as well.
+        replay, losses = Replay(module, second_order=False), []
+        for items in (1, 2, _MANY_ITEMS):
+            with replay.draws(), torch.no_grad():
+                losses.append(float(self._loss(module, batch, items)))
+        of_one, of_two, of_many = losses
         return of_one, of_two, of_many
 
 

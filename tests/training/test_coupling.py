@@ -20,8 +20,8 @@ from transformers import (
     default_data_collator,
 )
 
+from hf_gradguard.gradient_map.replay import DrawState
 from hf_gradguard.training.privacy.coupling import EARLY_BATCHES, LATER_INTERVAL, CouplingCheck
-from hf_gradguard.training.privacy.draws import DrawState
 
 Rows = list[dict[str, Any]]
 

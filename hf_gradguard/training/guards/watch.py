@@ -23,7 +23,6 @@ from ...gradient_map.parameters import find_tables, remember_tables
 from ...gradient_map.replay import draws_kept, modes_kept, nodes_of
 from ...gradient_map.types import LossFunction, Shards
 from ..exchange.average import SecureSum, average
-from ..privacy.draws import draws_restored
 from .batch_statistics import tracking_layers
 
 logger = logging.get_logger(__name__)
@@ -136,7 +135,7 @@ class Ledger(TrainerCallback):
             NotImplementedError: With their shapes.
         """
         batch = {name: value for name, value in batch.items() if not name.startswith("gradguard_")}
-        with draws_restored(), draws_kept(model), modes_kept(model):
+        with draws_kept(model), modes_kept(model):
             loss = loss_fn(model, batch, None)
         reached = {id(getattr(node, "variable", None)) for node in nodes_of([loss])}
         trained = [parameter for parameter in self.strangers if id(parameter) in reached]

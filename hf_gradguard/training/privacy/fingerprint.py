@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...gradient_map.replay import draws_restored, seed_all
 from ..clients.partition import fetched, is_of_datasets
-from .draws import draws_restored, seed_all
 
 MOST = 1024
 """Rows that are read. Of a larger data set they are spread evenly, from the first to the last."""

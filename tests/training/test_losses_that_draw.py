@@ -1,0 +1,129 @@
+"""Passes that stock does not make see the draws that its own pass sees, and leave no trace: of
+torch's generator, numpy's and Python's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_task
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments, set_seed
+
+from hf_gradguard import GradGuardConfig, GradGuardMixin, GradientMap
+from hf_gradguard.gradient_map import by_differences
+from hf_gradguard.gradient_map.replay import DrawState, Replay
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "torch": lambda: float(torch.rand(1)),
+    "numpy": lambda: float(np.random.beta(0.4, 0.4)),
+    "random": random.random,
+}
+
+
+def trainer_of(kind: str) -> type[Trainer]:
+    """Its loss is weighted by a draw, as mixup's is."""
+
+    class Drawing(Trainer):
+        def compute_loss(
+            self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
+            num_items_in_batch: Any = None,
+        ) -> Any:  # fmt: skip
+            weight = 0.5 + 0.5 * DRAWS[kind]()
+            labels = inputs["labels"]
+            logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
+            return weight * nn.functional.cross_entropy(logits, labels)
+
+    return Drawing
+
+
+class Private(GradGuardMixin):
+    """For classes made in a test."""
+
+
+def train(
+    folder: Path, base: type[Trainer], seed: int, steps: int = 4, defense: str | None = None
+) -> dict[str, Tensor]:
+    model, batch = make_task("bert", dtype=torch.float32, batch_size=8)
+    rows = [{key: value[k] for key, value in batch.items()} for k in range(8)]
+    settings: dict[str, Any] = {
+        "max_steps": steps, "per_device_train_batch_size": 2, "use_cpu": True, "report_to": [],
+        "disable_tqdm": True, "save_strategy": "no", "seed": seed, "learning_rate": 0.01,
+        "output_dir": str(folder),
+    }  # fmt: skip
+    args = TrainingArguments(**settings)
+    if defense is not None:
+        args = GradGuardConfig(
+            **settings, defense=defense, private_dropout=False, share_input_embeddings=True
+        )
+    set_seed(seed)
+    base(model=model, args=args, train_dataset=rows).train()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_a_loss_that_draws_trains_as_stock(tmp_path: Path, kind: str) -> None:
+    base = trainer_of(kind)
+    ours = type("Ours", (Private, base), {})
+    stock, shared = train(tmp_path, base, 3), train(tmp_path, ours, 3, defense="none")
+    for name, weights in stock.items():
+        assert torch.allclose(weights, shared[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_no_loss_is_refused_by_luck(tmp_path: Path, kind: str) -> None:
+    """What a loss is of num_items_in_batch is tried out three times."""
+    ours = type("Ours", (Private, trainer_of(kind)), {})
+    for seed in range(20):
+        train(tmp_path, ours, seed, steps=1, defense="none")
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_generators_are_as_they_were(kind: str) -> None:
+    """Of what a map evaluates after its own pass."""
+    model, batch = make_task("bert")
+
+    def loss_fn(module: nn.Module, inputs: Any) -> Tensor:
+        return (0.5 + DRAWS[kind]()) * module(**inputs)["loss"]
+
+    gmap = GradientMap(model, batch, loss_fn=loss_fn)
+    gradient = gmap.gradient()
+    before = DrawState.now()
+    again = gmap.gradient_at(gmap.input)
+    for name, tensor in gradient.items():
+        assert torch.allclose(again[name], tensor, rtol=1e-9, atol=1e-12), name
+    gmap.vjp(gradient)
+    gmap.squared_sensitivity(1)
+    gmap.of_batch(batch).gradient()
+    assert before.is_now()
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_a_replay_draws_the_same_again(kind: str) -> None:
+    replay = Replay(nn.Linear(1, 1), second_order=False)
+    draws = []
+    for _ in range(2):
+        with replay.draws():
+            draws.append(DRAWS[kind]())
+    assert draws[0] == draws[1] == DRAWS[kind]()
+
+
+def test_what_does_not_use_the_input_has_slope_zero() -> None:
+    """As where LayerDrop drops all layers: no dependence is a derivative of zero."""
+    model, batch = make_task("bert")
+
+    def loss_fn(module: nn.Module, inputs: Any) -> Tensor:
+        module(**inputs)  # embeds the texts, which the loss is not computed from
+        return module.classifier.weight.square().sum()
+
+    gmap = GradientMap(model, batch, loss_fn=loss_fn, second_order=False)
+    probed = by_differences(gmap)
+    if probed is not None:
+        assert not probed.vjp(gmap.gradient()).any()
+    assert not gmap.twice().vjp(gmap.gradient()).any()
