@@ -70,8 +70,7 @@ def score_text(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Scores:
-    """How near reconstructed texts are to the true ones: `TEXT_SCORES`, explained at the
-    head of this module.
+    """How near reconstructed texts are to the true ones: `TEXT_SCORES` (see this module).
 
     A flat list is **one batch**, shared in one gradient. A gradient has no order, so predictions
     are matched to references one to one before anything is scored, by the largest sum of token F1

@@ -279,8 +279,8 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 def _build(
     config: EvaluationNetworkConfig, weights: dict[str, Tensor], name: str | Path
 ) -> EvaluationNetwork:
-    is_text = isinstance(config, TextEvaluationNetworkConfig)
-    kind = TextEvaluationNetwork if is_text else ImageEvaluationNetwork
+    judges_texts = isinstance(config, TextEvaluationNetworkConfig)
+    kind = TextEvaluationNetwork if judges_texts else ImageEvaluationNetwork
     with torch.device("meta"):  # draws no starting weights
         network: EvaluationNetwork = kind(config)
     try:
@@ -363,8 +363,8 @@ def network_card(network: EvaluationNetwork, dataset: str) -> ModelCard:
         shape = ", ".join(map(str, (config.num_channels, *config.size)))
         judged = f"images `(B, {shape})` with pixels in [0, 1]"
         noise = "uniform noise"
-    is_text = isinstance(config, TextEvaluationNetworkConfig)
-    base = config.base_model or None if is_text else None
+    judges_texts = isinstance(config, TextEvaluationNetworkConfig)
+    base = config.base_model or None if judges_texts else None
     tags = ["gradguard", "evaluation-network"]
     data = ModelCardData(library_name="hf-gradguard", tags=tags, base_model=base)
     return ModelCard(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
 from ..defenses import Defense
@@ -32,6 +33,7 @@ from .guards.batch_statistics import freeze_statistics
 from .guards.watch import Ledger
 from .learning_rate import RatesFollowNoise
 from .message import SharedMessages
+from .metrics import without_private_metrics
 
 
 class TrainerAdapter(Trainer):
@@ -114,6 +116,12 @@ class TrainerAdapter(Trainer):
         if resume_from_checkpoint:
             check_checkpoint(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def save_state(self) -> None:
+        """As in `Trainer`, without metrics of true gradients: a push uploads that file."""
+        super().save_state()
+        if self.is_world_process_zero():
+            without_private_metrics(Path(str(self.args.output_dir)) / TRAINER_STATE_NAME)
 
     def ready_for_step(self, model: nn.Module) -> Any:
         """The bare model in training mode."""

@@ -1,12 +1,15 @@
 """What was measured of true gradients: shown on the rank's own console, and to nobody else.
 
-Two figures of 16 digits name a sentence among hundreds, whatever noise its message has. The log is
-read by others: `trainer_state.json` is saved and pushed, trackers upload it.
+Two figures of 16 digits name a sentence among hundreds, whatever noise its message has. Trackers
+upload what is logged, and a push what `save_state` writes. So both are without them. Checkpoints
+have them: those are private, and pushing them is refused.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback
@@ -14,6 +17,7 @@ from transformers import PrinterCallback, ProgressCallback
 from .config import setting
 
 DIGITS = 2
+_PRIVATE = ("defense/", "leakage/")
 _OF_NO_GRADIENT = ("defense/seconds", "defense/noise_scale", "defense/client_noise_multiplier")
 
 
@@ -21,7 +25,7 @@ class PrivateMetrics:
     """Metrics of a rank's messages, by optimizer step.
 
     Attributes:
-        history: All of them, in full, as long as the process lives.
+        history: All of them, in full.
 
     Example:
         >>> metrics = PrivateMetrics()
@@ -49,6 +53,7 @@ class PrivateMetrics:
         if setting(trainer.args, "private_metrics") == "log":
             logs.update(metrics)
             return
+        trainer.state.log_history.append(self.history[-1])
         logs.update({name: metrics[name] for name in _OF_NO_GRADIENT if name in metrics})
         shown = {name: value for name, value in metrics.items() if name not in logs}
         for callback in trainer.callback_handler.callbacks if shown else ():
@@ -56,3 +61,14 @@ class PrivateMetrics:
                 callback.on_log(
                     trainer.args, trainer.state, trainer.control, logs=self.rounded(shown)
                 )
+
+
+def without_private_metrics(trainer_state: Path) -> None:
+    """Rewrite a saved state without entries of private metrics alone."""
+    saved = json.loads(trainer_state.read_text(encoding="utf-8"))
+    saved["log_history"] = [
+        entry
+        for entry in saved["log_history"]
+        if any(not name.startswith(_PRIVATE) for name in entry if name != "step")
+    ]
+    trainer_state.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -39,7 +39,8 @@ class GradGuardTrainer(GradGuardMixin):
         >>> args = GradGuardConfig("out", disable_tqdm=True, defense="pruning", **settings)
         >>> rows = [{name: entry[i] for name, entry in batch.items()} for i in range(2)]
         >>> result = GradGuardTrainer(model, args, train_dataset=rows).train()
-        {'loss': ..., 'defense/relative_error': ...}
+        {'defense/relative_error': ..., 'defense/cosine': ...}
+        {'loss': ...}
         ...
     """
 

@@ -120,7 +120,8 @@ def test_what_does_not_use_the_input_has_slope_zero() -> None:
 
     def loss_fn(module: nn.Module, inputs: Any) -> Tensor:
         module(**inputs)  # embeds the texts, which the loss is not computed from
-        return module.classifier.weight.square().sum()
+        positions = module.bert.embeddings.position_embeddings.weight
+        return module.classifier.weight.square().sum() + positions.square().sum()
 
     gmap = GradientMap(model, batch, loss_fn=loss_fn, second_order=False)
     probed = by_differences(gmap)

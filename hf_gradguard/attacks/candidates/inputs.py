@@ -276,8 +276,9 @@ def _fit_length(observation: Observation, batch: dict[str, Any], pads_left: bool
     one, where clients have padding on the left, with as much before it. Many models count positions
     from there, and of a language model padding predicts the first token.
     """
-    is_text = observation.domain is TEXT
-    missing = observation.input_shape[1] - batch[TEXT.key].shape[1] if is_text else 0
+    missing = 0
+    if observation.domain is TEXT:
+        missing = observation.input_shape[1] - batch[TEXT.key].shape[1]
     labels_are_tokens = "labels" in batch and label_kind(observation.model) in _PER_TOKEN
     if not missing or (missing < 0 and labels_are_tokens) or (missing > 0 and not pads_left):
         return batch

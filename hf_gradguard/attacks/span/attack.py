@@ -89,16 +89,20 @@ def nearest_tokens(
     if len(pairs := slots.known_pairs(readers.positional)):
         known_vectors = vectors(observation, readers, pairs[:, 1:], pairs[:, 0])[:, 0]
     chosen = select(view.space, known_vectors, candidates, capacity)
-    candidate_ids = {}
-    for i, position in enumerate(positions.tolist()):
-        best: list[int] = [int(ids[i, k]) for k in chosen[i]]
-        short = 0 < len(best) < int(capacity[i])  # all that there is stands there
-        nearest = scores[i, chosen[i]] if short else scores[i, : int(capacity[i])]
-        farthest = nearest.max().clamp(min=SURE if short else 0)
-        close: list[int] = ids[i, scores[i] <= TIE * farthest].tolist()
-        ties = [token for token in close if token not in best]
-        candidate_ids[position] = best + ties[:ALTERNATIVES]
-    return candidate_ids
+    return {
+        position: _with_ties(ids[i], scores[i], chosen[i], int(capacity[i]))
+        for i, position in enumerate(positions.tolist())
+    }
+
+
+def _with_ties(ids: Tensor, scores: Tensor, chosen: list[int], capacity: int) -> list[int]:
+    """The chosen ids of a position, and those that are as near."""
+    best: list[int] = [int(ids[k]) for k in chosen]
+    short = 0 < len(best) < capacity  # all that there is stands there
+    nearest = scores[chosen] if short else scores[:capacity]
+    farthest = nearest.max().clamp(min=SURE if short else 0)
+    close: list[int] = ids[scores <= TIE * farthest].tolist()
+    return best + [token for token in close if token not in best][:ALTERNATIVES]
 
 
 def _rank_vocabulary(

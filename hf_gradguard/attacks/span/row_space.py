@@ -151,27 +151,24 @@ def select(
         >>> select(row_space([true], None, 2), true[1:], candidates, torch.tensor([1]))
         [[0]]
     """
-    candidates, known_vectors = candidates * space.columns, known_vectors * space.columns
-    basis = orthonormal(known_vectors)
+    candidates = candidates * space.columns
+    basis = orthonormal(known_vectors * space.columns)
     remaining, residuals = space.without(basis), candidates - (candidates @ basis.T) @ basis
     size = candidates.square().sum(-1)
     taken = residuals.square().sum(-1) <= 1e-20 * size  # in the span of what is known, or zero
     chosen: list[list[int]] = [[] for _ in capacity]
     room = capacity.clone()
-    # the least that was ever seen of a candidate outside the span of what was chosen and what
-    # stands out
+    # the least of a candidate that was ever outside the span of what was chosen and stands out
     smallest_outside = size
     all_directions = space.directions()[0]
     while bool(room.any()) and len(basis) < candidates.shape[-1]:
-        if (
-            space.ends
-            and float((basis @ all_directions.T).square().sum()) > len(all_directions) - 0.5
-        ):
+        is_spanned = float((basis @ all_directions.T).square().sum()) > len(all_directions) - 0.5
+        if space.ends and is_spanned:
             is_filled = torch.tensor([bool(indices) for indices in chosen])
             room = room.masked_fill(is_filled.to(room.device), 0)
-        directions, trust = remaining.directions(free=candidates.shape[-1] - len(basis))
+        standing_out = remaining.directions(free=candidates.shape[-1] - len(basis))
         squares = residuals.square().sum(-1)
-        outside_span = distances(residuals, directions, trust) * squares
+        outside_span = distances(residuals, *standing_out) * squares
         smallest_outside = torch.minimum(smallest_outside, outside_span)
         scores = (smallest_outside / squares).masked_fill(taken | (room == 0)[:, None], math.inf)
         best_scores, flat_indices = scores.flatten().topk(
@@ -187,10 +184,9 @@ def select(
                 taken[p, k] = True
                 room[p] -= 1
                 new_vectors.append(residuals[p, k])
-        new_basis = orthonormal(torch.stack(new_vectors), basis)
-        basis = torch.cat([basis, new_basis])
-        remaining = remaining.without(new_basis)
-        residuals = residuals - (residuals @ new_basis.T) @ new_basis
+        added = orthonormal(torch.stack(new_vectors), basis)
+        basis, remaining = torch.cat([basis, added]), remaining.without(added)
+        residuals = residuals - (residuals @ added.T) @ added
     return chosen
 
 
