@@ -68,6 +68,8 @@ def _slope(gmap: GradientMap, x: Tensor, parameters: Tensors) -> Tensor:
         # Where the parameters are still the others: under checkpointing layers run again here.
         # A loss that does not use the input, as where LayerDrop drops all layers, has slope 0.
         loss = gmap.evaluate(x)
+        if not loss.requires_grad:
+            return torch.zeros_like(x)
         (input_slope,) = torch.autograd.grad(loss, x, allow_unused=True, materialize_grads=True)
         return input_slope
 

@@ -157,10 +157,8 @@ def select(
     size = candidates.square().sum(-1)
     taken = residuals.square().sum(-1) <= 1e-20 * size  # in the span of what is known, or zero
     chosen: list[list[int]] = [[] for _ in capacity]
-    room = capacity.clone()
-    # the least of a candidate that was ever outside the span of what was chosen and stands out
-    smallest_outside = size
-    all_directions = space.directions()[0]
+    room, all_directions = capacity.clone(), space.directions()[0]
+    smallest_outside = size  # that was ever outside the span of what was chosen and stands out
     while bool(room.any()) and len(basis) < candidates.shape[-1]:
         is_spanned = float((basis @ all_directions.T).square().sum()) > len(all_directions) - 0.5
         if space.ends and is_spanned:
