@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from helpers import make_task, torch_rng, word_tokenizer
+from helpers import make_task, torch_rng, unit_noise_of, word_tokenizer
 from PIL import Image
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification, ViTImageProcessorPil
@@ -28,7 +28,6 @@ from hf_gradguard.audit.report.page import html_report, marks
 from hf_gradguard.audit.run import parse_specs
 from hf_gradguard.cli import main
 from hf_gradguard.defenses import Defense
-from hf_gradguard.defenses.noise import NoiseDefense
 from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
 
@@ -332,19 +331,11 @@ def test_only_what_is_granted_is_seen(tmp_path: Path, spy: type[Spy]) -> None:
     assert "bert.embeddings.word_embeddings.weight" in seen.gradient
 
 
-def test_the_granted_covariance_is_the_noises_own(
-    tmp_path: Path, spy: type[Spy], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_granted_covariance_is_the_noises_own(tmp_path: Path, spy: type[Spy]) -> None:
     """With draws of 1 in place of noise, what is added is the standard deviation."""
-    monkeypatch.setattr(NoiseDefense, "draw", lambda self, like, generator: torch.ones_like(like))
-    audit(
-        *text_model(),
-        TEXTS[:1],
-        "optimal_noise:relative_scale=0.5",
-        "spy",
-        output=tmp_path,
-        noise_known=True,
-    )
+    spec = "optimal_noise:relative_scale=0.5"
+    with unit_noise_of(1.0):
+        audit(*text_model(), TEXTS[:1], spec, "spy", output=tmp_path, noise_known=True)
     (plain, _), (seen, _) = spy.seen
     for name, variance in seen.noise_variance.items():
         torch.testing.assert_close(
