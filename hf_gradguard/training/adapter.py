@@ -29,6 +29,7 @@ from .checkpoints.complete import (
 )
 from .clients.batches import PlainRows
 from .clients.partition import is_of_datasets
+from .config import setting
 from .guards.batch_statistics import freeze_statistics
 from .guards.watch import Ledger
 from .learning_rate import RatesFollowNoise
@@ -120,7 +121,7 @@ class TrainerAdapter(Trainer):
     def save_state(self) -> None:
         """As in `Trainer`, without metrics of true gradients: a push uploads that file."""
         super().save_state()
-        if self.is_world_process_zero():
+        if self.is_world_process_zero() and setting(self.args, "private_metrics") != "log":
             without_private_metrics(Path(str(self.args.output_dir)) / TRAINER_STATE_NAME)
 
     def ready_for_step(self, model: nn.Module) -> Any:

@@ -12,13 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerState
 
 from .config import setting
 
 DIGITS = 2
-_PRIVATE = ("defense/", "leakage/")
-_OF_NO_GRADIENT = ("defense/seconds", "defense/noise_scale", "defense/client_noise_multiplier")
+_OF_NO_GRADIENT = (
+    "defense/seconds",
+    "defense/noise_scale",
+    "defense/client_noise_multiplier",
+    "defense/epsilon",
+)
 
 
 class PrivateMetrics:
@@ -35,12 +39,15 @@ class PrivateMetrics:
 
     def __init__(self) -> None:
         self.history: list[dict[str, float]] = []
+        self._pending: dict[str, float] = {}
 
     def rounded(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """To two significant digits."""
         return {name: float(f"{value:.{DIGITS}g}") for name, value in metrics.items()}
 
-    def log(self, trainer: Any, logs: dict[str, float], metrics: Mapping[str, float]) -> None:
+    def log(
+        self, trainer: Any, logs: dict[str, float], metrics: Mapping[str, float]
+    ) -> dict[str, float]:
         """Keep metrics, and show them where the arguments say: in the log itself, or rounded on
         this rank's console.
 
@@ -48,12 +55,15 @@ class PrivateMetrics:
             trainer: Whose callbacks print.
             logs: What is logged; gets what is of no gradient, or all of them.
             metrics: Since the last log.
+
+        Returns:
+            `logs`.
         """
         self.history.append({**metrics, "step": trainer.state.global_step})
         if setting(trainer.args, "private_metrics") == "log":
             logs.update(metrics)
-            return
-        trainer.state.log_history.append(self.history[-1])
+            return logs
+        self._pending = dict(metrics)
         logs.update({name: metrics[name] for name in _OF_NO_GRADIENT if name in metrics})
         shown = {name: value for name, value in metrics.items() if name not in logs}
         for callback in trainer.callback_handler.callbacks if shown else ():
@@ -61,14 +71,27 @@ class PrivateMetrics:
                 callback.on_log(
                     trainer.args, trainer.state, trainer.control, logs=self.rounded(shown)
                 )
+        return logs
+
+    def remember(self, state: TrainerState, beside: bool = True) -> None:
+        """Add what callbacks did not get to the history in memory: to its last entry, or as one."""
+        if self._pending and not beside:
+            state.log_history.append({"step": state.global_step})
+        if self._pending:
+            state.log_history[-1].update(self._pending)
+        self._pending = {}
 
 
 def without_private_metrics(trainer_state: Path) -> None:
-    """Rewrite a saved state without entries of private metrics alone."""
+    """Rewrite a saved state without metrics of true gradients."""
     saved = json.loads(trainer_state.read_text(encoding="utf-8"))
-    saved["log_history"] = [
-        entry
+    public = [
+        {name: value for name, value in entry.items() if not _is_private(name)}
         for entry in saved["log_history"]
-        if any(not name.startswith(_PRIVATE) for name in entry if name != "step")
     ]
+    saved["log_history"] = [entry for entry in public if entry.keys() != {"step"}]
     trainer_state.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith(("defense/", "leakage/")) and name not in _OF_NO_GRADIENT

@@ -397,6 +397,7 @@ class GradGuardMixin(TrainerAdapter):
             if "loss" in logs or any(metrics.values()):
                 self._private_metrics.log(self, logs, metrics)
         super().log(logs, *args, **kwargs)
+        self._private_metrics.remember(self.state)
 
     def before_saving(self) -> None:
         """Log leakage metrics, so that a checkpoint of the same step holds them; where the loss is
@@ -404,11 +405,10 @@ class GradGuardMixin(TrainerAdapter):
         """
         if self._meter is None or self.control.should_log:
             return
-        logs: dict[str, float] = {}
         if metrics := self._meter.pop_metrics():
-            self._private_metrics.log(self, logs, metrics)
-        if logs:
-            super().log(logs)
+            if logs := self._private_metrics.log(self, {}, metrics):
+                super().log(logs)
+            self._private_metrics.remember(self.state, beside=False)
 
     @property
     def private_log_history(self) -> list[dict[str, float]]:

@@ -10,7 +10,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, set_seed
 
 from hf_gradguard.audit import audit, summarize
-from hf_gradguard.leakage.estimators import DFILBound
+from hf_gradguard.leakage.fisher import DFILBound
 from hf_gradguard.testing.small import WORDS, small_tokenizer
 
 WEAK = {

@@ -183,9 +183,9 @@ def test_a_name_like_no_other_gets_no_suggestion(wrong: Any) -> None:
 @pytest.mark.parametrize("name", DEFENSES)
 def test_an_unknown_setting_lists_the_settings(name: str) -> None:
     with pytest.raises(TypeError) as error:
-        make_defense(name, strength=3, also=1)
+        make_defense(name, power=3, also=1)
     message = str(error.value)
-    assert message.startswith(f"{name} has no setting also, strength.")
+    assert message.startswith(f"{name} has no setting also, power.")
     settings = [field.name for field in fields(DEFENSES[name])]
     assert (f"It has: {', '.join(settings)}." if settings else "It has none.") in message
 
@@ -209,6 +209,7 @@ def test_every_setting_has_its_range_tested() -> None:
     flags = {"stochastic", "sign_only", "error_feedback", "per_sample"}
     # of dp_sgd with per_sample=True: in test_private_sgd.py
     private = {"noise_multiplier", "target_epsilon", "delta", "expected_batch_size"}
+    private.add("strength")  # in test_strength.py
     for name, _ in CASES.values():
         for field in fields(DEFENSES[name]):
             assert field.name in flags | private or (name, field.name) in tested
@@ -248,17 +249,27 @@ def test_settings_that_exclude_each_other(
 @pytest.mark.parametrize(
     ("defense", "settings"),
     [
-        ("gaussian_noise", {"relative_scale": 1.0}),
+        ("gaussian_noise", {"relative_scale": 1.0, "strength": "own"}),
         ("pruning", {"ratio": 0.9, "error_feedback": False, "min_batches": 2}),
         (
             "quantization",
             {"bits": 4, "stochastic": False, "sign_only": False, "error_feedback": False},
         ),
-        ("dp_sgd", {"relative_scale": 1.0, "clip": 1.0, "clip_by": "norm", "per_sample": False}),
+        (
+            "dp_sgd",
+            {
+                "relative_scale": 1.0,
+                "strength": "own",
+                "clip": 1.0,
+                "clip_by": "norm",
+                "per_sample": False,
+            },
+        ),
         (
             "optimal_noise",
             {
                 "relative_scale": 1.0,
+                "strength": "own",
                 "shape": "public",
                 "granularity": "parameter",
                 "floor": 0.2,

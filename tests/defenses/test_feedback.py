@@ -422,7 +422,7 @@ def test_a_resumed_training_is_the_same(tmp_path: Path) -> None:
             make_task("bert", dtype=torch.float32)[0], args, train_dataset=rows
         )
         trainer.train(resume_from_checkpoint=checkpoint)
-        logs = [log for log in trainer.private_log_history if "defense/left_out" in log]
+        logs = [log for log in trainer.state.log_history if "defense/left_out" in log]
         assert len(logs) == 4
         return flat(dict(trainer.model.named_parameters()))
 

@@ -339,7 +339,7 @@ def test_another_domain_is_refused_by_the_call_itself() -> None:
     ("found", "words"),
     [
         ({"text": ["a"]}, "returned dict, and not a Reconstruction"),
-        (Reconstruction(token_ids=[[4]]), "token_ids of 1 samples, where the batch has 2"),
+        (Reconstruction(token_ids=[[4]]), "token_ids of 1 samples, but the batch has 2"),
         (Reconstruction(labels=torch.zeros(3)), "labels of 3 samples"),
         (Reconstruction(input=torch.zeros(1, 4, 4)), "input of 1 samples"),
     ],
