@@ -165,7 +165,8 @@ def test_labels_without_a_class_are_refused(
         on_one_rank(one, out, *SMALL)
     folder = tmp_path / "folder" / "red"
     folder.mkdir(parents=True)
-    Image.new("RGB", (12, 10)).save(folder / "0.png")
+    for index in range(10):
+        Image.new("RGB", (12, 10)).save(folder / f"{index}.png")
     with pytest.raises(SystemExit, match=r"image alone.* a folder for each class"):
         on_one_rank(folder.parent, out, *SMALL[:-2])
     assert not out.exists()
