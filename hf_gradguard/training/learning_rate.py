@@ -19,6 +19,9 @@ from .config import setting
 
 logger = logging.get_logger(__name__)
 
+_NORMALIZING = ("adafactor", "rmsprop", "adagrad", "lamb", "lars", "lion", "sophia")
+"""Optimizers whose steps are shorter under noise, beside Adam's kind."""
+
 
 def rate_factor(defense: Defense) -> float | None:
     """√(1 + r²), or `None` if settings do not say r.
@@ -100,6 +103,7 @@ def scale_learning_rate(
     """
     unchanged = [1.0] * len(optimizer.param_groups)
     if "adam" not in type(optimizer).__name__.lower():
+        _warn_of_others(type(optimizer).__name__, defense)
         return unchanged
     factor = rate_factor(defense) if setting(args, "scale_learning_rate") else 1.0
     if factor is None:
@@ -129,6 +133,16 @@ def scale_learning_rate(
         for name in {"lr", "initial_lr"} & group.keys():
             group[name] *= changes[-1]
     return changes
+
+
+def _warn_of_others(kind: str, defense: Defense) -> None:
+    """Say that the rate of an optimizer of another kind stays, if noise makes its steps shorter."""
+    if any(name in kind.lower() for name in _NORMALIZING) and rate_factor(defense) != 1:
+        logger.warning_once(
+            f"The learning rate stays as it is: {kind} divides its steps by the size of what it "
+            "gets, as Adam does, but no factor for it is known. Under noise its steps are shorter: "
+            "choose the rate by trying."
+        )
 
 
 def _scale_schedule(scheduler: Any, changes: list[float]) -> None:

@@ -12,7 +12,7 @@ from helpers import make_task
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses import Defense, chain
-from hf_gradguard.training.learning_rate import rate_factor
+from hf_gradguard.training.learning_rate import rate_factor, scale_learning_rate
 
 RATE = 1e-3
 
@@ -175,3 +175,15 @@ def test_a_run_that_was_given_its_optimizer_resumes_with_its_rate(tmp_path: Path
         made = trainer(tmp_path, noise, given=True, **CHECKPOINTS)
         made.train(str(tmp_path / "checkpoint-2") if ratio == 20.0 else None)
         assert rates(made) == pytest.approx([RATE] * 4)
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "RMSprop", "Adagrad"])
+def test_other_optimizers_that_normalize_keep_their_rate_and_are_told(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = getattr(torch.optim, kind)([weight], lr=1e-2)
+    noise = make_defense("gaussian_noise", relative_scale=3.0)
+    assert scale_learning_rate(optimizer, noise, GradGuardConfig("out")) == [1.0]
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    assert f"{kind} divides its steps" in caplog.text
