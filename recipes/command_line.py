@@ -234,7 +234,7 @@ def write_metrics(
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
     for name in ("defense/relative_error", "defense/cosine", "defense/seconds"):
-        values = [row[name] for row in trainer.private_log_history if name in row]
+        values = [row[name] for row in trainer.state.log_history if name in row]
         report[name] = sum(values) / len(values) if values else None
     report |= entries
     path = os.path.join(trainer.args.output_dir, "metrics.json")

@@ -21,10 +21,8 @@ from ..randomness import Stream
 from .base import DefenseFacts, is_number
 from .mechanism import Mechanism
 from .message import Message, cast_like, first_not_finite, norm, true_gradient
-from .noise import NoiseDefense, OptimalNoise, add_noise
+from .noise import STRENGTHS, NoiseDefense, OptimalNoise, add_noise
 from .strength import UsualPower
-
-_OF_MESSAGES = ("scale", "relative_scale", "utility_budget")
 
 
 @dataclass
@@ -75,7 +73,7 @@ class DPSGD(NoiseDefense):
                 raise ValueError(f"{' and '.join(unusable)} of dp_sgd: set per_sample=True too.")
             super().__post_init__()
             return
-        if unusable := [name for name in _OF_MESSAGES if getattr(self, name) is not None]:
+        if unusable := [name for name in STRENGTHS if getattr(self, name) is not None]:
             raise ValueError(
                 f"dp_sgd with per_sample=True takes no {' and no '.join(unusable)}: its noise is "
                 "noise_multiplier times clip on the sum of samples' gradients, whatever they are. "

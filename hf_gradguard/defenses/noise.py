@@ -49,6 +49,8 @@ from .strength import UsualPower, random_power
 
 logger = logging.get_logger(__name__)
 
+STRENGTHS = ("scale", "relative_scale", "utility_budget")
+"""Settings of which one says how strong noise is."""
 _SHARED_DRAW, _SHARED_DRAW_ELSEWHERE = 2**20, 2**24
 """Numbers of small tensors in one draw, on a processor and on other devices."""
 
@@ -78,9 +80,7 @@ class NoiseDefense(Defense):
     def __post_init__(self) -> None:
         self._usual = UsualPower()
         strengths = {
-            name: getattr(self, name)
-            for name in ("scale", "relative_scale", "utility_budget")
-            if getattr(self, name) is not None
+            name: getattr(self, name) for name in STRENGTHS if getattr(self, name) is not None
         }
         if self.strength not in ("own", "transcript"):
             raise ValueError(f"strength must be 'own' or 'transcript', but is {self.strength!r}.")
@@ -175,8 +175,11 @@ class NoiseDefense(Defense):
 
         metrics = {}
         if self.follows_transcript:
-            metrics["noise_scale"] = math.sqrt(float(total(variance, shards)) / entries)
-            self._usual.observe(noisy, variance, gmap)
+            noise_power = float(total(variance, shards))
+            metrics["noise_scale"] = math.sqrt(noise_power / entries)
+            self._usual.take_in(
+                float(power(noisy, shards)), noise_power, float(power(variance, shards))
+            )
 
         # Only meters and audits ask for it, and it takes as much memory as gradients do.
         def noise() -> Noise:

@@ -18,7 +18,7 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.domain import domain_of_batch, special_ids
 from ..gradient_map.random_batch import random_batch
 from ..randomness import Stream
-from .message import power, total
+from .message import power
 
 FIRST_BATCHES = 4
 """Random batches that the first estimate is of."""
@@ -73,13 +73,6 @@ class UsualPower:
         gain = variance / (variance + error)
         self.mean = max(self.mean + gain * (measured - self.mean), LEAST_STEP * self.mean)
         self.variance = (1 - gain) * variance
-
-    def observe(self, message: Tensors, variance: Mapping[str, Tensor], gmap: GradientMap) -> None:
-        """Take in a message with noise of known variance."""
-        noise_power = float(total(variance, gmap.shards))
-        self.take_in(
-            float(power(message, gmap.shards)), noise_power, float(power(variance, gmap.shards))
-        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Two numbers, once there is an estimate."""

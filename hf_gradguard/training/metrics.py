@@ -28,9 +28,6 @@ _OF_NO_GRADIENT = (
 class PrivateMetrics:
     """Metrics of a rank's messages, by optimizer step.
 
-    Attributes:
-        history: All of them, in full.
-
     Example:
         >>> metrics = PrivateMetrics()
         >>> metrics.rounded({"defense/cosine": 0.123456})
@@ -38,7 +35,6 @@ class PrivateMetrics:
     """
 
     def __init__(self) -> None:
-        self.history: list[dict[str, float]] = []
         self._pending: dict[str, float] = {}
 
     def rounded(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -59,7 +55,6 @@ class PrivateMetrics:
         Returns:
             `logs`.
         """
-        self.history.append({**metrics, "step": trainer.state.global_step})
         if setting(trainer.args, "private_metrics") == "log":
             logs.update(metrics)
             return logs

@@ -411,11 +411,6 @@ class GradGuardMixin(TrainerAdapter):
             self._private_metrics.remember(self.state, beside=False)
 
     @property
-    def private_log_history(self) -> list[dict[str, float]]:
-        """Metrics of this rank's true gradients, in full, by step: in memory only."""
-        return self._private_metrics.history
-
-    @property
     def accountant(self) -> FisherAccountant | None:
         """What this rank has shared about each of its examples. Private to the rank."""
         return self._accountant

@@ -61,7 +61,7 @@ def exchanged(training: Training, folder: Path, group: recording.Recorder) -> di
         "parameters": len(list(trainer.model.parameters())),
         "sizes": [len(tensor) for _, tensor in group.sent],
         "names": [name for name, _ in group.sent],
-        "noise": trainer.private_log_history[-1]["defense/relative_error"],
+        "noise": trainer.state.log_history[-1]["defense/relative_error"],
     }
 
 

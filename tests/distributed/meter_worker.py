@@ -66,7 +66,7 @@ def train(folder: Path, group: recording.Recorder, **more: Any) -> tuple[Watched
 def figures(trainer: GradGuardTrainer) -> list[dict[str, float]]:
     entries = [
         {k: v for k, v in entry.items() if k.startswith("leakage/")}
-        for entry in trainer.private_log_history
+        for entry in trainer.state.log_history
     ]
     return [entry for entry in entries if entry]
 

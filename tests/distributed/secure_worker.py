@@ -148,7 +148,7 @@ def trained(group: recording.Recorder, folder: Path, name: str) -> dict[str, Any
         "tokens": trainer.state.num_input_tokens_seen,
     }  # fmt: skip
     if "leakage_logging_steps" in RUNS[name]:
-        own = [e for e in trainer.private_log_history if "leakage/dfil_mean" in e][-1]
+        own = [e for e in trainer.state.log_history if "leakage/dfil_mean" in e][-1]
         found["leakage"] = own["leakage/dfil_mean"]
     return found
 

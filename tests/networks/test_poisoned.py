@@ -385,7 +385,7 @@ def test_the_share_is_logged(honest: Path, tmp_path: Path) -> None:
         bert(), args, defense=defense, processing_class=TOKENIZER, train_dataset=rows
     )
     trainer.train()
-    logged = [entry["defense/movable_share"] for entry in trainer.private_log_history[:2]]
+    logged = [entry["defense/movable_share"] for entry in trainer.state.log_history[:2]]
     assert logged == [1.0, 1.0]
 
 

@@ -59,7 +59,7 @@ def trainer_of(args: GradGuardConfig, defense: Any = None) -> GradGuardTrainer:
 
 def figures(trainer: GradGuardTrainer) -> dict[str, float]:
     trainer.train()
-    return trainer.private_log_history[0]
+    return trainer.state.log_history[0]
 
 
 def test_a_registered_class_trains_by_name(tmp_path: Path, toy: str) -> None:

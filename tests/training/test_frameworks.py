@@ -54,7 +54,7 @@ def test_every_family_of_defense_protects(
     settings = {"defense": defense, "defense_kwargs": at_once, "max_steps": 1}
     trainer = named(name, folder).run(tmp_path, settings)
     (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)
-    assert trainer.private_log_history[0]["defense/relative_error"] > 1e-3
+    assert trainer.state.log_history[0]["defense/relative_error"] > 1e-3
     assert entry["grad_norm"] > 0
 
 
@@ -67,7 +67,7 @@ def test_trainers_whose_step_is_sfts_train_as_stock(tmp_path: Path, make: Any) -
     ):
         assert torch.allclose(one, other, atol=1e-6), name
     noisy = make().run(tmp_path, {"defense": "gaussian_noise", "max_steps": 1})
-    assert noisy.private_log_history[0]["defense/relative_error"] > 1e-3
+    assert noisy.state.log_history[0]["defense/relative_error"] > 1e-3
     with pytest.raises(NotImplementedError, match="activation_offloading: it is entered"):
         make().run(tmp_path, {"defense": "gaussian_noise", "activation_offloading": True})
 

@@ -164,7 +164,7 @@ def test_measuring_follows_the_defense(tmp_path: Path) -> None:
     trainer.args.leakage_logging_steps = 1
     trainer.train()
     assert account.steps == 2 * before  # one account of the run's examples
-    assert "leakage/dfil_max" in trainer.private_log_history[-1]
+    assert "leakage/dfil_max" in trainer.state.log_history[0]
     trainer.defense = make("pruning")
     with pytest.raises(NotImplementedError, match="an accountant with pruning"):
         trainer.train()

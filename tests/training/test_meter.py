@@ -241,7 +241,7 @@ def test_coordinates_without_noise_are_infinite_leakage() -> None:
 
 def logged(trainer: GradGuardTrainer) -> dict[int, dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
-    for entry in trainer.private_log_history:
+    for entry in trainer.state.log_history:
         figures = {
             name.removeprefix("leakage/"): value
             for name, value in entry.items()

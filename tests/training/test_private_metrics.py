@@ -80,7 +80,7 @@ def test_what_is_printed_has_two_digits(tmp_path: Path, capsys: pytest.CaptureFi
     """So much names nobody among two hundred; three digits of two metrics do."""
     trainer, _ = train(tmp_path)
     printed = capsys.readouterr().out
-    for entry in trainer.private_log_history:
+    for entry in trainer.state.log_history:
         for name in OF_GRADIENTS:
             if name in entry:
                 assert f"{entry[name]:.8g}" not in printed
@@ -102,7 +102,7 @@ def test_other_arguments_have_the_same_default(tmp_path: Path) -> None:
     trainer.train()
     trainer.save_state()
     assert "defense/cosine" not in names_in(tmp_path)
-    assert "defense/cosine" in trainer.private_log_history[0]
+    assert "defense/cosine" in trainer.state.log_history[0]
 
 
 def test_another_place_is_refused(tmp_path: Path) -> None:

@@ -655,7 +655,7 @@ def test_what_was_not_logged_by_the_end_stands_beside_the_summary(
         torch.cat([t.flatten() for t in tensors.values()]) for tensors in WatchedNoise.log[-1]
     )
     assert "train_loss" in trainer.state.log_history[-1]
-    summary = trainer.private_log_history[-1]
+    summary = trainer.state.log_history[-1]
     assert summary["defense/relative_error"] == pytest.approx(
         float((shared - given).norm() / given.norm()), rel=1e-4
     )
@@ -677,7 +677,7 @@ def test_figures_are_means_over_messages(make_trainer: MakeTrainer) -> None:
         )
         errors.append(float((y - g).norm() / g.norm()))
         cosines.append(float(g @ y / (g.norm() * y.norm())))
-    entry = trainer.private_log_history[0]
+    entry = trainer.state.log_history[0]
     assert entry["defense/relative_error"] == pytest.approx(
         sum(errors) / 8, rel=1e-5
     )  # differences of float32
@@ -687,7 +687,7 @@ def test_figures_are_means_over_messages(make_trainer: MakeTrainer) -> None:
 def test_figures_of_an_unprotected_run(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(defense="none")
     trainer.train()
-    for entry in trainer.private_log_history[:-1]:
+    for entry in trainer.state.log_history[:-1]:
         assert entry["defense/relative_error"] == 0
         assert entry["defense/cosine"] == pytest.approx(1, abs=1e-6)  # sums in float32
 

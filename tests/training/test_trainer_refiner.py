@@ -103,7 +103,7 @@ def test_text_network_is_trained_once_and_cached(
         trainer.train()
         still = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
         assert still == ["bert.embeddings.word_embeddings.weight"]
-        assert 0 < trainer.private_log_history[0]["defense/cosine"] < 1
+        assert 0 < trainer.state.log_history[0]["defense/cosine"] < 1
         fingerprints.append(trainer.defense.network.config.embedding_fingerprint)
     assert fingerprints == [embedding_fingerprint(bert().get_input_embeddings().weight)] * 2
     assert caplog.text.count("Training one on public text") == 1
@@ -128,7 +128,7 @@ def test_by_name_alone_it_needs_no_network(
     trainer = GradGuardTrainer(bert(), args, train_dataset=data, processing_class=tokenizer)
     trainer.train()
     assert (trainer.defense.objective, trainer.defense.factors) == ("cosine", "token")
-    first, second = trainer.private_log_history[:2]
+    first, second = trainer.state.log_history[:2]
     assert first["defense/left_out"] == pytest.approx(1)  # nothing was sent
     assert 0 < second["defense/cosine"] < 1
 
