@@ -1,0 +1,342 @@
+"""Factors of the prefix sum, by which noise is correlated over a client's messages.
+
+What a linear optimizer has added up after t messages is a prefix sum, A g with A the lower
+triangle of ones. With A = B C, the messages C⁻¹(C g + σ z) = g + σ C⁻¹ z hide g as well as
+C g + σ z does, which is one Gaussian mechanism. The weights get A g + σ B z. Independent noise is
+C = I: a sum of T messages has noise of σ √T. With C = A^½ it has about σ (1 + ln(T)/π).
+
+Factors here are Toeplitz matrices of T × T, given by their first column c. z is drawn as messages
+are made, and C⁻¹ z needs a few running sums (buffers) or the last few noises (bands) only.
+
+References: Denisov et al., "Improved Differential Privacy for SGD via Optimal Private Linear
+Operators on Adaptive Streams" (2022), whose Theorem 2.1 lets g depend on earlier messages;
+Fichtenberger, Henzinger and Upadhyay, "Constant Matters" (2023): the square root; Choquette-Choo
+et al., "(Amplified) Banded Matrix Factorization" (2023); Kalinin and Lampert, "Banded Square Root
+Matrix Factorization" (2024): sensitivity; Dvijotham et al., "Efficient and Near-Optimal Online
+Noise Generation for Streaming Differential Privacy" (2024): buffers (BLT).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Banded",
+    "Buffered",
+    "Factor",
+    "Factorization",
+    "make_factor",
+    "prefix_error",
+    "sensitivity",
+    "square_root",
+]
+
+Factorization = Literal["blt", "banded", "square_root"]
+BUFFERS = 5
+_SEARCH_STEPS = 200
+_SLOWEST = 1 - 1e-5  # of fitted decays
+
+
+@dataclass(frozen=True)
+class Banded:
+    """C with the first columns' entries c_0 = 1, c_1, …, and zeros below: s_t = (C⁻¹ z)_t is
+    z_t − Σ_{j>0} c_j s_{t−j}.
+
+    Args:
+        bands: c_0 to c_{b−1}; c_0 is 1.
+
+    Raises:
+        ValueError: Unless it begins with 1.
+
+    Example:
+        >>> Banded((1.0, 0.5)).inverse(4).tolist()
+        [1.0, -0.5, 0.25, -0.125]
+    """
+
+    bands: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.bands or self.bands[0] != 1:
+            raise ValueError("bands must begin with 1: a factor's diagonal.")
+
+    @property
+    def memory(self) -> int:
+        """How many tensors of the noise's shape it keeps."""
+        return len(self.bands) - 1
+
+    def column(self, messages: int) -> Tensor:
+        """c, `(messages,)` in float64."""
+        bands = torch.tensor(self.bands[:messages], dtype=torch.float64)
+        return torch.nn.functional.pad(bands, (0, messages - len(bands)))
+
+    def inverse(self, messages: int) -> Tensor:
+        """The first column of C⁻¹, `(messages,)` in float64."""
+        return invert_series(self.column(messages))
+
+    def correlate(self, fresh: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """(C⁻¹ z)_t, given z_t.
+
+        Args:
+            fresh: z_t, `(n,)`.
+            memory: What the last call returned, `(self.memory, n)`; zeros before the first: the
+                last noises, the newest first.
+
+        Returns:
+            The noise `(n,)`, and what the next call needs.
+        """
+        weights = torch.tensor(self.bands[1:], dtype=memory.dtype, device=memory.device)
+        noise = fresh - weights @ memory
+        return noise, torch.cat([noise[None], memory])[: self.memory]
+
+
+@dataclass(frozen=True)
+class Buffered:
+    """C whose inverse is I minus a sum of geometric series (BLT): s_t = z_t − Σ_i a_i S_i,t, with
+    running sums S_i,t+1 = λ_i S_i,t + z_t.
+
+    Where λ is in [0, 1), a ≥ 0 and Σ a_i/(1 − λ_i) ≤ 1, c is positive and falls: its generating
+    function has the poles θ_i of 1 = Σ a_i/(s − λ_i), which lie between the λ_i and 1, with
+    positive residues. `sensitivity` asks for that.
+
+    Args:
+        decays: λ.
+        weights: a.
+
+    Raises:
+        ValueError: If they are not so.
+
+    Example:
+        >>> Buffered((0.5,), (0.25,)).inverse(4).tolist()
+        [1.0, -0.25, -0.125, -0.0625]
+    """
+
+    decays: tuple[float, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        pairs = list(zip(self.decays, self.weights, strict=True))
+        in_range = all(0 <= decay < 1 and weight >= 0 for decay, weight in pairs)
+        if not in_range or sum(weight / (1 - decay) for decay, weight in pairs) > 1 + 1e-12:
+            raise ValueError(
+                "decays must be in [0, 1), weights at least 0, and the sum of weights/(1 - decays) "
+                f"at most 1, but they are {self.decays} and {self.weights}."
+            )
+
+    @property
+    def memory(self) -> int:
+        """How many tensors of the noise's shape it keeps."""
+        return len(self.decays)
+
+    def column(self, messages: int) -> Tensor:
+        """c, `(messages,)` in float64."""
+        return invert_series(self.inverse(messages))
+
+    def inverse(self, messages: int) -> Tensor:
+        """The first column of C⁻¹, `(messages,)` in float64."""
+        decays, weights = _float64(self.decays), _float64(self.weights)
+        powers = decays[:, None] ** torch.arange(messages - 1, dtype=torch.float64)
+        return torch.cat([torch.ones(1, dtype=torch.float64), -(weights @ powers)])
+
+    def correlate(self, fresh: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """(C⁻¹ z)_t, given z_t.
+
+        Args:
+            fresh: z_t, `(n,)`.
+            memory: The running sums that the last call returned, `(self.memory, n)`; zeros before
+                the first.
+
+        Returns:
+            The noise `(n,)`, and the running sums for the next call.
+        """
+        weights, decays = _float64(self.weights).to(memory), _float64(self.decays).to(memory)
+        return fresh - weights @ memory, decays[:, None] * memory + fresh
+
+
+Factor = Banded | Buffered
+
+
+def make_factor(
+    kind: Factorization,
+    messages: int,
+    participations: int = 1,
+    min_separation: int | None = None,
+    bands: int | None = None,
+) -> Factor:
+    """A factor for a number of messages, which is all that decides it: nothing of it is secret.
+
+    Args:
+        kind: `"blt"`: five buffers, fitted for the least noise in the last prefix sum at the
+            sensitivity of these participations; `"square_root"`: the square root of the prefix sum,
+            optimal among Toeplitz factors for one participation, which keeps all noises;
+            `"banded"`: its first bands.
+        messages: T.
+        participations: In how many messages a row may be.
+        min_separation: How far apart these are, at least.
+        bands: Of `"banded"`. Default: `min_separation`, with which a row's messages add up as if
+            they had nothing to do with each other.
+
+    Raises:
+        ValueError: If an argument is out of range, or `"banded"` has no number of bands.
+
+    Example:
+        >>> factor = make_factor("blt", messages=200)
+        >>> round(float(prefix_error(factor, 200)[-1]) * sensitivity(factor.column(200)), 2)
+        2.75
+    """
+    for name, number in (("messages", messages), ("participations", participations)):
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, but is {number}.")
+    if kind == "square_root":
+        return Banded(tuple(square_root(messages).tolist()))
+    if kind == "banded":
+        count = bands or min_separation
+        if count is None or count < 1:
+            raise ValueError("factorization='banded' needs bands, or min_separation.")
+        return Banded(tuple(square_root(min(count, messages)).tolist()))
+    if kind != "blt":
+        raise ValueError(f"factorization must be blt, banded or square_root, but is {kind!r}.")
+    return _fitted(messages, participations, min_separation or 1)
+
+
+def square_root(messages: int) -> Tensor:
+    """The first column of A^½, `(messages,)` in float64: binom(2j, j)/4^j, of 1/√(1 − x).
+
+    Example:
+        >>> square_root(4).tolist()
+        [1.0, 0.5, 0.375, 0.3125]
+    """
+    j = torch.arange(1, messages, dtype=torch.float64)
+    return torch.cat([torch.ones(1, dtype=torch.float64), ((2 * j - 1) / (2 * j)).cumprod(0)])
+
+
+def sensitivity(
+    column: Tensor, participations: int = 1, min_separation: int | None = None
+) -> float:
+    """The most that a row of norm 1 moves C g, in whichever messages it is.
+
+    C's entries are not negative, so rows' parts add up most where they all point the same way; and
+    c falls, so they add up most in the earliest messages that are as close as they may be (Kalinin
+    and Lampert, 2024, Theorem 2).
+
+    Args:
+        column: c, `(T,)`: at least 0, never rising.
+        participations: In how many messages a row may be.
+        min_separation: How far apart these are, at least. Default: 1, next to each other.
+
+    Raises:
+        ValueError: If c is negative or rises somewhere.
+
+    Example:
+        >>> sensitivity(torch.tensor([1.0, 0.5]), participations=2)
+        1.8027756377319946
+    """
+    column = column.double()
+    if bool((column < 0).any()) or bool((column.diff() > 1e-12).any()):
+        raise ValueError("The factor's column must be at least 0 and never rise.")
+    return float(_square_sensitivity(column, participations, min_separation or 1).sqrt())
+
+
+def prefix_error(factor: Factor, messages: int) -> Tensor:
+    """The standard deviation of each prefix sum's noise B z for z ~ N(0, I), `(messages,)`. Times
+    the sensitivity, and σ times the clip: what sums of so many messages have.
+
+    Example:
+        >>> prefix_error(Banded((1.0,)), 4).tolist()  # independent noise: √t
+        [1.0, 1.4142135623730951, 1.7320508075688772, 2.0]
+    """
+    return factor.inverse(messages).cumsum(0).square().cumsum(0).sqrt()
+
+
+def invert_series(column: Tensor) -> Tensor:
+    """The first column of a lower triangular Toeplitz matrix's inverse, by Newton's iteration.
+
+    Args:
+        column: `(T,)` in float64, beginning with 1.
+
+    Example:
+        >>> invert_series(torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64)).tolist()
+        [1.0, -0.5, 0.25]
+    """
+    inverse, known = column[:1].reciprocal(), 1
+    while known < len(column):
+        known = min(2 * known, len(column))
+        product = _times(column[:known], inverse, known)
+        error = -product + torch.nn.functional.one_hot(torch.tensor(0), known) * 2
+        inverse = _times(inverse, error, known)
+    return inverse
+
+
+def _times(left: Tensor, right: Tensor, length: int) -> Tensor:
+    """The first coefficients of a product of series."""
+    if length <= 64:  # exact where numbers are, and faster
+        matrix = _toeplitz(left, length)[:, : len(right)]
+        return matrix @ right
+    size = 2 * length
+    return torch.fft.irfft(torch.fft.rfft(left, size) * torch.fft.rfft(right, size), size)[:length]
+
+
+def _toeplitz(column: Tensor, length: int) -> Tensor:
+    padded = torch.nn.functional.pad(column, (length, length - len(column)))
+    place = torch.arange(length)
+    return padded[length + place[:, None] - place]
+
+
+def _square_sensitivity(column: Tensor, participations: int, min_separation: int) -> Tensor:
+    total = column
+    for number in range(1, participations):
+        shift = number * min_separation
+        if shift >= len(column):
+            break
+        total = total + torch.nn.functional.pad(column, (shift, -shift))
+    return total.square().sum()
+
+
+@functools.lru_cache(maxsize=16)
+def _fitted(messages: int, participations: int, min_separation: int) -> Buffered:
+    """The buffers of least error, from a start spread over all lengths.
+
+    B's first column is 1 − Σ_i p_i (1 − λ_i^t) with p_i = a_i/(1 − λ_i). So λ and p, whose sum is
+    at most 1, are what is searched: every point is a factor that falls.
+    """
+    count = min(BUFFERS, max(1, messages - 1))
+    spread = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    start = -torch.log(messages**spread - 1 + 1e-3)  # of the logit of λ = 1 − T^-spread
+    point = torch.cat([-start, torch.zeros(count, dtype=torch.float64), start.new_zeros(1)])
+    point.requires_grad_()
+    optimizer = torch.optim.LBFGS(
+        [point], max_iter=_SEARCH_STEPS, tolerance_grad=1e-9, tolerance_change=1e-12,
+        line_search_fn="strong_wolfe",
+    )  # fmt: skip
+    steps = torch.arange(messages, dtype=torch.float64)
+
+    def shape() -> tuple[Tensor, Tensor]:
+        decays = torch.sigmoid(point[:count])
+        return decays, torch.softmax(point[count:], 0)[:count] * (1 - decays)
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        decays, weights = shape()
+        inverse = -(weights @ decays[:, None] ** steps[:-1])
+        inverse = torch.cat([inverse.new_ones(1), inverse])
+        square = _square_sensitivity(invert_series(inverse), participations, min_separation)
+        log_error = (square * inverse.cumsum(0).square().sum()).log()
+        log_error.backward()
+        return log_error
+
+    if messages > 1:
+        with torch.enable_grad():
+            optimizer.step(loss)
+    decays, weights = (numbers.detach() for numbers in shape())
+    # Few digits: whoever fits it again, on another machine, gets the same.
+    decays = ((decays * 1e5).floor() / 1e5).clamp(max=_SLOWEST)
+    weights = (weights * 1e6).floor() / 1e6
+    return Buffered(tuple(decays.tolist()), tuple(weights.tolist()))
+
+
+def _float64(numbers: tuple[float, ...]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
