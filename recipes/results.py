@@ -121,6 +121,12 @@ RUNS = [
         "frontier_image_heads", "frontier_heads:Images", f"{FRONTIER} --public $TINY_IMAGENET", 1.5
     ),
     Run("frontier_elsewhere", "frontier_images:Elsewhere", f"{FRONTIER} {ELSEWHERE}", 2),
+    Run(
+        "learning_rates",
+        "learning_rates:LearningRates",
+        f"{TEXT} {TRAINED} {STORED} {ELSEWHERE}",
+        2,
+    ),
     Run("members", "members:Members", f"{TRAINED} {STORED}", 0.4),
     Run("private_accuracy", "private_accuracy:Accuracy", TEXT, 0.4),
     Run("refiner_sentences", "refiner_texts:Sentences", TEXT, 0.5),

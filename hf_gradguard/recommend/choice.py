@@ -274,7 +274,6 @@ def configuration(choice: Choice, flags: Mapping[str, Any], settings: TrialSetti
     values = {
         **flags,
         "learning_rate": float(f"{choice.chosen.learning_rate:.3g}"),
-        "scale_learning_rate": False,  # it is in the rate
         "warmup_steps": WARMUP,
         "per_device_train_batch_size": settings.batch_size,
     }

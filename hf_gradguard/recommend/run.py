@@ -32,7 +32,7 @@ logger = logging.get_logger(__name__)
 _TOKEN_ACCURACY = " Accuracy is the share of tokens that are predicted right, a mean over texts."
 _NO_FLAGS = (
     " No flags name a chain or an object of your own, so there is no recommended.yaml: give the "
-    "defense itself to GradGuardTrainer, with this learning rate, scale_learning_rate=False and "
+    "defense itself to GradGuardTrainer, with this learning rate and "
     f"warmup_steps={WARMUP}."
 )
 

@@ -76,9 +76,6 @@ class GradGuardConfig(TrainingArguments):
         noise_for: `"message"`: a defense's `scale` is of each message. `"sum"`, with
             `secure_aggregation` only: of the sum of the n messages that are exchanged at a time,
             each with 1/√n of it.
-        scale_learning_rate: Count `learning_rate` √(1 + r²) times under noise of r times the
-            gradient, if the optimizer is of Adam's kind, which divides its steps by as much. One
-            that the Trainer is given is left as it is.
         private_dropout: Under a defense, draw each message's dropout from a stream of its own:
             ranks share `seed`, and would know each other's masks.
         noise_seed: Makes all noise reproducible, by anybody. For tests only.
@@ -184,10 +181,6 @@ class GradGuardConfig(TrainingArguments):
             "help": "Whose noise a scale is: a message's, or the sum's (secure_aggregation).",
             "choices": list(NOISE_FOR),
         },
-    )
-    scale_learning_rate: bool = field(
-        default=True,
-        metadata={"help": "Under noise, raise Adam's rate by as much as the noise lowers it."},
     )
     private_dropout: bool = field(
         default=True,
@@ -370,7 +363,7 @@ def setting(args: TrainingArguments, name: str) -> Any:
     no such field, so that `TrainingArguments`, `SFTConfig` and others protect alike.
 
     Example:
-        >>> setting(TrainingArguments("out"), "scale_learning_rate")
+        >>> setting(TrainingArguments("out"), "private_dropout")
         True
     """
     return getattr(args, name, getattr(GradGuardConfig, name))

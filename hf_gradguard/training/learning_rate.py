@@ -1,7 +1,9 @@
-"""Learning rates follow noise.
+"""What noise does to an optimizer's steps. It is said once, and nothing is changed.
 
-Adam divides a step by √v, where v averages g² + Σ: noise of r times the gradient makes steps
-√(1 + r²) times shorter. A rate that much larger gives them back their length.
+Adam divides a step by √v, where v averages g² + σ². Under noise of r times the gradient a step
+gains less by a factor near c r, c = ‖g‖₁/(√d ‖g‖), and moves weights at random as far as before.
+The first asks for a higher rate, the second for a lower one. No factor made of r and c fits:
+docs/findings/learning_rates.md.
 """
 
 from __future__ import annotations
@@ -19,144 +21,119 @@ from .config import setting
 
 logger = logging.get_logger(__name__)
 
-_NORMALIZING = ("adafactor", "rmsprop", "adagrad", "lamb", "lars", "lion", "sophia")
-"""Optimizers whose steps are shorter under noise, beside Adam's kind."""
+_NORMALIZING = (
+    "adam", "adafactor", "adagrad", "adalomo", "apollo", "lamb", "lars", "lion", "muon", "rmsprop",
+    "sophia",
+)  # fmt: skip
+"""Parts of names of optimizers that divide steps by the size of what they get."""
+_LEAST_RATIO = 1.0
+"""Noise below the gradient's own size changes steps by less than the grid of rates to try."""
 
 
-def rate_factor(defense: Defense) -> float | None:
-    """√(1 + r²), or `None` if settings do not say r.
-
-    Only `relative_scale` says it: the same on all ranks, before anything is trained, and telling
-    nothing of a gradient.
-
-    Example:
-        >>> round(rate_factor(make_defense("gaussian_noise", relative_scale=20.0)), 3)
-        20.025
-        >>> rate_factor(make_defense("pruning"))
-        1.0
-        >>> rate_factor(make_defense("gaussian_noise", scale=1e-3))
-    """
-    ratio = defense.facts.noise_ratio
-    return None if ratio is None else math.sqrt(1 + ratio**2)
-
-
-class RatesFollowNoise(TrainerCallback):
-    """When a training begins: whoever made its optimizer, and whatever a checkpoint brought, it has
-    the rates of the noise of this training.
+class LearningRateNotice(TrainerCallback):
+    """Says, when a training begins, what this noise does to the optimizer's steps.
 
     Args:
         defense: Gives that of the messages.
-        users_optimizer: The optimizer that the Trainer was passed as `optimizers=`, if any: its
-            rates stay.
+        processes: How many share messages.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
-        >>> noise = make_defense("gaussian_noise", relative_scale=3.0)
+        >>> notice = LearningRateNotice(lambda: make_defense("gaussian_noise", relative_scale=20.0))
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        >>> schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-        >>> args, follow = GradGuardConfig("out"), RatesFollowNoise(lambda: noise, None)
-        >>> follow.on_train_begin(args, optimizer=optimizer, lr_scheduler=schedule)
-        >>> [round(rate / 1e-4, 3) for rate in schedule.base_lrs]
-        [3.162]
+        >>> notice.on_train_begin(GradGuardConfig("out"), optimizer=optimizer)
+        >>> optimizer.param_groups[0]["lr"]
+        0.0001
     """
 
-    def __init__(
-        self, defense: Callable[[], Defense], users_optimizer: torch.optim.Optimizer | None
-    ) -> None:
-        self._defense, self._users_optimizer = defense, users_optimizer
+    def __init__(self, defense: Callable[[], Defense], processes: int = 1) -> None:
+        self._defense, self._processes = defense, processes
 
     def on_train_begin(
-        self, args: TrainingArguments, *_: Any, optimizer: Any, lr_scheduler: Any, **kwargs: Any
+        self, args: TrainingArguments, *_: Any, optimizer: Any, **kwargs: Any
     ) -> None:
-        """Multiply rates, and what the scheduler remembers of them."""
+        """Log it, on rank 0."""
         plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-        changes = scale_learning_rate(plain, self._defense(), args, plain is self._users_optimizer)
-        scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)
-        _scale_schedule(scheduler, changes)
+        messages = (
+            self._processes
+            * setting(args, "clients_per_process")
+            * args.gradient_accumulation_steps
+        )
+        if args.process_index == 0 and (
+            notice := rate_notice(plain, self._defense(), messages, args.max_grad_norm)
+        ):
+            logger.warning_once(notice)
 
 
-def scale_learning_rate(
-    optimizer: torch.optim.Optimizer,
-    defense: Defense,
-    args: TrainingArguments,
-    is_given: bool = False,
-) -> list[float]:
-    """Raise the rates of an optimizer of Adam's kind that the Trainer made; say so once.
+def rate_notice(
+    optimizer: torch.optim.Optimizer, defense: Defense, messages: int, max_grad_norm: float | None
+) -> str | None:
+    """What noise does to the optimizer's steps, and how to find a rate; `None` where it does
+    little, or nothing that is known.
 
     Args:
-        optimizer: Its groups remember the factor, also in checkpoints, so that another training
-            under another defense changes it.
-        defense: Of the messages.
-        args: `scale_learning_rate=False` leaves rates alone.
-        is_given: Whether the Trainer was passed it. Then it is left alone.
-
-    Returns:
-        What the rate of each group was multiplied with.
+        optimizer: As it will be used. Its rates stay.
+        defense: Of each message.
+        messages: How many a step averages, each with noise of its own.
+        max_grad_norm: To which the average is clipped; 0 or `None`: it is not.
 
     Example:
-        >>> from hf_gradguard import GradGuardConfig
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        >>> noise = make_defense("gaussian_noise", relative_scale=3.0)
-        >>> _ = scale_learning_rate(optimizer, noise, GradGuardConfig("out"))
-        >>> round(optimizer.param_groups[0]["lr"] / 1e-4, 3)
-        3.162
+        >>> noise = make_defense("gaussian_noise", relative_scale=20.0)
+        >>> print(rate_notice(optimizer, noise, messages=4, max_grad_norm=1.0))
+        The learning rate stays 0.0001. Under noise of 10 times the gradient ...
+        >>> rate_notice(optimizer, make_defense("pruning"), messages=1, max_grad_norm=1.0)
     """
-    unchanged = [1.0] * len(optimizer.param_groups)
-    if "adam" not in type(optimizer).__name__.lower():
-        _warn_of_others(type(optimizer).__name__, defense)
-        return unchanged
-    factor = rate_factor(defense) if setting(args, "scale_learning_rate") else 1.0
-    if factor is None:
-        logger.warning_once(
-            "The learning rate stays as it is: how large this noise is beside the gradient depends "
-            "on the gradient. Adam's steps will be √(1 + r²) times shorter under noise of r times "
-            f"the gradient. {_OUT[getattr(defense, 'per_sample', False)]}"
+    ratio = defense.facts.noise_ratio
+    kind, rate = type(optimizer).__name__, optimizer.param_groups[0]["lr"]
+    rate = optimizer.param_groups[0].get("initial_lr", rate)  # before a schedule's warm-up
+    normalizes = any(name in kind.lower() for name in _NORMALIZING)
+    if ratio is None:
+        return None if not normalizes else _UNKNOWN.format(rate=f"{rate:.3g}", kind=kind)
+    averaged = ratio / math.sqrt(messages)
+    if averaged < _LEAST_RATIO:
+        return None
+    about = f"noise of {averaged:.3g} times the gradient"
+    about += f" in the mean of {messages} messages" * (messages > 1)
+    if normalizes:
+        tried = ", ".join(f"{rate * factor:.2g}" for factor in (1, 2, 4, 8))
+        return _NORMALIZED.format(
+            rate=f"{rate:.3g}", about=about, kind=kind, tried=tried, defense=defense.name, r=ratio
         )
-    elif factor > 1 and is_given:
-        logger.warning_once(
-            "The optimizer was passed as optimizers=, so its learning rate stays as it is. Under "
-            f"this noise Adam's steps are {factor:.3g} times shorter: choose the rate for that."
-        )
-    elif factor > 1:
-        logger.warning_once(
-            f"learning_rate counts {factor:.3g} times ({args.learning_rate * factor:.3g}): Adam "
-            "divides its steps by as much under this noise. scale_learning_rate=False leaves it "
-            "alone."
-        )
-    if is_given:
-        return unchanged
-    changes = []
-    for group in optimizer.param_groups:
-        new_factor = factor or 1.0
-        changes.append(new_factor / group.get(_FACTOR, 1.0))
-        group[_FACTOR] = new_factor
-        for name in {"lr", "initial_lr"} & group.keys():
-            group[name] *= changes[-1]
-    return changes
+    if max_grad_norm:
+        return _CLIPPED.format(about=about, norm=max_grad_norm, factor=math.hypot(1, averaged))
+    return None
 
 
-def _warn_of_others(kind: str, defense: Defense) -> None:
-    """Say that the rate of an optimizer of another kind stays, if noise makes its steps shorter."""
-    if any(name in kind.lower() for name in _NORMALIZING) and rate_factor(defense) != 1:
-        logger.warning_once(
-            f"The learning rate stays as it is: {kind} divides its steps by the size of what it "
-            "gets, as Adam does, but no factor for it is known. Under noise its steps are shorter: "
-            "choose the rate by trying."
-        )
+def warn_of_noise(defense: Defense) -> None:
+    """The same for a loop, whose optimizer is not known.
+
+    Example:
+        >>> warn_of_noise(make_defense("gaussian_noise", relative_scale=20.0))
+    """
+    ratio = defense.facts.noise_ratio
+    if ratio is not None and ratio >= _LEAST_RATIO:
+        logger.warning_once(_IN_A_LOOP.format(ratio=ratio))
 
 
-def _scale_schedule(scheduler: Any, changes: list[float]) -> None:
-    """Multiply what a scheduler remembers of the groups' rates, and those that it is made of."""
-    for name in {"base_lrs", "_last_lr"} & vars(scheduler).keys():
-        rates = getattr(scheduler, name)
-        setattr(scheduler, name, [rate * by for rate, by in zip(rates, changes, strict=True)])
-    for inner in getattr(scheduler, "_schedulers", ()):
-        _scale_schedule(inner, changes)
-
-
-_FACTOR = "gradguard_noise_factor"
-_OUT = {
-    False: "State the noise as relative_scale, or choose the rate by trying.",
-    True: "Choose the rate by trying.",
-}
-"""What to do where the ratio is not known, without and with clipping by samples."""
+_NORMALIZED = (
+    "The learning rate stays {rate}. Under {about} {kind}'s steps are mostly noise, and no factor "
+    "suits all tasks: in six, the best rate was 1 to 8 times that without noise. Try {tried}: "
+    "gradguard recommend --defense {defense}:relative_scale={r:g} --learning_rate {rate} tries "
+    "them on your model and data."
+)
+_CLIPPED = (
+    "max_grad_norm={norm:g} counts noise: under {about} a message is {factor:.3g} times as long, "
+    "so clipping shortens what it says of the gradient by up to as much. Set max_grad_norm=0, or "
+    "{factor:.3g} times as large."
+)
+_IN_A_LOOP = (
+    "protect() changes no learning rate. Under noise of {ratio:g} times the gradient in each "
+    "message, steps of optimizers such as AdamW are mostly noise, and no factor suits all tasks: "
+    "in six, the best rate was 1 to 8 times that without noise. Gradient clipping counts the noise."
+)
+_UNKNOWN = (
+    "The learning rate stays {rate}. Under noise {kind}'s steps are mostly noise where that is "
+    "larger than the gradient, which settings do not say here. Try rates of 1 to 8 times that "
+    "without noise: gradguard recommend does."
+)

@@ -24,6 +24,7 @@ from .exchange.average import SecureSum, average
 from .guards.batch_statistics import warn_of_statistics
 from .guards.checks import check_accelerator, check_loader, check_model
 from .guards.watch import AgreedTables, BufferGuard, RowGuard
+from .learning_rate import warn_of_noise
 from .message import RandomStreams, private_draws
 
 if TYPE_CHECKING:
@@ -191,6 +192,7 @@ class _Loop:
             )
         if defense is not self._prepared:
             defense.prepare(module)
+            warn_of_noise(defense)
             self._prepared = defense
         return defense
 

@@ -103,7 +103,7 @@ class Client:
             self._scratch.name, defense=cell["defense"], defense_kwargs=cell["strength"],
             learning_rate=cell["learning_rate"], max_steps=cell["steps"], warmup_steps=0.1,
             per_device_train_batch_size=cell["batch"], seed=cell["seed"],
-            noise_seed=cell["seed"], scale_learning_rate=False, save_strategy="no",
+            noise_seed=cell["seed"], save_strategy="no",
             logging_steps=cell["steps"], report_to="none", disable_tqdm=True,
         )  # fmt: skip
         return GradGuardTrainer(

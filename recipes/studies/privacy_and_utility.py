@@ -259,7 +259,7 @@ LAUNCH = shlex.split(
 )
 FLAGS = shlex.split(
     "--learning_rate 5e-5 --warmup_steps 0.1 --per_device_train_batch_size 16 --num_ranks 2 "
-    "--use_cpu --scale_learning_rate False"
+    "--use_cpu"
 )
 UNDEFENDED = {"defense/relative_error": 0.0, "defense/cosine": 1.0}  # metrics of no defense
 

@@ -28,7 +28,7 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "evaluation": tuple(
         {"eval_strategy": "steps", "eval_steps": 2, "evaluated": n} for n in LENGTHS
     ),
-    "noise": tuple({"defense_kwargs": {"relative_scale": scale}} for scale in (1.0, 3.0)),
+    "optimizer": tuple({"given_rate": rate} for rate in (1e-3, 2e-3)),
     "lengths, max_steps": ({"rows": 16}, {"rows": 24}),
     "lengths, max_steps, accumulated": tuple(
         {"rows": n, "gradient_accumulation_steps": 2, "logging_steps": 2} for n in LENGTHS
@@ -38,7 +38,9 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def begun(folder: Path, rows_: int = 16, evaluated: int = 8, **more: Any) -> dict[str, Any]:
+def begun(
+    folder: Path, rows_: int = 16, evaluated: int = 8, given_rate: float | None = None, **more: Any
+) -> dict[str, Any]:
     """Steps, final weights, and why there are none."""
     settings = {"max_steps": 7, "per_device_train_batch_size": 4, **more}
     args = GradGuardConfig(
@@ -46,9 +48,13 @@ def begun(folder: Path, rows_: int = 16, evaluated: int = 8, **more: Any) -> dic
         save_strategy="no", defense="gaussian_noise", **settings,
     )  # fmt: skip
     model, data = make_model("bert", dropout=0.0), rows("bert", max(rows_, evaluated))
+    optimizer = None
+    if given_rate is not None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=given_rate)
     trainer = GradGuardTrainer(
-        model, args, train_dataset=data[:rows_], eval_dataset=data[:evaluated]
-    )
+        model, args, train_dataset=data[:rows_], eval_dataset=data[:evaluated],
+        optimizers=(optimizer, None),
+    )  # fmt: skip
     try:
         trainer.train()
     except ValueError as error:

@@ -19,9 +19,9 @@ REFUSED = {
     "logging_steps": "logging_steps",
     "learning_rate": "learning_rate",
     "evaluation": ROWS,
-    "noise": OPTIMIZER,
+    "optimizer": OPTIMIZER,
 }
-WAYS_OUT = {STEPS: "the same max_steps", ROWS: "the same length", OPTIMIZER: "scale_learning_rate"}
+WAYS_OUT = {STEPS: "the same max_steps", ROWS: "the same length"}
 WAYS_OUT[BATCHES] = "by steps, not by epochs"
 Reports = list[dict[str, Any]]
 

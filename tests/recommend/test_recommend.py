@@ -89,10 +89,10 @@ def test_membership_inference_is_reported_and_decides_nothing(found: tuple[Path,
     assert "| members identified |" in (found[0] / "recommend.md").read_text()
 
 
-def test_rates_follow_noise(found: tuple[Path, Choice]) -> None:
+def test_rates_behind_noise_are_higher(found: tuple[Path, Choice]) -> None:
     plain, noise, _ = found[1].outcomes
     assert plain.learning_rate in (1e-4, 2e-4, 4e-4)
-    assert min(abs(noise.learning_rate / 20.025 / r - 1) for r in (1e-4, 2e-4, 4e-4)) < 1e-3
+    assert noise.learning_rate in (2e-4, 4e-4, 8e-4)
 
 
 def test_what_is_recommended_can_be_trained(found: tuple[Path, Choice], tmp_path: Path) -> None:

@@ -230,8 +230,6 @@ def _ways_out(names: set[str]) -> str:
         )
     if ROWS in names:
         advice.append("Evaluate on data of the same length on every rank.")
-    if OPTIMIZER in names:
-        advice.append("Rates follow noise: scale_learning_rate=False leaves them alone.")
     return " ".join(advice)
 
 
