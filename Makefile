@@ -11,9 +11,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RANKS := --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no
-DEMO := none refiner optimal_noise optimal_pruning
+DEMO := none gradient_sketch optimal_noise optimal_pruning
 none_SETTINGS := {}
-refiner_SETTINGS := {}
+gradient_sketch_SETTINGS := {}
 optimal_noise_SETTINGS := {"relative_scale": 5}
 optimal_pruning_SETTINGS := {}
 # Bytecode is written, or every process that a test starts compiles all anew.
@@ -35,7 +35,7 @@ install: .venv/installed
 demo: $(DEMO:%=demo-%)
 	@$(BIN)/python recipes/compare.py $(DEMO:%=runs/demo/%/metrics.json)
 	@$(OFFLINE) $(BIN)/gradguard audit --model runs/demo/none --dataset hf_gradguard/data/sentiment/train.tsv \
-		--defense refiner --defense optimal_noise:relative_scale=5 --defense optimal_pruning \
+		--defense gradient_sketch --defense optimal_noise:relative_scale=5 --defense optimal_pruning \
 		--attack span --samples 8 --metrics $(DEMO:%=runs/demo/%/metrics.json) --output runs/demo/audit
 
 demo-%: install

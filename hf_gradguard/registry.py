@@ -272,7 +272,12 @@ DEFENSES: Registry[Any] = Registry(
         "optimal_pruning": "hf_gradguard.defenses.pruning:OptimalPruning",
         "quantization": "hf_gradguard.defenses.quantization:Quantization",
         "soteria": "hf_gradguard.defenses.soteria:Soteria",
+        "gradient_sketch": "hf_gradguard.defenses.sketch:GradientSketch",
         "refiner": "hf_gradguard.defenses.refiner.defense:Refiner",
+        "refiner_published": "hf_gradguard.defenses.refiner.defense:RefinerPublished",
+        "optimal_noise_published": "hf_gradguard.defenses.noise:OptimalNoisePublished",
+        "optimal_pruning_published": "hf_gradguard.defenses.pruning:OptimalPruningPublished",
+        "optimal_dp_sgd_published": "hf_gradguard.defenses.dp:OptimalDPSGDPublished",
     },
     refused={
         "error_feedback": "it shares the true gradient, or that with independent noise, which "

@@ -45,10 +45,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "optimal_pruning": {"ratio": 0.5},
     "quantization": {"bits": 4, "stochastic": True},
     "soteria": {"ratio": 0.5},
+    "gradient_sketch": {},
     "refiner": {},
-    "refiner as published": {"objective": "weighted", "iterations": 2},
+    "refiner_published": {"iterations": 2},
 }
-PUBLISHED = "refiner as published"
+PUBLISHED = "refiner_published"
 TASKS = ["bert", "gpt2_lm", "vit"]
 TOKENIZER = word_tokenizer([f"w{i}" for i in range(20)])
 TEXTS = [[4, 9, 13, 7, 21], [22, 5, 17], [6, 6, 11, 19], [8, 20, 15, 10, 12]]

@@ -40,7 +40,8 @@ class Chain(Defense):
     def __post_init__(self) -> None:
         if self.second.facts.replaces_gradient and not self.first.facts.is_exact:
             name = self.second.name
-            fits = " (objective='cosine' fits what it is given.)" if name == "refiner" else ""
+            is_refiner = name.startswith("refiner")
+            fits = " (refiner and gradient_sketch fit what they are given.)" if is_refiner else ""
             raise ValueError(
                 f"{name} shares a gradient of the client's own data, so what {self.first.name} did "
                 f"to it would be gone. Put {name} first.{fits}"

@@ -22,6 +22,7 @@ from .base import DefenseFacts, is_number
 from .mechanism import Mechanism
 from .message import Message, cast_like, first_not_finite, norm, true_gradient
 from .noise import STRENGTHS, NoiseDefense, OptimalNoise, add_noise
+from .sensitivity import PUBLISHED_SMALLEST, ShapedBy
 from .strength import UsualPower
 
 
@@ -265,6 +266,30 @@ class OptimalDPSGD(OptimalNoise):
 
     def _is_within(self, g: Tensor) -> Tensor:
         return g.abs() < self.clip
+
+
+@dataclass
+class OptimalDPSGDPublished(OptimalDPSGD):
+    """Optimal DP-SGD to the letter of its paper: every coordinate is clipped to ±1, then noise of
+    this very batch's shape, Σ_ii = λ s_i / max(|g_i|, 1e-6), and none where a coordinate was
+    clipped; s from k = 10 random directions.
+
+    The paper names no λ. Its strength is that of `optimal_noise` unless you give another. It is no
+    differential privacy: no ε follows from it.
+
+    Reference: Chen, Gürsoy, Lei, first version (2024), Theorem 3, Appendix B.
+
+    Example:
+        >>> make_defense("optimal_dp_sgd_published", relative_scale=5.0).clip
+        1.0
+    """
+
+    name: ClassVar[str] = "optimal_dp_sgd_published"
+    facts = OptimalDPSGD.facts
+    smallest_gradient: ClassVar[float] = PUBLISHED_SMALLEST
+    shape: ShapedBy = "own"
+    num_probes: int | None = 10
+    strength: Literal["own", "transcript"] = "own"
 
 
 def _infinite_where_clipped(gradient: Tensors, variance: Tensors, clip: float) -> Tensors:

@@ -40,7 +40,9 @@ from .message import (
     true_gradient,
 )
 from .sensitivity import (
+    PUBLISHED_SMALLEST,
     SensitivityDefense,
+    ShapedBy,
     capped,
     sensitivity_ratio,
 )
@@ -311,7 +313,9 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         is_empty = isinstance(gmap, ZeroGradient)
         if self.shape == "own" and not is_empty:
             own_ratio = gmap.restrict(
-                sensitivity_ratio(*self.own_sensitivity(gmap, gradient, generator))
+                sensitivity_ratio(
+                    *self.own_sensitivity(gmap, gradient, generator), self.smallest_gradient
+                )
             )
             own_ratio = capped(self.bare_where_clipped(own_ratio, gradient))
             return own_ratio, shape_trace(gmap, gradient, own_ratio, self)
@@ -336,6 +340,30 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
 
         # The power that is lifted off is as much as what is spread.
         return OnDemand(gradient, lifted, shape_sum), 0.0
+
+
+@dataclass
+class OptimalNoisePublished(OptimalNoise):
+    """Optimal noise to the letter of its paper: Σ_ii = λ s_i / max(|g_i|, 1e-6) of this very batch,
+    s from k = 10 random directions, and no noise where s_i = 0.
+
+    The paper names no λ. Its strength is that of `optimal_noise` unless you give another. The shape
+    follows the batch, and attackers see it: `optimal_noise` has a public one.
+
+    Reference: Chen, Gürsoy, Lei (2025), Theorem 3.5, Eq. 7, Algorithm 1, Appendix C. (Algorithm 1
+    prints s_i squared; the theorem, its proof and the authors' code have it plain.)
+
+    Example:
+        >>> make_defense("optimal_noise_published", relative_scale=5.0).shape
+        'own'
+    """
+
+    name: ClassVar[str] = "optimal_noise_published"
+    facts = OptimalNoise.facts
+    smallest_gradient: ClassVar[float] = PUBLISHED_SMALLEST
+    shape: ShapedBy = "own"
+    num_probes: int | None = 10
+    strength: Literal["own", "transcript"] = "own"
 
 
 def add_noise(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -245,6 +245,8 @@ FIRST_BATCHES = 4
 REFRESH_EVERY = 10
 """Messages from one that averages are fed at to the next, unless set."""
 SMALLEST_GRADIENT = 1e-8
+PUBLISHED_SMALLEST = 1e-6
+"""c of the paper's experiments."""
 LARGEST_RATIO = 1e6
 _BY_TENSOR = "with granularity='layer' it takes norms of whole tensors. Leave granularity out."
 
@@ -274,6 +276,7 @@ class SensitivityDefense(Defense):
         True
     """
 
+    smallest_gradient: ClassVar[float] = SMALLEST_GRADIENT
     shape: ShapedBy = "public"
     num_probes: int | None = None
     granularity: Granularity = "parameter"
@@ -439,11 +442,11 @@ def _check_squares(squares: Tensors, shards: Shards | None) -> None:
         )
 
 
-def sensitivity_ratio(sensitivity: Tensors, magnitude: Tensors) -> Tensors:
-    """s_i/|g_i| with |g_i| held above 1e-8, so that no vanishing g_i takes all the noise."""
-    return {
-        name: s / magnitude[name].clamp(min=SMALLEST_GRADIENT) for name, s in sensitivity.items()
-    }
+def sensitivity_ratio(
+    sensitivity: Tensors, magnitude: Tensors, smallest: float = SMALLEST_GRADIENT
+) -> Tensors:
+    """s_i/|g_i| with |g_i| not below `smallest`, so that no vanishing g_i takes all the noise."""
+    return {name: s / magnitude[name].clamp(min=smallest) for name, s in sensitivity.items()}
 
 
 def capped(ratio: Tensors) -> Tensors:

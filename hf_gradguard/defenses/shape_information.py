@@ -10,7 +10,7 @@ from torch import Tensor
 from ..gradient_map import GradientMap, Tensors, by_differences
 from ..gradient_map.types import Shards
 from .message import OnDemand, cast_like, power, total
-from .sensitivity import LARGEST_RATIO, SMALLEST_GRADIENT
+from .sensitivity import LARGEST_RATIO
 
 
 def shape_trace(gmap: GradientMap, gradient: Tensors, weight: Tensors, noise: Any) -> float:
@@ -42,7 +42,7 @@ def shape_trace(gmap: GradientMap, gradient: Tensors, weight: Tensors, noise: An
         return _bound(gradient, weight, follows, noise, gmap.shards)
     own_part = float(power(OnDemand(follows, lambda name: follows[name].double()), None))
     inverse = {
-        name: (1 / g).where((follows[name] > 0) & (g.abs() >= SMALLEST_GRADIENT), 0)
+        name: (1 / g).where((follows[name] > 0) & (g.abs() >= noise.smallest_gradient), 0)
         for name, g in gradient.items()
     }
     if noise.utility_budget is not None:

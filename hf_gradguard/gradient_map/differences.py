@@ -18,65 +18,11 @@ from .layers import Pass
 from .map import GradientMap, View
 from .sensitivity import TOLERANCE, keep, plan_of, split_layers, step_size
 from .types import Tensors
-from .vectorized import RunWithin
 
 REACH = 0.3
 """How far Jδ goes at most, in square roots of the type's precision, of the parameters' norm."""
 BEND = 8.0
 """How much it changes the slope at least, where that is known, in the same and of its norm."""
-
-
-def vjp_by_difference(gmap: GradientMap, x: Tensor, delta: Tensors) -> Tensor:
-    """J δ at an input, from two passes that need no gradients of weights (4/3 plain gradients).
-
-    Off by about the precision to the power of 2/3 (float32: 0.01 %) where the loss is smooth.
-
-    Args:
-        gmap: The map; its model is not written to.
-        x: The input, in the shape of the map's.
-        delta: One tensor for every shared parameter, or for some.
-
-    Returns:
-        A tensor in the shape of `x`.
-
-    Example:
-        >>> delta = gmap.gradient()
-        >>> product, exact = vjp_by_difference(gmap, gmap.input, delta), gmap.vjp(delta)
-        >>> bool((product - exact).norm() < 0.01 * exact.norm())
-        True
-    """
-    parameters = {name: gmap.parameters[name].detach() for name in delta}
-    sizes = [_size(parameters), _size(delta)]
-    if not sizes[1]:
-        return torch.zeros_like(x)
-    # Where rounding and the third derivative weigh alike, for a loss and parameters of one scale;
-    # networks bend sooner than that in single precision.
-    relative = min(torch.finfo(x.dtype).eps ** (1 / 3), 1.5e-4)
-    step = relative * (sizes[0] or 1.0) / sizes[1]
-    ends = [
-        _slope(gmap, x, {n: p + sign * step * delta[n] for n, p in parameters.items()})
-        for sign in (1, -1)
-    ]
-    return (ends[0] - ends[1]) / (2 * step)
-
-
-def _slope(gmap: GradientMap, x: Tensor, parameters: Tensors) -> Tensor:
-    """∇_x L at other parameters."""
-    x = x.detach().requires_grad_()
-
-    def slope() -> Tensor:
-        # Where the parameters are still the others: under checkpointing layers run again here.
-        # A loss that does not use the input, as where LayerDrop drops all layers, has slope 0.
-        loss = gmap.evaluate(x)
-        if not loss.requires_grad:
-            return torch.zeros_like(x)
-        (input_slope,) = torch.autograd.grad(loss, x, allow_unused=True, materialize_grads=True)
-        return input_slope
-
-    with gmap.replay.run(), gmap.replay.full_precision():
-        values = {f"model.{name}": p.to(x.device) for name, p in parameters.items()}
-        input_slope: Tensor = torch.func.functional_call(RunWithin(gmap.model), values, (slope,))
-    return input_slope
 
 
 def by_differences(gmap: GradientMap) -> DifferencedMap | None:
@@ -134,7 +80,7 @@ class DifferencedMap(View):
         start = Pass.evaluate(self.base, self.input, layers) if layers else Pass({})
         if start.slope is None:
             weights = {name: p.detach() for name, p in self.parameters.items()}
-            start.slope = _slope(self.base, self.input, weights)
+            start.slope = self.base.slope_with(weights, self.input)
         return start
 
     @cached_property
@@ -204,7 +150,7 @@ class DifferencedMap(View):
             name: torch.add(weight := self.parameters[name].detach(), tensor.to(weight), alpha=step)
             for name, tensor in delta.items()
         }
-        shifted_slope = _slope(self.base, self.input, moved)
+        shifted_slope = self.base.slope_with(moved, self.input)
         assert self.start.slope is not None
         return shifted_slope.sub_(self.start.slope)
 

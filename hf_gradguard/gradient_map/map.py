@@ -22,7 +22,7 @@ from .domain import Domain
 from .inputs import ContinuousInput, find_input, model_loss
 from .jacobian import Jacobian
 from .parameters import check_sharding, find_tables, shared_parameters
-from .replay import Replay, differentiate
+from .replay import Replay, RunWithin, differentiate
 from .sensitivity import Method, estimate_squares
 from .types import Batch, LossFunction, Shards, Tensors
 from .vectorized import Candidates, Factors
@@ -152,6 +152,26 @@ class GradientMap:
             entries: Entries of the batch to put in the place of its own.
         """
         return self._run({**self._batch, **(entries or {})}, x)[1]
+
+    def slope_with(self, parameters: Tensors, x: Tensor) -> Tensor:
+        """∇_x L at an input, with other values of parameters; the model is not written to."""
+        x = x.detach().requires_grad_()
+
+        def slope() -> Tensor:
+            # Where the parameters are still the others: under checkpointing layers run again here.
+            # A loss that does not use the input, as where LayerDrop drops all layers, has slope 0.
+            loss = self.evaluate(x)
+            if not loss.requires_grad:
+                return torch.zeros_like(x)
+            (input_slope,) = torch.autograd.grad(loss, x, allow_unused=True, materialize_grads=True)
+            return input_slope
+
+        with self.replay.run(), self.replay.full_precision():
+            values = {f"model.{name}": p.to(x.device) for name, p in parameters.items()}
+            input_slope: Tensor = torch.func.functional_call(
+                RunWithin(self.model), values, (slope,)
+            )
+        return input_slope
 
     def _run(self, batch: Batch, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The input as it entered the graph, empty if nothing asks for it, and the loss."""

@@ -184,8 +184,9 @@ def random_labels(
 
 NOT_SYNTHETIC = (
     "Random inputs with {} cannot be made up, so noise and pruning have no public shape, and "
-    "Refiner no samples. Choose shape='past', averages over the client's earlier batches, or "
-    "shape='own'; in place of Refiner another defense, or its objective='weighted'."
+    "gradient_sketch and refiner no samples. Choose shape='past', averages over the client's "
+    "earlier batches, or shape='own'; in place of made-up samples noise, or refiner with "
+    "objective='weighted'."
 )
 
 

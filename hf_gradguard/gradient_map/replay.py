@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -262,6 +262,19 @@ def devices_that_draw(model: nn.Module) -> list[int]:
         []
     """
     return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+
+
+class RunWithin(nn.Module):
+    """A module whose forward pass is a function that runs `model`: what `functional_call` needs to
+    swap its parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[[], Tensor]) -> Tensor:
+        return run()
 
 
 def differentiate(

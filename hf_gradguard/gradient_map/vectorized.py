@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from .inputs import model_loss
-from .replay import Replay, differentiate, draws_kept, hooked, seed_draws
+from .replay import Replay, RunWithin, differentiate, draws_kept, hooked, seed_draws
 from .types import ClientMap, Tensors
 
 GradientFunction = Callable[[Mapping[str, "Tensor | Factors"], "Tensors"], Tensor]
@@ -110,19 +110,6 @@ class Candidates:
         with torch.no_grad(), gmap.replay.draws(), gmap.replay.kernels():
             (slopes, entry_slopes), values = vectorized(xs.detach(), free, fixed, extras)
         return values, slopes, entry_slopes
-
-
-class RunWithin(nn.Module):
-    """A module whose forward pass is a function that runs `model`: what `functional_call` needs to
-    swap its parameters.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, run: Callable[[], Tensor]) -> Tensor:
-        return run()
 
 
 def _linear_calls(gmap: ClientMap) -> tuple[Tensors, dict[str, nn.Module]]:

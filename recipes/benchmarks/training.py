@@ -55,6 +55,7 @@ DEFENSES: list[tuple[str, dict]] = [
     ("pruning", {}),
     ("optimal_pruning", {}),
     ("quantization", {}),
+    ("gradient_sketch", {}),
     ("refiner", {}),
 ]
 

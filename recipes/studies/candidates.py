@@ -78,7 +78,7 @@ class CandidateStudy(Study):
 
     def defense(self, cell: Mapping[str, Any], strength: Mapping[str, Any]) -> Defense:
         network = {}
-        if cell["defense"] == "refiner" and "alpha" in strength:  # the published form
+        if cell["defense"] == "refiner":  # its weighted form
             network = {"evaluation_network": self.network(cell["layers"], cell["network_steps"])}
         defense = make_defense(cell["defense"], **strength, **network)
         defense.prepare(self.model_of(cell), self.tokenizer)
@@ -237,8 +237,10 @@ class Thousand(CandidateStudy):
     """
 
     ARGUMENTS = CandidateStudy.ARGUMENTS | Study.ALL
-    # Refiner's default, which sends a first message
-    DEFENSES = DEFENSES | {"refiner": [{"min_batches": 1}, {"alpha": 0.3}, {"alpha": 0.9}]}
+    DEFENSES = DEFENSES | {
+        "gradient_sketch": [{"min_batches": 1}],  # which sends a first message
+        "refiner": [{"alpha": 0.3}, {"alpha": 0.9}],
+    }
     FIRST_SHOWN = ("none", "gaussian_noise", "optimal_noise", "pruning", "optimal_pruning",
              "quantization")  # fmt: skip
     MESSAGES = {16: 1, 1: 3, 4: 1}

@@ -252,8 +252,8 @@ class Corpora(TextStudy):
     ROWS: list[plan.Row] = [
         plan.NONE,
         *plan.noises(20.0),
-        *plan.refiners(4, 16),
-        *plan.refiners(4, min_batches=8),
+        *plan.sketches(4, 16),
+        *plan.sketches(4, min_batches=8),
     ]
 
     def cells(self) -> dict:

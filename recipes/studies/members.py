@@ -56,7 +56,7 @@ ROWS: dict[str, dict] = {
     "pruning ratio=0.99 error_feedback=True": _training(
         "pruning", 2e-3, ratio=0.99, error_feedback=True
     ),
-    "refiner": _training("refiner", 2e-3),
+    "gradient_sketch": _training("gradient_sketch", 2e-3),
     "dp_sgd per_sample=True clip=1 noise_multiplier=0.5": _training(
         "dp_sgd", 4e-3, per_sample=True, clip=1.0, noise_multiplier=0.5
     ),

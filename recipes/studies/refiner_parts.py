@@ -1,4 +1,4 @@
-"""Refiner part by part: what each of it gives, and what a warm start does."""
+"""Sketch and Refiner part by part: what each gives, and what a warm start does."""
 
 import functools
 from typing import Any, NamedTuple
@@ -34,21 +34,21 @@ class PartRow(NamedTuple):
 
 PART_ROWS = {  # the most telling first
     "none": PartRow("none", {}, (2e-4,)),
-    "4 samples": PartRow("refiner", {"samples": 4}),
-    "16 samples": PartRow("refiner", {"samples": 16}),
-    "16, without feedback": PartRow("refiner", {"samples": 16, "error_feedback": False}),
-    "16, a factor a sample": PartRow("refiner", {"samples": 16, "factors": "sample"}),
-    "16, one factor": PartRow("refiner", {"samples": 16, "factors": "message"}),
+    "4 samples": PartRow("gradient_sketch", {"samples": 4}),
+    "16 samples": PartRow("gradient_sketch", {"samples": 16}),
+    "16, without feedback": PartRow("gradient_sketch", {"samples": 16, "error_feedback": False}),
+    "16, a factor a sample": PartRow("gradient_sketch", {"samples": 16, "factors": "sample"}),
+    "16, one factor": PartRow("gradient_sketch", {"samples": 16, "factors": "message"}),
     "16, a factor a sample, 2 steps": PartRow("refiner", {"samples": 16, "iterations": 2}),
     "none, 300 messages": PartRow("none", {}, (2e-4,), 300),
-    "4 samples, 300 messages": PartRow("refiner", {"samples": 4}, (1e-4,), 300),
-    "16 samples, 300 messages": PartRow("refiner", {"samples": 16}, (2e-4,), 300),
+    "4 samples, 300 messages": PartRow("gradient_sketch", {"samples": 4}, (1e-4,), 300),
+    "16 samples, 300 messages": PartRow("gradient_sketch", {"samples": 16}, (2e-4,), 300),
 }
 
 
 class RefinerParts(Study):
-    """Refiner of 4 and 16 texts, and what each part of it gives: one is left out, or done
-    otherwise.
+    """Sketches of 4 and 16 texts, and what each part gives: one is left out, or done otherwise, as
+    where samples are refined.
 
     Conditions and figures: docs/findings/synthetic.md.
     """

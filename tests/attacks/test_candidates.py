@@ -521,8 +521,8 @@ def test_what_earlier_messages_left_out_together_is_each_by_itself() -> None:
     model, _ = make_task("bert")
     list_ = texts(8, length=5)
     observations = []
-    for name in ("pruning", "refiner"):
-        settings = {"pruning": {"ratio": 0.5}, "refiner": {"samples": 16}}[name]
+    for name in ("pruning", "gradient_sketch"):
+        settings = {"pruning": {"ratio": 0.5}, "gradient_sketch": {"samples": 16}}[name]
         for members, labels in (([0, 1], [1, 0]), ([2, 3, 4], [1, 1, 0])):
             defense = make_defense(name, error_feedback=True, min_batches=1, **settings)
             defense.prepare(model, None)
@@ -586,12 +586,12 @@ def test_a_text_may_have_been_cut_to_the_known_length() -> None:
     assert found.scores[2] == found.scores.min()
 
 
-@pytest.mark.parametrize("name", ["gaussian_noise", "refiner"])
+@pytest.mark.parametrize("name", ["gaussian_noise", "gradient_sketch"])
 def test_single_texts_of_other_lengths_together_are_each_by_itself(name: str) -> None:
     """Each is compared with what its length allows, and with all of that."""
     settings = {
         "gaussian_noise": {"relative_scale": 1.0},
-        "refiner": {"samples": 16, "min_batches": 1},
+        "gradient_sketch": {"samples": 16, "min_batches": 1},
     }[name]
     model, _ = make_task("bert")
     list_ = texts(4, length=3) + texts(4, length=6, seed=2)

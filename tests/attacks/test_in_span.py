@@ -115,7 +115,7 @@ def sent(
     model: nn.Module, batch: dict[str, Tensor], seed: int, **settings: Any
 ) -> tuple[Message, Observation]:
     """A first message, and what the server has of it."""
-    defense = make_defense("refiner", **{"samples": 4, "min_batches": 1} | settings)
+    defense = make_defense("gradient_sketch", **{"samples": 4, "min_batches": 1} | settings)
     message = defense(GradientMap(model, batch, second_order=False), Stream.from_seeds(seed))
     shape = (len(batch["labels"]), batch["input_ids"].shape[1])
     return message, Observation(
@@ -155,7 +155,7 @@ def test_later_messages_are_read_as_well(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(fitted, "LATER_MESSAGES", 1)
     model, _ = make_task("bert", **WIDE)
     batches = texts(3)
-    defense = make_defense("refiner", samples=4, min_batches=1)
+    defense = make_defense("gradient_sketch", samples=4, min_batches=1)
     uploads = []
     for seed, batch in enumerate(batches):
         message = defense(GradientMap(model, batch, second_order=False), Stream.from_seeds(seed))
@@ -194,7 +194,7 @@ def test_texts_that_may_be_long_are_not_read(factors: Granularity) -> None:
 
 def test_images_are_not_read() -> None:
     model, batch = make_task("vit")
-    defense = make_defense("refiner", samples=2, min_batches=1)
+    defense = make_defense("gradient_sketch", samples=2, min_batches=1)
     message = defense(GradientMap(model, batch, second_order=False), Stream.from_seeds(1))
     seen = Observation(model, dict(message), tuple(batch["pixel_values"].shape))
     assert spans_of(seen, Fitted(2, "token"), batch, torch_rng()) == []
@@ -216,7 +216,7 @@ def uploaded(dropout: float, seed: int) -> tuple[list[dict[str, Tensor]], Observ
     model.train(dropout > 0)
     listed = texts(40, seed=seed)
     batch = {key: torch.cat([one[key] for one in listed[:3]]) for key in listed[0]}
-    defense = make_defense("refiner", samples=3, min_batches=1)
+    defense = make_defense("gradient_sketch", samples=3, min_batches=1)
     past = {key: torch.cat([one[key] for one in texts(16, seed=99)]) for key in listed[0]}
     defense(GradientMap(model, past, second_order=False), Stream.from_seeds(seed, 1))
     message = defense(GradientMap(model, batch, second_order=False), Stream.from_seeds(seed))

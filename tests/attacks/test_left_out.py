@@ -41,11 +41,11 @@ def test_a_regression_by_hand() -> None:
     assert ratio[0] > 0
 
 
-@pytest.mark.parametrize("name", ["pruning", "refiner"])
+@pytest.mark.parametrize("name", ["pruning", "gradient_sketch"])
 def test_members_are_found_beside_what_was_left_out(name: str) -> None:
     """Where little was left out, they come before most others."""
     model, _ = make_task("bert", dtype=torch.float32)
-    settings: dict[str, Any] = {"samples": 12} if name == "refiner" else {"ratio": 0.8}
+    settings: dict[str, Any] = {"samples": 12} if name == "gradient_sketch" else {"ratio": 0.8}
     defense = make_defense(name, error_feedback=True, min_batches=1, **settings)
     drawn = torch_rng(3)
     words = [torch.randint(4, 24, (5,), generator=drawn).tolist() for _ in range(40)]
@@ -64,7 +64,7 @@ def test_members_are_found_beside_what_was_left_out(name: str) -> None:
     assert made.has_residual
     assert seen.mechanism is not None
     assert seen.mechanism.has_residual
-    assert (seen.mechanism.fitted is not None) == (name == "refiner")
+    assert (seen.mechanism.fitted is not None) == (name == "gradient_sketch")
     scores = make_attack("candidates", candidates=words[:36])(seen, torch_rng()).scores
     before = [int((scores[4:] > scores[at]).sum()) for at in range(4)]
     assert sum(before) / 4 < 8, before  # 16 by chance
@@ -216,7 +216,7 @@ def test_fitted_messages_keep_later_ones_in_their_law() -> None:
     model, _ = make_task("bert", dtype=torch.float32)
     drawn = torch_rng(1)
     words = [torch.randint(4, 24, (5,), generator=drawn).tolist() for _ in range(32)]
-    _, uploads = _uploads(model, words[:16], 4, "refiner", samples=12)
+    _, uploads = _uploads(model, words[:16], 4, "gradient_sketch", samples=12)
     whole = accumulate_uploads(uploads, 1)
     torch.testing.assert_close(whole.gradient, uploads[1].gradient, rtol=0, atol=0)
     assert whole.mechanism is not None
@@ -235,12 +235,12 @@ def test_fitted_messages_keep_later_ones_in_their_law() -> None:
     assert sum(before) / 4 < 4, before  # 8 by chance
 
 
-@pytest.mark.parametrize("name", ["pruning", "refiner"])
+@pytest.mark.parametrize("name", ["pruning", "gradient_sketch"])
 def test_who_has_another_label_is_as_good_as_excluded(name: str) -> None:
     model, _ = make_task("bert", dtype=torch.float32)
     drawn = torch_rng(5)
     words = [torch.randint(4, 24, (5,), generator=drawn).tolist() for _ in range(24)]
-    settings: dict[str, Any] = {"samples": 12} if name == "refiner" else {"ratio": 0.8}
+    settings: dict[str, Any] = {"samples": 12} if name == "gradient_sketch" else {"ratio": 0.8}
     _, uploads = _uploads(model, words[:8], 2, name, **settings)
     seen = replace(uploads[1], labels=torch.tensor([1, 0, 1, 0]))
     classes = [at % 3 for at in range(16)]

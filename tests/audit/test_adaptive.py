@@ -65,6 +65,7 @@ def known(attack: Any, spec: str, **terms: Any) -> dict[str, Any]:
         ("lamp", "dp_sgd:clip=0.3,clip_by=coordinate", {"clip_coordinate": 0.3}),
         ("tag", "soteria", {"match_nonzero": True}),
         ("tag", "refiner", {"restarts": 4}),
+        ("tag", "gradient_sketch", {"restarts": 4}),
         ("tag", "pruning:ratio=0.5+dp_sgd:clip=2", {"match_nonzero": True, "clip_norm": 2}),
     ],
 )
@@ -95,12 +96,12 @@ def test_covariances_and_mechanisms_are_granted_where_attacks_use_them() -> None
     assert found["a"][1:] == ([], False)
     assert found["informed"][1:] == (["noise_variance"], True)
     assert known("tag", "optimal_noise", noise_known=True)["a"][1:] == (["noise_variance"], True)
-    for spec in ("none", "quantization", "optimal_noise", "refiner"):
+    for spec in ("none", "quantization", "optimal_noise", "gradient_sketch", "refiner"):
         assert known("candidates", spec)["a"][1:] == (["mechanism"], True)
         assert known("candidates", spec, adaptive=False)["a"][1:] == ([], False)
 
 
-@pytest.mark.parametrize("name", [name for name in DEFENSES if name != "refiner"])
+@pytest.mark.parametrize("name", [name for name in DEFENSES if not name.startswith("refiner")])
 def test_every_defense_states_its_law(name: str) -> None:
     """Facts of the mechanism against the message itself: what is zero, in cells, within bounds."""
     settings: dict[str, Any] = {"clip": 0.05} if "dp_sgd" in name else {}
@@ -265,7 +266,7 @@ def test_defenses_together_are_each_by_itself(
     """
     monkeypatch.setattr(regression, "ENTRIES", 0)  # sketches are shorter than gradients
     defenses = ["gaussian_noise:relative_scale=2", "optimal_noise:relative_scale=2"]
-    defenses += ["pruning:ratio=0.9,error_feedback=True", "refiner"]
+    defenses += ["pruning:ratio=0.9,error_feedback=True", "gradient_sketch"]
     calls: list[int] = []
     plain = Candidates.reconstruct_many
 

@@ -18,7 +18,7 @@ WEAK = {
     "tiny noise": "gaussian_noise:relative_scale=0.01",
     "clipped only": "dp_sgd:clip=0.1,scale=0",
     "Soteria": "soteria:ratio=0.5",
-    "synthetic samples": "refiner",
+    "synthetic samples": "gradient_sketch",
 }
 
 

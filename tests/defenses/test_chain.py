@@ -444,7 +444,8 @@ def test_refiner_as_published_is_refused_after_what_it_would_undo() -> None:
     """It shares a gradient of the client's own data: what came before gives weights alone."""
     published, noise = make_defense("refiner", objective="weighted"), uniform(scale=9.0)
     for first in (noise, chain(noise, make_defense("pruning")), make_defense("quantization")):
-        with pytest.raises(ValueError, match=r"Put refiner first.*objective='cosine' fits"):
+        with pytest.raises(ValueError, match=r"Put refiner first.*gradient_sketch fit"):
             chain(first, published)
     assert chain(make_defense("pruning"), published, noise).facts.adds_gaussian_noise is False
-    assert chain(noise, make_defense("refiner")).facts.adds_gaussian_noise
+    for name in ("refiner", "gradient_sketch"):
+        assert chain(noise, make_defense(name)).facts.adds_gaussian_noise

@@ -1,4 +1,4 @@
-"""Refiner's second form: synthetic samples, fitted to what is wanted."""
+"""Synthetic samples, fitted to what is wanted (`gradient_sketch`), and moved (`refiner`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks.candidates.fitted import make_synthetic
-from hf_gradguard.defenses.refiner.synthetic import SyntheticSamples
+from hf_gradguard.defenses.sketch import SyntheticSamples
 from hf_gradguard.gradient_map.layers import Pass, layers_of
 from hf_gradguard.gradient_map.per_sample import span as sample_span
 from hf_gradguard.gradient_map.per_sample.span import Granularity
@@ -37,9 +37,17 @@ def text_map(**settings: Any) -> GradientMap:
     return GradientMap(model, batch, second_order=False)
 
 
-def refiner(**settings: Any) -> Any:
+def sketch(**settings: Any) -> Any:
     """It sends its first message as well."""
-    defense = make_defense("refiner", **{"objective": "cosine", "min_batches": 1} | settings)
+    return prepared("gradient_sketch", settings)
+
+
+def refiner(**settings: Any) -> Any:
+    return prepared("refiner", {"objective": "cosine"} | settings)
+
+
+def prepared(name: str, settings: dict[str, Any]) -> Any:
+    defense = make_defense(name, **{"min_batches": 1} | settings)
     defense.prepare(make_task("bert")[0], Marks())
     return defense
 
@@ -69,7 +77,8 @@ def test_what_is_left_out_is_the_rest_of_the_power(
     """‖e‖² = (1 - cos²) ‖v‖², over messages that feed it back."""
     model, batch = make_task(task)
     gmap = GradientMap(model, batch, second_order=False)
-    defense = refiner(factors=factors, iterations=iterations, samples=4)
+    settings: dict[str, Any] = {"factors": factors, "samples": 4}
+    defense = refiner(iterations=iterations, **settings) if iterations else sketch(**settings)
     left, total, sent = dict.fromkeys(gmap.gradient(), 0.0), 0, 0
     for seed in range(3):
         wanted = {name: g + left[name] for name, g in gmap.gradient().items()}
@@ -86,20 +95,16 @@ def test_what_is_left_out_is_the_rest_of_the_power(
     torch.testing.assert_close(sent + flat(left), total)
 
 
-@pytest.mark.parametrize("objective", ["cosine", "weighted"])
+@pytest.mark.parametrize("name", ["gradient_sketch", "refiner", "refiner_published"])
 @pytest.mark.parametrize("count", [2, 3])
-def test_what_is_sent_is_of_enough_batches(objective: str, count: int) -> None:
+def test_what_is_sent_is_of_enough_batches(name: str, count: int) -> None:
     """The first one that says something is that of the sum of the gradients until then."""
     model, batch = make_task("vit")
     gmap = GradientMap(model, batch)
-    settings: dict[str, Any] = {"objective": objective, "samples": 4}
-    if objective == "weighted":
-        settings = {
-            "objective": objective,
-            "evaluation_network": SmallNetwork("image", 3),
-            "iterations": 1,
-        }
-    defense = make_defense("refiner", **settings, error_feedback=True, min_batches=count)
+    settings: dict[str, Any] = {"samples": 4}
+    if name == "refiner_published":
+        settings = {"evaluation_network": SmallNetwork("image", 3), "iterations": 1}
+    defense = make_defense(name, **settings, error_feedback=True, min_batches=count)
     assert defense.facts.warmup_messages == count - 1
     for _ in range(count - 1):
         empty = defense(gmap, rng())
@@ -107,14 +112,14 @@ def test_what_is_sent_is_of_enough_batches(objective: str, count: int) -> None:
         assert not any(mask.any() for mask in empty.transmitted.values())
         assert not empty.exact
     whole = {name: count * g for name, g in gmap.gradient().items()}
-    plain = make_defense("refiner", **settings, error_feedback=False)
+    plain = make_defense(name, **settings, error_feedback=False)
     wanted = plain(gmap.corrected(whole), rng())
     torch.testing.assert_close(flat(defense(gmap, rng())), flat(wanted))
 
 
 def test_a_batch_that_says_nothing_does_not_count() -> None:
     """The next message would be one batch's own."""
-    gmap, defense = text_map(), refiner(min_batches=2)
+    gmap, defense = text_map(), sketch(min_batches=2)
     nothing = gmap.corrected({n: torch.zeros_like(g) for n, g in gmap.gradient().items()})
     sent = [bool(flat(defense(one, rng())).any()) for one in (nothing, gmap, gmap, nothing)]
     assert sent == [False, False, True, True]
@@ -122,7 +127,7 @@ def test_a_batch_that_says_nothing_does_not_count() -> None:
 
 def test_who_comes_too_seldom_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """What it left out is dropped, and all its messages are empty."""
-    gmap, defense = text_map(), refiner(min_batches=2)
+    gmap, defense = text_map(), sketch(min_batches=2)
     for visit in range(3):
         defense.at_step(30 * visit)
         assert not flat(defense(gmap, rng())).any()
@@ -131,7 +136,7 @@ def test_who_comes_too_seldom_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_is_held_is_resumed() -> None:
-    gmap, one, two = text_map(), refiner(min_batches=2), refiner(min_batches=2)
+    gmap, one, two = text_map(), sketch(min_batches=2), sketch(min_batches=2)
     one(gmap, rng())
     two.load_state_dict(one.state_dict())
     assert flat(two(gmap, rng())).any()
@@ -139,6 +144,8 @@ def test_what_is_held_is_resumed() -> None:
 
 @pytest.mark.parametrize("value", [0, 256, 1.5, True])
 def test_batches_are_a_number_that_can_be_counted(value: Any) -> None:
+    with pytest.raises(ValueError, match="min_batches must be"):
+        sketch(min_batches=value)
     with pytest.raises(ValueError, match="min_batches must be"):
         refiner(min_batches=value)
 
@@ -253,7 +260,7 @@ def test_of_texts_few_are_made_up_and_of_images_more(task: str, samples: int) ->
     gmap = GradientMap(*make_task(task), second_order=False)
     settings: dict[str, Any] = {"error_feedback": False}
     usual, stated = (
-        make_defense("refiner", **settings | more) for more in ({}, {"samples": samples})
+        make_defense("gradient_sketch", **settings | more) for more in ({}, {"samples": samples})
     )
     one, other = (defense(gmap, Stream.from_seeds(1)) for defense in (usual, stated))
     torch.testing.assert_close(dict(one), dict(other), rtol=0, atol=0)
@@ -268,10 +275,21 @@ def test_of_texts_few_are_made_up_and_of_images_more(task: str, samples: int) ->
 def test_messages_differ_and_repeat_with_the_stream() -> None:
     gmap = text_map()
     one, again, other = (
-        flat(refiner(error_feedback=False)(gmap, Stream.from_seeds(seed))) for seed in (1, 1, 2)
+        flat(sketch(error_feedback=False)(gmap, Stream.from_seeds(seed))) for seed in (1, 1, 2)
     )
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("task", ["bert", "vit"])
+def test_refining_brings_the_message_nearer(task: str) -> None:
+    """The same samples, with and without steps."""
+    gmap = GradientMap(*make_task(task), second_order=False)
+    fits = [
+        defense(gmap, Stream.from_seeds(3)).metrics["fit"]
+        for defense in (sketch(samples=4, factors="sample"), refiner(samples=4))
+    ]
+    assert fits[0] < fits[1] < 1
 
 
 # The descent
@@ -334,9 +352,9 @@ def test_no_evaluation_network_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("hf_gradguard.networks.network_for", never)
     monkeypatch.setattr("hf_gradguard.networks.load_network", never)
-    defense = refiner()
-    assert not defense.facts.needs_second_order
-    defense(text_map(), rng())
+    for defense in (sketch(), refiner()):
+        assert not defense.facts.needs_second_order
+        defense(text_map(), rng())
     with pytest.raises(AssertionError, match="a network was asked for"):
         refiner(beta=1.0, iterations=1)
 
@@ -349,15 +367,13 @@ def test_no_evaluation_network_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"warm_start": 5}, "warm_start is a setting of objective='weighted'"),
         ({"epsilon": 0.1}, "epsilon is a setting of objective='weighted'"),
         ({"objective": "weighted", "samples": 3}, "samples is a setting of objective='cosine'"),
-        ({"factors": "word"}, "factors must be 'message' or 'sample' or 'parameter' or 'token'"),
-        ({"factors": "parameter", "iterations": 1}, "factors='parameter' has no iterations"),
+        ({"optimizer": "sgd"}, "optimizer is a setting of objective='weighted'"),
+        ({"objective": "weighted", "optimizer": "adagrad"}, "optimizer must be 'adam' or 'sgd'"),
+        ({"factors": "word"}, "factors must be 'message' or 'sample'"),
+        ({"factors": "token"}, "factors must be 'message' or 'sample'"),
         ({"samples": 0}, "samples must be a whole number of at least 1"),
-        ({"iterations": -1}, "iterations must be a whole number of at least 0"),
-        ({"factors": "token", "beta": 1.0, "iterations": 0}, "no iterations for beta to count in"),
-        (
-            {"factors": "sample", "beta": 1.0, "iterations": 0},
-            "iterations must be a whole number of at least 1",
-        ),
+        ({"iterations": 0}, "stay where they were drawn are gradient_sketch"),
+        ({"iterations": -1}, "iterations must be a whole number of at least 1"),
     ],
 )
 def test_settings_of_the_other_form_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -365,14 +381,33 @@ def test_settings_of_the_other_form_are_refused(settings: dict[str, Any], messag
         make_defense("refiner", **{"objective": "cosine", **settings})
 
 
+def test_settings_of_a_sketch_are_checked() -> None:
+    with pytest.raises(ValueError, match="factors must be 'message' or 'sample' or 'parameter'"):
+        sketch(factors="word")
+    with pytest.raises(ValueError, match="samples must be a whole number"):
+        sketch(samples=0)
+    with pytest.raises(TypeError, match="gradient_sketch has no setting iterations"):
+        sketch(iterations=2)
+
+
+def test_published_settings_are_the_papers() -> None:
+    """Sections 3 and 5.1, Figure 5: α, β, ι, τ, the rate, and UM as it is printed."""
+    published = make_defense("refiner_published")
+    names = ("alpha", "beta", "iterations", "tau", "learning_rate", "optimizer", "normalize")
+    assert [getattr(published, name) for name in names] == [0.5, 1.0, 10, 0.95, 1.0, "sgd", False]
+    assert published.element_wise
+    assert not published.error_feedback
+    assert published.epsilon is None
+
+
 @pytest.mark.parametrize(
     ("settings", "objective", "factors", "iterations"),
     [
-        ({}, "cosine", "token", 0),
-        ({"error_feedback": False}, "cosine", "token", 0),
+        ({}, "cosine", "sample", 2),
+        ({"error_feedback": False}, "cosine", "sample", 2),
         ({"iterations": 3}, "cosine", "sample", 3),
-        ({"beta": 0.5}, "cosine", "sample", 2),
-        ({"samples": 4, "evaluation_network": "somewhere"}, "cosine", "token", 0),
+        ({"beta": 0.5, "factors": "message"}, "cosine", "message", 2),
+        ({"samples": 4, "evaluation_network": "somewhere"}, "cosine", "sample", 2),
         ({"evaluation_network": "somewhere"}, "weighted", None, 10),
         ({"alpha": 0.5}, "weighted", None, 10),
         ({"warm_start": 5}, "weighted", None, 10),
@@ -390,16 +425,17 @@ def test_settings_say_which_form_is_meant(
 def test_shared_embeddings_are_refused() -> None:
     model, batch = make_task("bert")
     gmap = GradientMap(model, batch, share_input_embeddings=True, second_order=False)
-    with pytest.raises(ValueError, match="never shares the token embeddings"):
-        refiner()(gmap, rng())
+    for defense in (sketch(), refiner()):
+        with pytest.raises(ValueError, match=f"{defense.name} never shares the token embeddings"):
+            defense(gmap, rng())
 
 
 @pytest.mark.parametrize("task", ["gpt2_lm", "llama", "convnext", "bert_mlm", "bert_lora"])
 def test_every_kind_of_model(task: str) -> None:
     model, batch = make_task(task)
     gmap = GradientMap(model, batch, second_order=False)
-    message = refiner(samples=3)(gmap, rng())
-    assert 0 < message.metrics["fit"] < 1
+    for defense in (sketch(samples=3), refiner(samples=3, iterations=1)):
+        assert 0 < defense(gmap, rng()).metrics["fit"] < 1
 
 
 @pytest.mark.parametrize("length", [5, 31])

@@ -382,7 +382,7 @@ def refusals(place: Place) -> dict[str, str]:
 
     calls: dict[str, Callable[[], Any]] = {
         "soteria": lambda: protect(small, batch, "soteria"),
-        "refiner": lambda: protect(small, batch, make_defense("refiner", objective="cosine")),
+        "refiner": lambda: protect(small, batch, "refiner"),
         "per sample": lambda: protect(
             small, batch, make_defense("dp_sgd", per_sample=True, noise_multiplier=1.0)
         ),

@@ -27,9 +27,14 @@ CASES: dict[str, dict[str, Any]] = {
     "optimal_pruning": {"ratio": 0.5},
     "quantization": {"bits": 4},
     "soteria": {"ratio": 0.5},
+    "gradient_sketch": {"samples": 3, "min_batches": 1},
     "refiner": {
         "objective": "weighted", "iterations": 2, "evaluation_network": SmallNetwork("text", 8),
     },
+    "refiner_published": {"iterations": 2, "evaluation_network": SmallNetwork("text", 8)},
+    "optimal_noise_published": {"relative_scale": 0.1},
+    "optimal_pruning_published": {},
+    "optimal_dp_sgd_published": {"clip": 0.001, "relative_scale": 0.1},
 }  # fmt: skip
 
 

@@ -47,13 +47,12 @@ def test_a_sharded_model_has_no_map(make: Any) -> None:
         make(FullyShardedDataParallel(model), batch)
 
 
-NEED_ALL = {"soteria", "refiner"}
+NEED_ALL = {"soteria", "gradient_sketch", "refiner", "refiner_published"}
 
 
 @pytest.mark.parametrize("name", sorted(DEFENSES))
 def test_which_defenses_work_shard_by_shard(name: str) -> None:
-    settings = {"objective": "cosine"} if name == "refiner" else {}
-    defense = make_defense(name, **settings)
+    defense = make_defense(name)
     for one in (defense, chain(make_defense("pruning"), defense)):
         if name in NEED_ALL:
             assert "give each rank the whole model" in (one.facts.sharded_refusal or "")

@@ -10,8 +10,7 @@ from helpers import TASKS, flat, make_task, small_convolution
 from torch import Tensor
 
 from hf_gradguard import GradientMap
-from hf_gradguard.gradient_map.differences import vjp_by_difference
-from hf_gradguard.gradient_map.per_sample.span import SampleSpan, scaled
+from hf_gradguard.gradient_map.per_sample.span import SampleSpan, scaled, vjp_by_difference
 
 
 def random_like(gmap: GradientMap, seed: int = 0) -> dict[str, Tensor]:

@@ -159,7 +159,7 @@ def test_rows_stand_beside_what_learned_as_much_seed_by_seed(tmp_path):
         "none": figures_of([0.5, 0.6], [0.9, 0.8]),
         "none, 40 messages": figures_of([0.3, 0.4], [0.5, 0.6]),
         "gaussian_noise relative_scale=20": figures_of([0.4, 0.5], [0.8, 0.9]),
-        "refiner": figures_of([0.45, 0.45], [0.9, 0.9]),
+        "gradient_sketch": figures_of([0.45, 0.45], [0.9, 0.9]),
         "pruning ratio=0.99": figures_of([0.1, 0.2], [0.5, 0.5]),
     }
     write_beside(figures, tmp_path / "members")
@@ -170,6 +170,6 @@ def test_rows_stand_beside_what_learned_as_much_seed_by_seed(tmp_path):
     # and 0.2 less than here, a tenth of that of what is told. Student's t of one degree is 12.7.
     assert found["`gaussian_noise relative_scale=20`"] == ["0.150 ± 0.635", "0.015 ± 0.064", "", ""]
     # Undefended 0.8 and 0.65; noise halfway from 0.8 to 0.9, and where all of it learned more, 0.9
-    assert found["`refiner`"][0].startswith(f"{(0.1 + 0.25) / 2:.3f} ± ")
-    assert found["`refiner`"][2].startswith(f"{(0.05 + 0.0) / 2:.3f} ± ")
+    assert found["`gradient_sketch`"][0].startswith(f"{(0.1 + 0.25) / 2:.3f} ± ")
+    assert found["`gradient_sketch`"][2].startswith(f"{(0.05 + 0.0) / 2:.3f} ± ")
     assert found["`pruning ratio=0.99`"] == [""] * 4  # learned less than all there is

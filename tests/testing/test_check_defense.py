@@ -17,7 +17,7 @@ from hf_gradguard.randomness import Stream
 from hf_gradguard.testing import check_defense
 from hf_gradguard.testing.small import small_text_task
 
-NEEDS_A_NETWORK = "refiner"
+NEEDS_A_NETWORK = "refiner_published"
 VARIANTS: dict[str, dict[str, Any]] = {
     "optimal_noise": {"shape": "past", "refresh_every": 3, "num_probes": 2},
     "optimal_dp_sgd": {"shape": "own", "num_probes": 2, "clip": 0.01},
@@ -62,8 +62,11 @@ def test_refiner_keeps_the_contract() -> None:
     settings = {"objective": "weighted", "evaluation_network": network, "iterations": 2}
     check_defense(make_defense("refiner", **settings), [(model, batch)])
     check_defense(make_defense("refiner", warm_start=4, **settings), [(model, batch)])
-    check_defense(make_defense("refiner", objective="cosine", samples=3))
-    check_defense(make_defense("refiner", objective="cosine", samples=3, factors="parameter"))
+    check_defense(
+        make_defense(NEEDS_A_NETWORK, evaluation_network=network, iterations=2), [(model, batch)]
+    )
+    check_defense(make_defense("refiner", samples=3, factors="message"))
+    check_defense(make_defense("gradient_sketch", factors="parameter"))
     braked = {
         "objective": "cosine",
         "evaluation_network": network,

@@ -34,10 +34,18 @@ DEFENSES: dict[str, dict[str, list[Any]]] = {
     "laplace_noise": {"scale": [0.1]},
     "quantization": {"bits": [2, 8], "stochastic": [True, False]},
     "soteria": {"ratio": [0.5]},
+    "gradient_sketch": {"samples": [2, 4]},
     "refiner": {"objective": ["weighted", "cosine"], "iterations": [1]},
+    "refiner_published": {"iterations": [1]},
+    "optimal_noise_published": {"relative_scale": [0.5], "num_probes": [2]},
+    "optimal_pruning_published": {"num_probes": [2]},
+    "optimal_dp_sgd_published": {"relative_scale": [0.5], "num_probes": [2]},
     "chain": {},
 }
-GAUSSIAN = ("gaussian_noise", "dp_sgd", "optimal_noise", "optimal_dp_sgd", "chain")
+GAUSSIAN = (
+    *("gaussian_noise", "dp_sgd", "optimal_noise", "optimal_dp_sgd", "chain"),
+    *("optimal_noise_published", "optimal_dp_sgd_published"),
+)
 
 
 def configuration(seed: int) -> dict[str, Any]:
@@ -94,7 +102,7 @@ def defense_of(found: dict[str, Any]) -> Defense:
     if found["defense"] == "chain":
         return chain(make_defense("pruning", ratio=0.5), make_defense("gaussian_noise"))
     settings = dict(found["settings"])
-    if found["defense"] == "refiner":
+    if found["defense"].startswith("refiner"):
         kind, width = ("image", 3) if found["model"] in ("vit", "resnet") else ("text", 8)
         settings["evaluation_network"] = SmallNetwork(kind, width)
     return make_defense(found["defense"], **settings)
@@ -147,12 +155,12 @@ def refusal(found: dict[str, Any]) -> str | None:
         return "no representation to weigh"
     text = found["model"] not in ("vit", "resnet")
     if (
-        found["defense"] == "refiner"
+        found["defense"] in ("gradient_sketch", "refiner", "refiner_published")
         and text
         and found["model"] != "bert_lora"  # whose embeddings are frozen
         and guarded["share_input_embeddings"] in (True, "true")
     ):
-        return "refiner never shares the token embeddings"
+        return f"{found['defense']} never shares the token embeddings"
     trained = guarded.get("batch_statistics", "frozen") != "frozen"
     if trained and 1 in {rows for step in micro_batches(found) for rows in step}:
         return "(?s)Expected more than 1 value per channel.*batch_statistics='frozen'"

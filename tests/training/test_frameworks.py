@@ -40,7 +40,7 @@ ONCE = ("optimal_noise", "seq2seq"), ("optimal_pruning", "sft"), ("optimal_dp_sg
 FAMILIES = [
     *ONCE, ("gaussian_noise", "triplets"), ("laplace_noise", "sft"), ("dp_sgd", "triplets"),
     ("pruning", "dpo, LoRA"), ("quantization", "triplets"), ("optimal_noise", "triplets"),
-    pytest.param("refiner", "triplets", marks=pytest.mark.slow),
+    pytest.param("gradient_sketch", "triplets", marks=pytest.mark.slow),
     pytest.param("refiner", "sft", marks=pytest.mark.slow),
     ("optimal_noise", "dpo, LoRA"), ("optimal_noise", "sft"),
 ]  # fmt: skip
@@ -50,7 +50,7 @@ FAMILIES = [
 def test_every_family_of_defense_protects(
     tmp_path: Path, folder: Path, defense: str, name: str
 ) -> None:
-    at_once = {"objective": "cosine", "min_batches": 1} if defense == "refiner" else None
+    at_once = {"min_batches": 1} if defense in ("gradient_sketch", "refiner") else None
     settings = {"defense": defense, "defense_kwargs": at_once, "max_steps": 1}
     trainer = named(name, folder).run(tmp_path, settings)
     (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)

@@ -580,7 +580,9 @@ def test_shared_embeddings_move(make_trainer: MakeTrainer) -> None:
 @pytest.mark.parametrize("name", [name for name in DEFENSES if name != "none"])
 def test_every_defense_trains_and_changes_the_weights(make_trainer: MakeTrainer, name: str) -> None:
     trained = []
-    settings = {"evaluation_network": SmallNetwork("text", 8)} if name == "refiner" else {}
+    settings = {}
+    if name == "refiner_published":
+        settings = {"evaluation_network": SmallNetwork("text", 8)}
     for defense in (make_defense("none"), make_defense(name, **settings)):
         trainer = make_trainer(defense=defense)
         trainer.train()

@@ -1,6 +1,7 @@
 """Refiner: share the gradient of robust data, which looks like noise.
 
-The published form is in published.py, the one that teaches in synthetic.py.
+The weighted form, and with it the published one, is in published.py. Samples that are drawn are in
+sketch.py.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ import copy
 import math
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ...gradient_map import GradientMap, Tensors
 from ...gradient_map.domain import domain_of_model
-from ...gradient_map.per_sample.span import Granularity
 from ...gradient_map.random_batch import synthetic_samples
 from ...networks.loading import check_digest
 from ...networks.trial import name_of
@@ -25,31 +25,44 @@ from ..base import DefenseFacts, check_range, check_whole
 from ..feedback import BiasedDefense, LeftOut, check_min_batches
 from ..mechanism import Fitted, Mechanism
 from ..message import Message, cast_like, norm, nothing_of, true_gradient
-from .published import Descent, Memory, Pixels, Words, brought_near, try_on_batch, utility_weights
-from .synthetic import (
-    RobustData,
+from ..sketch import (
     SpecialTokens,
-    SyntheticInput,
     SyntheticSamples,
     check_embeddings_stay,
+    check_samples,
+    free_positions,
+)
+from .published import (
+    OPTIMIZERS,
+    Descent,
+    Memory,
+    Pixels,
+    RobustData,
+    Words,
+    brought_near,
+    noise_ratio_of_samples,
+    try_on_batch,
+    utility_weights,
 )
 
 Objective = Literal["cosine", "weighted"]
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cosine": {
-        "beta": 0.0, "learning_rate": 0.2, "error_feedback": True,
+        "samples": 16, "factors": "sample", "iterations": 2, "beta": 0.0, "learning_rate": 0.2,
+        "error_feedback": True,
     },
     "weighted": {
-        "alpha": 0.6, "beta": 1.0, "tau": 0.95, "iterations": 10, "learning_rate": 0.01,
-        "normalize": True, "element_wise": True, "error_feedback": False,
+        "alpha": 0.6, "beta": 1.0, "tau": 0.95, "iterations": 10, "optimizer": "adam",
+        "learning_rate": 0.01, "normalize": True, "element_wise": True, "error_feedback": False,
     },
 }  # fmt: skip
 """By objective."""
 ONLY = {
     "cosine": ("samples", "factors"),
     "weighted": (
-        "alpha", "tau", "normalize", "element_wise", "epsilon", "relative_epsilon", "warm_start",
+        "alpha", "tau", "optimizer", "normalize", "element_wise", "epsilon", "relative_epsilon",
+        "warm_start",
     ),
 }  # fmt: skip
 """Settings that one objective alone has."""
@@ -61,15 +74,15 @@ _PINS = ("revision", "sha256")
 
 @dataclass
 class Refiner(BiasedDefense):
-    """Gradient of robust data, which looks like noise: of synthetic samples, or of the batch
-    itself, moved toward noise.
+    """Gradient of robust data: it looks like noise, and its gradient is near the client's.
 
-    With `objective="cosine"` samples are drawn at random and share nothing with the batch but its
-    shape. Their gradients are added up with the factors that bring the sum nearest to the client's;
-    with `iterations`, Adam brings the samples themselves nearer. What the sum leaves out, later
-    messages make up for. No evaluation network is needed.
+    With `objective="cosine"` robust data begin as random samples with random labels, which share
+    nothing with the batch but its shape. Adam moves them, texts in the space of embeddings, until
+    the weighted sum of their gradients points where the client's does. What it leaves out, later
+    messages make up for. No evaluation network is needed. (`gradient_sketch` leaves the samples
+    where they were drawn.)
 
-    `objective="weighted"` is the published form: the batch's own data, blended with noise, moves
+    `objective="weighted"` is nearer to the paper: the batch's own data, blended with noise, moves
     toward what an evaluation network takes for noise, while a weighted distance holds its gradient.
     Of a text, only words move: padding and the tokenizer's special tokens keep their embeddings.
     The Trainer logs the share of the words that is hidden (`defense/movable_share`); under 0.9
@@ -77,6 +90,7 @@ class Refiner(BiasedDefense):
     together, since they share one gradient. One of `hf_gradguard.networks` is tried before it is
     believed: `prepare` sees that it knows noise, and each client's first batch that it rises from
     that data to noise. A network of a class of your own is your code, and is not tried.
+    `refiner_published` has the paper's own settings.
 
     Settings that are left out are the objective's own (`DEFAULTS`), and those that are
     of the other objective are refused.
@@ -94,9 +108,10 @@ class Refiner(BiasedDefense):
             words stay where they are.)
         beta: Weight of D.
         tau: "weighted": weight of a layer relative to the one before it.
-        iterations: Steps of Adam.
-        learning_rate: Of Adam: "weighted", in the input's unit (text models learn more with 0.001,
-            and hide less); "cosine", in units of its root mean square, falling to 0.
+        iterations: Steps, at least 1.
+        optimizer: "weighted": `"adam"`, or `"sgd"`, plain gradient descent as in the paper.
+        learning_rate: Of a step: "weighted", in the input's unit (text models learn more with
+            0.001, and hide less); "cosine", in units of its root mean square, falling to 0.
         normalize: "weighted": divide UM by Σ ‖w ⊙ g‖². `False` is the formula as printed.
         element_wise: "weighted": `False` leaves |g ⊙ θ| out of w, for ablation.
         epsilon: "weighted": share g + ε (g(x*) - g)/‖g(x*) - g‖ where g(x*) is farther than ε from
@@ -109,10 +124,9 @@ class Refiner(BiasedDefense):
         image_mean: Per channel, what was subtracted from pixels in [0, 1]. The Trainer asks the
             image processor.
         image_std: Per channel, what they were divided by afterwards.
-        samples: "cosine": how many samples are made up. Default: 4 texts, or 16 images.
-        factors: "cosine": how many are fitted: one per `"message"`, per `"sample"`, per sample
-            and `"parameter"`, or per `"token"` and weight. The last two have no `iterations`.
-            Default: "token", with `iterations` "sample".
+        samples: "cosine": how many robust samples a message is made of. Default: 16.
+        factors: "cosine": how many weights their gradients are summed with: one per `"sample"`
+            (default), or one per `"message"`.
         error_feedback: As for all biased defenses; on by default with "cosine".
         min_batches: k in 1 to 255. With error feedback a message is made of the sum of k batches'
             gradients or more, so a client's first k-1 messages are empty. Default: 2; with 1 the
@@ -138,7 +152,8 @@ class Refiner(BiasedDefense):
     image_mean: list[float] | None = None
     image_std: list[float] | None = None
     samples: int | None = None
-    factors: Granularity | None = None
+    factors: Literal["message", "sample"] | None = None
+    optimizer: Literal["adam", "sgd"] | None = None
     _: KW_ONLY
     error_feedback: bool | None = None  # type: ignore[assignment]
     min_batches: int = 2
@@ -175,8 +190,10 @@ class Refiner(BiasedDefense):
         return self.objective == "weighted" or self.beta != 0
 
     def _mechanism(self, message: Message) -> Mechanism | None:
-        """Of samples that stay as they were drawn. How far others move depends on the gradient."""
-        if self.objective != "cosine" or self.iterations:
+        """How far samples move depends on the gradient. Who draws others and leaves them where they
+        are spans somewhat less of it: what such attackers find is a bound from below.
+        """
+        if self.objective != "cosine":
             return None
         settings: Any = self
         return Mechanism(fitted=Fitted(settings.samples, settings.factors, self.special_ids))
@@ -250,7 +267,7 @@ class Refiner(BiasedDefense):
             ValueError: If an evaluation network is needed and there is none, if it does not tell
                 this input from noise, or if the batch holds too little that could be refined.
         """
-        check_embeddings_stay(gmap)
+        check_embeddings_stay(gmap, self.name)
         settings: Any = self  # settings that were left out have been filled in
         network = self._network(gmap) if self.uses_network or self.network is not None else None
         if self.objective == "cosine":
@@ -274,7 +291,8 @@ class Refiner(BiasedDefense):
         if self._memory.recall_(start, inputs):
             iterations = math.ceil(iterations / 2)
         descent = Descent(gmap, gradient, inputs, network, settings.beta, weights)
-        refined = descent.run(start, iterations, settings.learning_rate)
+        optimizer = OPTIMIZERS[settings.optimizer]([start], lr=settings.learning_rate)
+        refined = descent.run(start, iterations, optimizer)
         self._memory.keep(refined.input, inputs)
         return refined
 
@@ -282,28 +300,26 @@ class Refiner(BiasedDefense):
         settings: Any = self
         synthetic = synthetic_samples(gmap, settings.samples, generator, self.special_ids)
         samples = SyntheticSamples(synthetic, true_gradient(gmap), settings.factors)
-        if not settings.iterations and network is None:  # as usual: samples stay as drawn
-            fit = samples.fit(synthetic.input)
-            return RobustData(synthetic.input, fit.nearest, [1 - fit.cosine], [], 1.0)
-        inputs = SyntheticInput(synthetic, self._special, *self._normalization)
+
+        def noise_ratio(x: Tensor) -> Tensor:
+            return noise_ratio_of_samples(synthetic, network, x, *self._normalization)
 
         def brake(x: Tensor) -> Tensor:
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
-                penalty = -settings.beta * inputs.noise_ratio(network, x)
+                penalty = -settings.beta * noise_ratio(x)
             return synthetic.slope_of(penalty, x, torch.ones_like(penalty)[None])[0]
 
-        pull = brake if settings.beta else None
         x, fit, cosines = samples.descend(
-            settings.iterations, settings.learning_rate, inputs.free, pull
+            settings.iterations,
+            settings.learning_rate,
+            free_positions(synthetic, self.special_ids),
+            brake if settings.beta else None,
         )
         ratios = []
         if network is not None:
             with torch.no_grad():
-                ratios = [
-                    float(inputs.noise_ratio(network, samples_at))
-                    for samples_at in (synthetic.input, x)
-                ]
+                ratios = [float(noise_ratio(samples_at)) for samples_at in (synthetic.input, x)]
         return RobustData(x, fit.nearest, [1 - cosine for cosine in cosines], ratios, 1.0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Refiner:
@@ -354,6 +370,32 @@ class Refiner(BiasedDefense):
         return settings | {"evaluation_network": name} | {k: v for k, v in pins.items() if v}
 
 
+@dataclass
+class RefinerPublished(Refiner):
+    """Refiner to the letter of its paper: α = 0.5, β = 1, τ = 0.95, UM as printed, and ι = 10 steps
+    of gradient descent at a rate of 1, without error feedback.
+
+    The paper varies its strength by ε (0.01 to 0.9; 0.1 in its ablations) and names no default, so
+    `epsilon` is left to you. It needs an evaluation network. Attackers recovered 15 dB of an image
+    at these α, β and τ (docs/findings/refiner_images.md), and on text it hardly learns
+    (docs/findings/refiner_learning.md). `refiner` is the form to train with.
+
+    Reference: "Refiner" (2025), Eq. 2 to 5, Section 5.1, Figure 5 (rate), Appendix J.
+
+    Example:
+        >>> make_defense("refiner_published").alpha
+        0.5
+    """
+
+    name: ClassVar[str] = "refiner_published"
+    facts = Refiner.facts
+    objective: Objective | None = "weighted"
+    alpha: float | None = 0.5
+    optimizer: Literal["adam", "sgd"] | None = "sgd"
+    learning_rate: float | None = 1.0
+    normalize: bool | None = False
+
+
 def take_defaults(refiner: Any) -> None:
     """Fill in what was left out. Without an objective it is "cosine", or "weighted" where something
     is set that only this form has or needs.
@@ -382,11 +424,6 @@ def take_defaults(refiner: Any) -> None:
             f"{foreign[0]} is a setting of objective={other_objective!r}, and objective is "
             f"{objective!r}. Leave it out, or give objective={other_objective!r}."
         )
-    if objective == "cosine":  # samples move where that is asked for
-        if refiner.iterations is None:
-            refiner.iterations = 2 if refiner.beta else 0
-        if refiner.factors is None:
-            refiner.factors = "sample" if refiner.iterations else "token"
     for name, value in DEFAULTS[objective].items():
         if getattr(refiner, name) is None:
             setattr(refiner, name, value)
@@ -398,27 +435,23 @@ def check_settings(refiner: Any) -> None:
     Raises:
         ValueError: With the setting's name.
     """
-    weighted, still = refiner.objective == "weighted", refiner.factors in ("parameter", "token")
-    if weighted:
+    if refiner.objective == "weighted":
+        if refiner.optimizer not in OPTIMIZERS:
+            names = " or ".join(map(repr, OPTIMIZERS))
+            raise ValueError(f"optimizer must be {names}, but is {refiner.optimizer!r}.")
         check_range("alpha", refiner.alpha, 0, 1)
         check_range("tau", refiner.tau, 0, math.inf, above=True)
     else:
-        if refiner.samples is not None:
-            check_whole("samples", refiner.samples, 1)
-        if refiner.factors not in get_args(Granularity):
-            names = " or ".join(map(repr, get_args(Granularity)))
-            raise ValueError(f"factors must be {names}, but is {refiner.factors!r}.")
-        if still and refiner.iterations:
-            raise ValueError(f"factors={refiner.factors!r} has no iterations: leave them out.")
+        if refiner.iterations == 0:
+            raise ValueError(
+                "iterations must be at least 1: refiner refines. Samples that stay where they were "
+                "drawn are gradient_sketch."
+            )
+        check_samples(refiner.samples, refiner.factors, ("message", "sample"))
     check_range("beta", refiner.beta, 0, math.inf)
     check_min_batches(refiner.min_batches)
     check_range("learning_rate", refiner.learning_rate, 0, math.inf, above=True)
-    if still and refiner.beta:
-        raise ValueError(
-            f"factors={refiner.factors!r} has no iterations for beta to count in: leave beta out, "
-            "or take factors='sample'."
-        )
-    for name, least in (("iterations", int(weighted or refiner.beta != 0)), ("warm_start", 0)):
+    for name, least in (("iterations", 1), ("warm_start", 0)):
         check_whole(name, getattr(refiner, name), least)
     if refiner.epsilon is not None and refiner.relative_epsilon is not None:
         raise ValueError("Give epsilon or relative_epsilon, not both.")

@@ -20,24 +20,46 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...gradient_map import GradientMap, Tensors
 from ...gradient_map.domain import embed, ordinary_ids
 from ...gradient_map.inputs import PixelSpace
 from ...gradient_map.parameters import layer_numbers
 from ...networks.configuration import EvaluationNetworkBase
+from ...networks.image import ImageEvaluationNetwork, judge_images
 from ...networks.trial import FEW_WORDS, LEAST_GAP, check_order, check_slope
 from ...randomness import Stream
 from ..message import norm
-from .synthetic import RobustData, SpecialTokens, is_among, judged
+from ..sketch import SpecialTokens, is_among
 
+OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 LEAST_MOVABLE = 0.9
 """Of a batch's tokens, marks and padding left out, the share that has to be hidden."""
 
 
 @dataclass
+class RobustData:
+    """What refining a batch found.
+
+    Args:
+        input: x*, in the shape of the map's input; of synthetic samples in theirs.
+        gradient: g(x*); of synthetic samples fitted to what is wanted.
+        utility_metric: UM at the start and after every iteration; of synthetic samples 1 - cos.
+        noise_ratio: D likewise, averaged over the batch; nothing without an evaluation network.
+        movable_share: Of the batch's content, the share that was hidden.
+    """
+
+    input: Tensor
+    gradient: Tensors
+    utility_metric: list[float]
+    noise_ratio: list[float]
+    movable_share: float
+
+
+@dataclass
 class Descent:
-    """Adam on UM - β D.
+    """Steps down UM - β D.
 
     Args:
         gmap: The batch's map.
@@ -55,10 +77,10 @@ class Descent:
     beta: float
     weights: Tensors
 
-    def run(self, x: Tensor, iterations: int, rate: float) -> RobustData:
-        """From a start, which is written to."""
+    def run(self, x: Tensor, iterations: int, optimizer: Optimizer) -> RobustData:
+        """From a start, which the optimizer has and writes to."""
         gmap, inputs = self.gmap, self.inputs
-        optimizer = torch.optim.Adam([x.requires_grad_()], lr=rate)
+        x.requires_grad_()
         metrics, ratios = [], []
         for _ in range(iterations):
             metric = self._distance(gmap.gradient_at(x, create_graph=True))
@@ -227,6 +249,29 @@ class Pixels:
         return x[row]
 
 
+def noise_ratio_of_samples(
+    synthetic: GradientMap,
+    network: Any,
+    x: Tensor,
+    mean: list[float] | None,
+    std: list[float] | None,
+) -> Tensor:
+    """D of synthetic samples at x*, averaged.
+
+    Args:
+        synthetic: Their map.
+        network: The evaluation network.
+        x: x*, in the shape of the map's input.
+        mean: Of pixels, as for `Pixels`.
+        std: Likewise.
+    """
+    if synthetic.embedding is not None:
+        ratio: Tensor = network.noise_ratio(x.float(), None).mean()
+        return ratio
+    space = PixelSpace(synthetic.input, mean, std)
+    return judged(space.plain(x).clamp(0, 1).float(), network)
+
+
 class Memory:
     """Robust data of examples that were refined before, by their content.
 
@@ -286,6 +331,13 @@ def try_on_batch(gmap: GradientMap, network: Any, inputs: Words | Pixels) -> Non
     )
     (slope,) = gmap.input_gradient(ratios[1], halfway)
     check_slope(network, slope * inputs.free)
+
+
+def judged(pixels: Tensor, network: Any) -> Tensor:
+    if isinstance(network, ImageEvaluationNetwork):  # of any size
+        return judge_images(pixels, network).mean()
+    ratio: Tensor = network.noise_ratio(pixels).mean()
+    return ratio
 
 
 def _digest(content: Tensor) -> str:

@@ -19,9 +19,9 @@ from ..inputs import find_input, model_loss
 from ..jacobian import UnrolledJacobian
 from ..map import GradientMap, check_loss
 from ..parameters import check_sharding, find_tables, shared_parameters
-from ..replay import Replay, differentiate
+from ..replay import Replay, RunWithin, differentiate
 from ..types import Batch, LossFunction, Tensors
-from ..vectorized import Factors, RunWithin
+from ..vectorized import Factors
 from .batches import Pieces, cut, join
 from .optimizers import Optimizer, State, make_optimizer
 

@@ -338,3 +338,40 @@ def scaled(direction: Tensors, target: Tensors, factors: Tensor | None = None) -
     factor = along / power
     nearest = {name: direction[name] * factor for name in target}
     return Fit(nearest, abs(along) / (power * size) ** 0.5, factors * factor)
+
+
+def vjp_by_difference(gmap: GradientMap, x: Tensor, delta: Tensors) -> Tensor:
+    """J δ at an input, from two passes that need no gradients of weights (4/3 plain gradients).
+
+    Off by about the precision to the power of 2/3 (float32: 0.01 %) where the loss is smooth.
+
+    Args:
+        gmap: The map; its model is not written to.
+        x: The input, in the shape of the map's.
+        delta: One tensor for every shared parameter, or for some.
+
+    Returns:
+        A tensor in the shape of `x`.
+
+    Example:
+        >>> delta = gmap.gradient()
+        >>> product, exact = vjp_by_difference(gmap, gmap.input, delta), gmap.vjp(delta)
+        >>> bool((product - exact).norm() < 0.01 * exact.norm())
+        True
+    """
+    parameters = {name: gmap.parameters[name].detach() for name in delta}
+    sizes = [
+        float(torch.stack([t.norm() for t in tensors.values()]).norm())
+        for tensors in (parameters, delta)
+    ]
+    if not sizes[1]:
+        return torch.zeros_like(x)
+    # Where rounding and the third derivative weigh alike, for a loss and parameters of one scale;
+    # networks bend sooner than that in single precision.
+    relative = min(torch.finfo(x.dtype).eps ** (1 / 3), 1.5e-4)
+    step = relative * (sizes[0] or 1.0) / sizes[1]
+    ends = [
+        gmap.slope_with({n: p + sign * step * delta[n] for n, p in parameters.items()}, x)
+        for sign in (1, -1)
+    ]
+    return (ends[0] - ends[1]) / (2 * step)
