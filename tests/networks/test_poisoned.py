@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, chain, make_defense
-from hf_gradguard.defenses.refiner.synthetic import SpecialTokens
+from hf_gradguard.defenses.sketch import SpecialTokens
 from hf_gradguard.networks import (
     ImageEvaluationNetwork,
     ImageEvaluationNetworkConfig,
