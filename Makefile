@@ -1,7 +1,9 @@
 # make install   the environment, in .venv
 # make demo      train on two ranks with and without protection, compare, and attack what was shared (a few minutes, no downloads)
-# make test      the test suite
-# make docs-test the tests of documents: pages' code, tables, links, and the studies that make figures
+# make test      what every change runs: lint, types, and the tests of one process
+# make check     all tests: those of `make test`, ranks-test, statistics-test and docs-test
+# make docs-test the tests of documents: pages' and docstrings' code, tables, links, and the studies that make figures
+# make ranks-test, make statistics-test   tests on several ranks; laws of noise and estimates, judged by many draws
 # make docs      the documentation as a site in site/, strictly: a broken link fails
 # make lint      what CI checks before the tests
 # make test-versions   the tests of Trainers, updates and the gradient map with the oldest and the newest supported versions
@@ -22,7 +24,7 @@ OFFLINE := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKEN
 PYTEST := $(OFFLINE) $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .NOTPARALLEL:
-.PHONY: install demo test docs-test docs lint slow test-versions results tables clean
+.PHONY: install demo test check ranks-test statistics-test docs-test docs lint slow test-versions results tables clean
 
 install: .venv/installed
 
@@ -43,10 +45,18 @@ demo-%: install
 		--defense $* --defense_kwargs '$($*_SETTINGS)' --output_dir runs/demo/$*
 
 test: install lint
-	$(PYTEST) -m "not slow and not docs"
+	$(PYTEST) -m "not (slow or docs or distributed or statistics)"
+
+check: test ranks-test statistics-test docs-test
+
+ranks-test: install
+	$(PYTEST) -m "distributed and not (slow or docs)"
+
+statistics-test: install
+	$(PYTEST) -m "statistics and not (slow or docs or distributed)"
 
 docs-test: install
-	$(PYTEST) -m "docs and not slow" tests/docs tests/studies
+	$(PYTEST) -m "docs and not slow" tests/docs tests/studies hf_gradguard
 
 slow: install
 	$(OFFLINE) $(BIN)/python -m pytest -m slow

@@ -14,6 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,20 @@ _WRAPPING = {
     "flwr": ["hf_gradguard/federation/flower.py", "tests/federation/secagg_driver.py"],
     "nvflare": ["hf_gradguard/federation/flare.py", "tests/federation/flare_trainer.py"],
 }
+_DOCUMENTS = [Path(__file__).parent / "tests" / folder for folder in ("docs", "studies")]
 collect_ignore = [
     file for library, files in _WRAPPING.items() if not find_spec(library) for file in files
 ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of documents, of examples in docstrings, and of the studies that make figures are
+    `make docs-test`'s.
+    """
+    for test in items:
+        is_example = isinstance(test, pytest.DoctestItem)
+        if is_example or any(test.path.is_relative_to(folder) for folder in _DOCUMENTS):
+            test.add_marker(pytest.mark.docs)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,15 +14,6 @@ import torch
 from hf_gradguard.attacks.matching.problem import OPTIMIZERS
 from hf_gradguard.leakage.fisher import DFILBound
 
-DOCUMENTS = [Path(__file__).parent / folder for folder in ("docs", "studies")]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of documents, and of the studies that make their figures, are `make docs-test`'s."""
-    for test in items:
-        if any(test.path.is_relative_to(folder) for folder in DOCUMENTS):
-            test.add_marker(pytest.mark.docs)
-
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:

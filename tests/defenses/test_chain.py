@@ -249,6 +249,7 @@ SUMS: dict[str, tuple[Callable[[], Defense], float]] = {
 }  # fmt: skip
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("which", SUMS)
 def test_noises_add_their_covariances(which: str) -> None:
     """Against the covariance of 400 messages: each one's change, in what its message says."""

@@ -190,6 +190,7 @@ def per_sample(gmap: GradientMap, multiplier: float) -> tuple[Tensor, Tensor]:
     return flat(defense(gmap, Stream())) * 4, flat(silent(gmap, Stream())) * 4
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("multiplier", [5.0, 500.0, 5_000.0])
 def test_a_member_leaves_no_bit_in_dp_sgd(multiplier: float) -> None:
     model, batch = small_convolution()

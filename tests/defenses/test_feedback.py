@@ -154,6 +154,7 @@ def test_the_error_of_a_contraction_stays_bounded() -> None:
     assert ends[True] < ends[False]
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("which", ["pruning", "optimal_pruning", "sign"])
 def test_one_gradient_again_and_again_comes_out_in_the_mean(which: str) -> None:
     """What single messages never show."""

@@ -103,6 +103,7 @@ def statistic(message: Message, direction: dict[str, torch.Tensor]) -> float:
     return sum(float((message[name] * d).sum()) for name, d in direction.items())
 
 
+@pytest.mark.statistics
 def test_a_rows_trace_is_what_epsilon_allows() -> None:
     """The best test there is (Neyman and Pearson's) between a batch with and without a row, which
     is clipped to C exactly: its power is that of a Gaussian mechanism, and within (ε, δ).

@@ -75,6 +75,7 @@ def test_nearest_rounding_draws_nothing(gmap: GradientMap) -> None:
     assert generator.bytes(8) == rng().bytes(8)
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_stochastic_rounding_is_unbiased(bits: int) -> None:
     """Of n draws: a coordinate at fraction f between two levels has variance step² f(1-f).

@@ -55,6 +55,7 @@ def test_the_first_strength_is_the_same_whatever_the_batch(kind: str) -> None:
     assert max(norms) > 1.05 * min(norms) or name in ("dp_sgd", "optimal_dp_sgd")
 
 
+@pytest.mark.statistics
 def test_norms_of_messages_name_no_batch() -> None:
     """Of 60 sentences, by the gradient whose norm fits the message's best: at noise of 1,000 times,
     its own strength names them; the usual one, whatever came before, does not.

@@ -255,6 +255,7 @@ def test_gradient_that_does_not_depend_on_the_input_has_no_jacobian() -> None:
 # sensitivity
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("method", ["difference", "exact"])
 @pytest.mark.parametrize("name", DENSE)
 def test_squared_sensitivity_is_unbiased(name: str, method: str) -> None:
@@ -282,6 +283,7 @@ def test_squared_sensitivity_is_unbiased(name: str, method: str) -> None:
     )
 
 
+@pytest.mark.statistics
 def test_exact_squared_sensitivity_has_relative_variance_two_over_k() -> None:
     """From n = 800 estimates with k = 4, of one parameter in each of three tensors; s² from a dense
     Jacobian.

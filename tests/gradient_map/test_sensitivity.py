@@ -254,6 +254,7 @@ def assert_unbiased(found: Tensor, exact: Tensor) -> None:
     assert found[:, ~depends].sum() <= 1e-6 * exact.sum() * len(found)
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("name", ["bert", pytest.param("vit", marks=pytest.mark.slow)])
 def test_split_estimates_are_unbiased(name: str) -> None:
     """200 seeds against s² of the dense Jacobian in float64."""

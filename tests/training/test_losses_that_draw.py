@@ -76,6 +76,7 @@ def test_a_loss_that_draws_trains_as_stock(tmp_path: Path, kind: str) -> None:
         assert torch.allclose(weights, shared[name], atol=1e-6), name
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize("kind", DRAWS)
 def test_no_loss_is_refused_by_luck(tmp_path: Path, kind: str) -> None:
     """What a loss is of num_items_in_batch is tried out three times."""

@@ -102,6 +102,7 @@ def sampler(**settings: Any) -> PoissonSampler:
     return PoissonSampler(parts, **{**whole, **settings})
 
 
+@pytest.mark.statistics
 def test_every_row_is_drawn_independently() -> None:
     counts, pairs, sizes = np.zeros(30), 0, []
     for batch in sampler():

@@ -24,6 +24,7 @@ from hf_gradguard.training.privacy.labels import (
 DRAWS = 6000
 
 
+@pytest.mark.statistics
 @pytest.mark.parametrize(("epsilon", "classes"), [(0.5, 2), (1.0, 20), (3.0, 5)])
 def test_odds(epsilon: float, classes: int) -> None:
     """Every probability within 5 deviations of its own; the largest odds are e^ε exactly."""

@@ -773,6 +773,7 @@ def test_resumed_run_equals_one_left_alone(
     assert all(torch.equal(alone[name], resumed[name]) for name in alone)
 
 
+@pytest.mark.statistics
 def test_no_two_messages_have_related_noise(
     make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
