@@ -21,6 +21,7 @@ from ..attacks.candidates.attack import Candidates, Ranked
 from ..attacks.labels import recover_labels
 from ..attacks.local_training import LocalTraining
 from ..defenses.message import Message, Noise
+from ..defenses.noise import STRENGTH_KEY
 from ..gradient_map import GradientMap, UpdateMap
 from ..gradient_map.domain import TEXT, count_rows, domain_of_model
 from ..gradient_map.local_training.update import mean_gradient
@@ -43,7 +44,7 @@ logger = logging.get_logger(__name__)
 Modality = Texts | Images
 """What texts and images do differently in an audit."""
 
-_DROPOUT, _DEFENSE, _ATTACK, _PROBES = 0, 1, 2, 4  # streams of random numbers
+_DROPOUT, DEFENSE, _ATTACK, _PROBES = 0, 1, 2, 4  # streams of random numbers
 _BOUNDS = ("clip_norm", "clip_coordinate")  # settings of attacks in the message's unit
 
 
@@ -179,13 +180,14 @@ class Upload:
     ) -> None:
         self.client, self.defense, self.state = client, defense, dict(state or {})
         warmup = -(-defense.facts.warmup_messages // client.shared.micro_batches)
-        self.warmup_clients = list(islice(cycle(other_clients), 0 if self.state else warmup))
+        self._has_begun = any(not key.endswith(STRENGTH_KEY) for key in self.state)
+        self.warmup_clients = list(islice(cycle(other_clients), 0 if self._has_begun else warmup))
 
     @cached_property
     def message(self) -> Message:
         """What the server receives."""
         warmup = self.defense.facts.warmup_messages
-        if warmup and not (self.state or self.warmup_clients):
+        if warmup and not (self._has_begun or self.warmup_clients):
             raise ValueError(
                 f"The first {warmup} messages of {self.defense.name} are empty. Audit several "
                 "messages, so that others come before each, or a trainer that has trained."
@@ -194,7 +196,7 @@ class Upload:
         self.defense.load_state_dict(copy.deepcopy(self.state))
         # The last message is the audited one; those before it fill what the defense remembers.
         for client in [*self.warmup_clients, self.client]:
-            stream = client.generator(_DEFENSE)
+            stream = client.generator(DEFENSE)
             messages = [self.defense(gmap, stream) for gmap in client.micro_maps]
         return average_of(messages)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import platform
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
-from itertools import product
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from .. import __version__
 from ..attacks import Attack
 from ..attacks.candidates.attack import Candidates
 from ..defenses import Defense
+from ..defenses.noise import STRENGTH_KEY
 from ..models import task_of
 from ..registry import ESTIMATORS
 from .attackers import (
@@ -34,7 +37,7 @@ from .attackers import (
     with_candidates,
 )
 from .cells import Audit, Cell, Cells, code_digest, digest, write_json
-from .client import Client, Modality, Shared, Upload, attack_together
+from .client import DEFENSE, Client, Modality, Shared, Upload, attack_together
 from .report.page import write_report
 from .report.summary import summarize
 from .report.verdicts import INFORMED, MAIN_SCORES, base_of
@@ -45,6 +48,13 @@ GRANTS = ("labels_known", "lengths_known", "noise_known", "share_input_embedding
 
 _GROUP_ENTRIES = 2**28  # entries of several defenses' messages that are attacked together: 1 GiB
 _LONGEST_LIST = 20  # entries of a list that is a setting
+
+BURN_IN = 16
+"""Messages before the audited ones, of noise whose strength follows what was shared."""
+STRENGTH = (
+    "Noise relative to the usual gradient is as strong as it is after {} messages of the audited "
+    "batches at this model; before the first one it is that of random inputs."
+)
 
 _Pair = tuple[str, str]  # labels of a defense and of an attack
 
@@ -93,9 +103,34 @@ def run(
         metrics: By label of a defense, what a model reaches that is trained under it.
     """
     attacks = with_candidates(attacks, setup.candidates, settings.seed)
+    learn_strengths(setup, settings, defenses)
     grid = _Grid(setup, settings, defenses, attacks, cells)
     grid.record["metrics"] = dict(metrics)
     return grid.run(cells.folder.parent)
+
+
+def learn_strengths(setup: Setup, settings: AuditSettings, defenses: dict[str, Defense]) -> None:
+    """Let noise relative to the usual gradient have the strength of a training that has gone on for
+    a while. Nothing else of these messages is remembered.
+    """
+    learning = {
+        label: copy.deepcopy(defense)
+        for label, defense in defenses.items()
+        if defense.facts.follows_transcript and not setup.states.get(label)
+    }
+    if not learning:
+        return
+    for number, batch in enumerate(islice(cycle(setup.batches), BURN_IN)):
+        client = Client(setup.model, batch, setup.shared, (settings.seed, number, BURN_IN))
+        for defense in learning.values():
+            # What is refused here is refused of every audited message, with the reason.
+            with suppress(ValueError, FloatingPointError):
+                for gmap in client.micro_maps:
+                    defense(gmap, client.generator(DEFENSE))
+    for label, defense in learning.items():
+        state = defense.state_dict().items()
+        setup.states[label] = {key: size for key, size in state if key.endswith(STRENGTH_KEY)}
+    setup.assumptions.append(STRENGTH.format(BURN_IN))
 
 
 class _Grid:

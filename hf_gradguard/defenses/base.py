@@ -51,6 +51,8 @@ class DefenseFacts:
             that gradient bounds what its messages tell.
         replaces_gradient: It shares a gradient of the client's own data whatever it is given: what
             an earlier defense of a chain did would be gone.
+        follows_transcript: Its noise is relative to the usual gradient, as its earlier messages
+            show it. Its first message begins with random inputs, which it needs the model for.
 
     Example:
         >>> make_defense("pruning", ratio=0.9).facts.selection
@@ -73,6 +75,7 @@ class DefenseFacts:
     selection: Literal["chosen", "largest"] = "chosen"
     post_processes: bool = False
     replaces_gradient: bool = False
+    follows_transcript: bool = False
 
 
 _UNDECLARED: dict[str, Any] = {

@@ -123,6 +123,7 @@ class Chain(Defense):
             selection=first_facts.selection,  # by the first that leaves something out
             post_processes=first_facts.post_processes and second_facts.post_processes,
             replaces_gradient=first_facts.replaces_gradient or second_facts.replaces_gradient,
+            follows_transcript=first_facts.follows_transcript or second_facts.follows_transcript,
         )
 
     def state_dict(self) -> Tensors:

@@ -21,9 +21,8 @@ from ..randomness import Stream
 from .base import DefenseFacts, is_number
 from .mechanism import Mechanism
 from .message import Message, cast_like, first_not_finite, norm, true_gradient
-from .noise import STRENGTHS, NoiseDefense, OptimalNoise, add_noise
+from .noise import STRENGTHS, NoiseDefense, OptimalNoise, UsualPower, add_noise
 from .sensitivity import PUBLISHED_SMALLEST, ShapedBy
-from .strength import UsualPower
 
 
 @dataclass
@@ -109,6 +108,13 @@ class DPSGD(NoiseDefense):
             else {name: g * (self.clip / size) for name, g in gradient.items()}
         )
 
+    def unclipped(self, undefended: Tensors, gradient: Tensors) -> Tensors:
+        if self.clip_by == "coordinate":
+            return _within(undefended, self.clip)
+        # The norm of what is clipped by it does not move.
+        zeros = {name: torch.zeros_like(g) for name, g in gradient.items()}
+        return gradient if gradient is undefended else zeros
+
     def referred(self, gradient: Tensors, variance: Tensors, shards: Shards | None) -> Tensors:
         if self.clip_by == "coordinate":
             return _infinite_where_clipped(gradient, variance, self.clip)
@@ -134,6 +140,7 @@ class DPSGD(NoiseDefense):
             needs_samples=self.per_sample,
             adds_gaussian_noise=not self.per_sample,
             post_processes=not self.per_sample,
+            follows_transcript=not self.per_sample and self.follows_transcript,
             sharded_refusal=_NO_SAMPLES if self.per_sample else None,
         )
 
@@ -243,6 +250,9 @@ class OptimalDPSGD(OptimalNoise):
     def referred(self, gradient: Tensors, variance: Tensors, shards: Shards | None) -> Tensors:
         return _infinite_where_clipped(gradient, variance, self.clip)
 
+    def unclipped(self, undefended: Tensors, gradient: Tensors) -> Tensors:
+        return _within(undefended, self.clip)
+
     def bare_where_clipped(self, ratio: Tensors, gradient: Tensors) -> Tensors:
         # With one ratio per tensor the clipped ones have it too.
         return {name: tensor * self._is_within(gradient[name]) for name, tensor in ratio.items()}
@@ -289,7 +299,7 @@ class OptimalDPSGDPublished(OptimalDPSGD):
     smallest_gradient: ClassVar[float] = PUBLISHED_SMALLEST
     shape: ShapedBy = "own"
     num_probes: int | None = 10
-    strength: Literal["own", "transcript"] = "own"
+    strength: Literal["transcript", "own"] = "own"
 
 
 def _infinite_where_clipped(gradient: Tensors, variance: Tensors, clip: float) -> Tensors:
@@ -299,6 +309,10 @@ def _infinite_where_clipped(gradient: Tensors, variance: Tensors, clip: float) -
     return {
         name: v.masked_fill(gradient[name].abs() >= clip, math.inf) for name, v in variance.items()
     }
+
+
+def _within(gradient: Tensors, clip: float) -> Tensors:
+    return {name: g.where(g.abs() < clip, 0) for name, g in gradient.items()}
 
 
 def _check_clip(clip: float) -> None:

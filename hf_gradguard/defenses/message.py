@@ -285,7 +285,7 @@ def total(tensors: Mapping[str, Tensor], shards: Shards | None) -> Tensor:
     known_total = getattr(tensors, "total", None)
     if known_total is not None:
         return torch.tensor(known_total, dtype=torch.float64)
-    return add_up({name: tensor.sum().double() for name, tensor in tensors.items()}, shards)
+    return add_up({name: _sum(tensor) for name, tensor in tensors.items()}, shards)
 
 
 def count(tensors: Mapping[str, Tensor], shards: Shards | None) -> int:
@@ -298,13 +298,30 @@ def power(tensors: Mapping[str, Tensor], shards: Shards | None) -> Tensor:
     return add_up({name: _square_sum(tensor) for name, tensor in tensors.items()}, shards)
 
 
+def _sum(tensor: Tensor) -> Tensor:
+    if (number := single_number(tensor)) is not None:
+        return number.double() * tensor.numel()
+    return tensor.sum().double()
+
+
 def _square_sum(tensor: Tensor) -> Tensor:
     """Without a tensor of squares; by rows, since norms of many entries add up in their own type,
     and round.
     """
+    if (number := single_number(tensor)) is not None:
+        return number.double().square() * tensor.numel()
+    wide = torch.promote_types(tensor.dtype, torch.float32)
     if tensor.dim() < 2:
-        return tensor.square().sum().double()
-    return torch.linalg.vector_norm(tensor.flatten(1), dim=1).double().square().sum()
+        return tensor.to(wide).square().sum().double()
+    rows = torch.linalg.vector_norm(tensor.flatten(1), dim=1, dtype=wide)
+    return rows.double().square().sum()
+
+
+def single_number(tensor: Tensor) -> Tensor | None:
+    """The number `()` that an expanded tensor holds everywhere; `None` of any other."""
+    if tensor.numel() and not any(tensor.stride()):
+        return tensor[(0,) * tensor.dim()]
+    return None
 
 
 def norm(tensors: Mapping[str, Tensor], shards: Shards | None) -> float:
@@ -314,14 +331,14 @@ def norm(tensors: Mapping[str, Tensor], shards: Shards | None) -> float:
 
 def scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:
     """`factor * tensor + offset`, in place where that is possible, and one number for one."""
-    if tensor.numel() and not any(tensor.stride()):
-        return (tensor[(0,) * tensor.dim()] * factor + offset).expand_as(tensor)
+    if (number := single_number(tensor)) is not None:
+        return (number * factor + offset).expand_as(tensor)
     return tensor.mul_(factor).add_(offset) if offset else tensor.mul_(factor)
 
 
 def root(variances: Mapping[str, Tensor], name: str) -> Tensor:
     """Standard deviations of variances, one number for one, in place where those were just made."""
     variance = variances[name]
-    if variance.numel() and not any(variance.stride()):
-        return variance[(0,) * variance.dim()].sqrt().expand_as(variance)
+    if (number := single_number(variance)) is not None:
+        return number.sqrt().expand_as(variance)
     return variance.sqrt_() if isinstance(variances, OnDemand) else variance.sqrt()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -36,6 +37,7 @@ from .message import (
     power,
     root,
     scaled,
+    single_number,
     total,
     true_gradient,
 )
@@ -46,15 +48,76 @@ from .sensitivity import (
     capped,
     sensitivity_ratio,
 )
-from .shape_information import shape_trace
-from .strength import UsualPower, random_power
+from .shape_information import own_shape_trace, strength_trace
+from .strength import random_power
 
 logger = logging.get_logger(__name__)
 
 STRENGTHS = ("scale", "relative_scale", "utility_budget")
 """Settings of which one says how strong noise is."""
+PRIOR_SPREAD = 2.0
+"""Of ‖g‖² on random inputs, relative to that on real ones: hardly more than its order is known."""
+BATCH_SPREAD = 0.5
+"""Of ‖g‖² between batches, relative to its mean."""
+DRIFT = 0.05
+"""Of the mean from one message to the next, relative to it."""
+STRENGTH_KEY = "usual_power"
+"""What the state of a strength is called."""
+LEAST_STEP = 0.5
+"""What an estimate keeps at least from one message to the next: it stays above 0."""
 _SHARED_DRAW, _SHARED_DRAW_ELSEWHERE = 2**20, 2**24
 """Numbers of small tensors in one draw, on a processor and on other devices."""
+
+
+class UsualPower:
+    """An estimate of E ‖g‖², by a Kalman filter over messages. It is a function of random numbers
+    and of what was shared, so it tells nothing that was not told.
+
+    Noise of r times *this* gradient shows its norm: ‖y‖² is ‖g‖² (1 + r²), to 2 in 10,000 of a
+    model of 22 million parameters, and the norm alone names a sentence among hundreds. Noise of r
+    times the *usual* gradient shows nothing.
+
+    Example:
+        >>> usual = UsualPower()
+        >>> usual.begin(4.0)
+        >>> for _ in range(100):
+        ...     usual.observe(message_power=1.0 + 50.0, noise_power=50.0, noise_squares=0.1)
+        >>> round(usual.mean, 2)
+        1.0
+    """
+
+    def __init__(self) -> None:
+        self.mean, self.variance = 0.0, 0.0
+
+    def begin(self, random_power: float) -> None:
+        """Begin with ‖g‖² of random inputs."""
+        self.mean, self.variance = random_power, (PRIOR_SPREAD * random_power) ** 2
+
+    def observe(self, message_power: float, noise_power: float, noise_squares: float) -> None:
+        """Take a message in.
+
+        Args:
+            message_power: ‖y‖².
+            noise_power: Tr Σ.
+            noise_squares: Tr Σ².
+        """
+        # Of ‖g + n‖² - Tr Σ: of ‖n‖², of 2⟨g, n⟩ with n along g as anywhere, and of batches.
+        along = noise_squares / noise_power if noise_power else 0.0
+        error = 2 * noise_squares + 4 * along * self.mean + (BATCH_SPREAD * self.mean) ** 2
+        variance = self.variance + (DRIFT * self.mean) ** 2
+        gain = variance / (variance + error)
+        change = gain * (message_power - noise_power - self.mean)
+        self.mean = max(self.mean + change, LEAST_STEP * self.mean)
+        self.variance = (1 - gain) * variance
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Two numbers, once there is an estimate."""
+        state = torch.tensor([self.mean, self.variance], dtype=torch.float64)
+        return {STRENGTH_KEY: state} if self.mean else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """What `state_dict` returned."""
+        self.mean, self.variance = state.get(STRENGTH_KEY, torch.zeros(2)).tolist()
 
 
 @dataclass
@@ -64,28 +127,28 @@ class NoiseDefense(Defense):
     Args:
         scale: Root mean square of the noise's standard deviation over all shared parameters, in the
             gradient's unit. Defenses of equal `scale` add equal noise power Tr Σ/d = scale².
-        relative_scale: `scale` as a multiple of the root mean square of the gradient that the noise
-            is added to.
+        relative_scale: `scale` as a multiple of the root mean square of the gradients that noise is
+            usually added to.
         utility_budget: C ≥ 0 with U₂ = -C: the variance of ⟨g, y⟩ that the noise may cause.
-        strength: Which gradient `relative_scale` and `utility_budget` are relative to. `"own"`: the
-            one that is shared, whose norm the message then shows. `"transcript"`: the usual one,
-            known from random inputs at first and then from what was shared, so that the strength
-            tells nothing more (`UsualPower`).
+        strength: Which gradient `relative_scale` and `utility_budget` are relative to.
+            `"transcript"`: the usual one, known from random inputs at the first message and then
+            from what was shared, so that the strength tells nothing more (`UsualPower`). `"own"`:
+            the one that is shared, as in papers. The message then shows its norm.
     """
 
     distribution: ClassVar[Distribution] = "gaussian"
     scale: float | None = None
     relative_scale: float | None = None
     utility_budget: float | None = None
-    strength: Literal["own", "transcript"] = "own"
+    strength: Literal["transcript", "own"] = "transcript"
 
     def __post_init__(self) -> None:
         self._usual = UsualPower()
         strengths = {
             name: getattr(self, name) for name in STRENGTHS if getattr(self, name) is not None
         }
-        if self.strength not in ("own", "transcript"):
-            raise ValueError(f"strength must be 'own' or 'transcript', but is {self.strength!r}.")
+        if self.strength not in ("transcript", "own"):
+            raise ValueError(f"strength must be 'transcript' or 'own', but is {self.strength!r}.")
         if len(strengths) > 1:
             raise ValueError(
                 f"Give one of scale, relative_scale and utility_budget, not "
@@ -112,43 +175,50 @@ class NoiseDefense(Defense):
         """
         return variance
 
+    def unclipped(self, undefended: Tensors, gradient: Tensors) -> Tensors:
+        """`clipped`'s outcome where it moves as the input does, zeros elsewhere."""
+        return gradient
+
     def shaped(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
-    ) -> tuple[Mapping[str, Tensor], float]:
-        """Variances up to a common factor, and `Noise.shape_trace`. Here: the same everywhere that
-        an earlier defense left something.
+    ) -> Mapping[str, Tensor]:
+        """Variances up to a common factor. Here: the same everywhere that an earlier defense left
+        something.
         """
         uniform = {name: g.new_ones(()).expand_as(g) for name, g in gradient.items()}  # no memory
-        return gmap.restrict(uniform), 0.0
+        return gmap.restrict(uniform)
+
+    def shape_trace(
+        self, gmap: GradientMap, undefended: Tensors, gradient: Tensors, shape: Mapping[str, Tensor]
+    ) -> float:
+        """`Noise.shape_trace`. Here what lies in the strength, where that is the batch's own."""
+        moving = self.unclipped(undefended, gradient)
+        return strength_trace(gmap, gradient, moving, shape, self)
 
     def variance(
         self, gradient: Tensors, shape: Mapping[str, Tensor], shards: Shards | None
     ) -> Mapping[str, Tensor]:
         """The diagonal of Σ: `shape` times the factor λ that gives the strength asked for."""
-        size, usual = count(gradient, shards), self._usual.mean
-        if self.utility_budget is not None:
-            weighted = OnDemand(gradient, lambda name: gradient[name].square() * shape[name])
-            unit_cost, budget = total(weighted, shards), self.utility_budget
-            if self.follows_transcript:
-                unit_cost = total(shape, shards) / size * usual
+        entries, cost = count(gradient, shards), float(total(shape, shards))
+        usual = self._usual.mean if self.follows_transcript else None
+        if self.scale is not None:
+            budget = self.scale**2 * entries
+        elif self.relative_scale is not None:
+            usual = float(power(gradient, shards)) if usual is None else usual
+            budget = self.relative_scale**2 * usual
         else:
-            unit_cost, budget = total(shape, shards) / size, (self.scale or 0.0) ** 2
-            if self.relative_scale is not None:
-                if not self.follows_transcript:
-                    usual = float(power(gradient, shards))
-                budget = self.relative_scale**2 * usual / size
-        # The factor is the strength asked for over the strength of the shape as it is.
-        if not budget:
-            return {name: torch.zeros_like(g) for name, g in gradient.items()}
-        if not unit_cost:
+            budget = self.utility_budget or 0.0
+            costs = OnDemand(gradient, lambda name: gradient[name].square() * shape[name])
+            cost = float(total(costs, shards)) if usual is None else cost / entries * usual
+        if budget and not cost:
             logger.warning_once(
                 f"{self.name} added no noise: the gradient or all its sensitivities are zero, so "
                 "to first order there is nothing about the input in it."
             )
-            return {name: torch.zeros_like(g) for name, g in gradient.items()}
-        factor = float(budget / unit_cost)
+        # The factor is the strength asked for over the strength of the shape as it is.
+        factor = budget / cost if cost else 0.0
         if isinstance(shape, OnDemand):
-            return OnDemand(gradient, lambda name: scaled(shape[name], factor))
+            return OnDemand(shape, lambda name: scaled(shape[name], factor))
         return {name: scaled(tensor, factor) for name, tensor in shape.items()}
 
     @property
@@ -159,38 +229,31 @@ class NoiseDefense(Defense):
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         undefended, shards = true_gradient(gmap), gmap.shards
         gradient = self.clipped(undefended, shards)
-        if self.follows_transcript and not self._usual.is_known:
+        if self.follows_transcript and not self._usual.mean:
             self._usual.begin(random_power(gmap, generator, lambda g: self.clipped(g, shards)))
-        shape, shape_trace = self.shaped(gmap, gradient, generator)
+        shape = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape, shards)
-        entries = count(gradient, shards)
-        groups = [(gradient, generator)]
-        if shards is not None:
-            groups = list(shards.streams(gradient, generator))
-        noisy = {
-            name: tensor
-            for group, stream in groups
-            for name, tensor in add_noise(
-                group, lambda name: root(variance, name), entries, stream, self.distribution
-            )
-        }
-
-        metrics = {}
+        entries, deviations = count(gradient, shards), partial(root, variance)
+        groups = [(gradient, generator)] if shards is None else shards.streams(gradient, generator)
+        noisy: Tensors = {}
+        for group, stream in groups:
+            noisy.update(add_noise(group, deviations, entries, stream, self.distribution))
+        shared, metrics = cast_like(noisy, gmap), {}
         if self.follows_transcript:
             noise_power = float(total(variance, shards))
             metrics["noise_scale"] = math.sqrt(noise_power / entries)
-            self._usual.take_in(
-                float(power(noisy, shards)), noise_power, float(power(variance, shards))
-            )
+            message_power, squares = (float(power(t, shards)) for t in (shared, variance))
+            self._usual.observe(message_power, noise_power, squares)
 
         # Only meters and audits ask for it, and it takes as much memory as gradients do.
         def noise() -> Noise:
             added = dict(variance)
             referred = self.referred(undefended, added, shards)
-            return Noise(referred, added, shape_trace, plain=self._plain)
+            trace = self.shape_trace(gmap, undefended, gradient, shape)
+            return Noise(referred, added, trace, plain=self._plain)
 
         return Message(
-            cast_like(noisy, gmap),
+            shared,
             noise=noise if self.facts.adds_gaussian_noise else None,
             transmitted=gmap.transmitted,
             metrics=metrics,
@@ -201,7 +264,7 @@ class NoiseDefense(Defense):
 
     def load_state_dict(self, state: Tensors) -> None:
         self._usual.load_state_dict(state)
-        super().load_state_dict({k: v for k, v in state.items() if k != "usual_power"})
+        super().load_state_dict({k: v for k, v in state.items() if k != STRENGTH_KEY})
 
     @property
     def facts(self) -> DefenseFacts:
@@ -211,14 +274,15 @@ class NoiseDefense(Defense):
             sharded_refusal=None,
             adds_gaussian_noise=self.distribution == "gaussian",
             noise_ratio=self.relative_scale,
+            follows_transcript=self.follows_transcript,
         )
 
     @property
     def stands_alone(self) -> bool:
         """Whether a client in whose batch nothing counts shares noise: its strength follows no
-        gradient.
+        gradient, and is known.
         """
-        return bool(self.scale)
+        return bool(self.scale or (self.follows_transcript and self._usual.mean))
 
     @property
     def _plain(self) -> bool:
@@ -309,18 +373,14 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
 
     def shaped(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
-    ) -> tuple[Mapping[str, Tensor], float]:
+    ) -> Mapping[str, Tensor]:
         is_empty = isinstance(gmap, ZeroGradient)
         if self.shape == "own" and not is_empty:
-            own_ratio = gmap.restrict(
-                sensitivity_ratio(
-                    *self.own_sensitivity(gmap, gradient, generator), self.smallest_gradient
-                )
-            )
-            own_ratio = capped(self.bare_where_clipped(own_ratio, gradient))
-            return own_ratio, shape_trace(gmap, gradient, own_ratio, self)
-        known_ratio = self.known_ratio(gradient) if is_empty else None
-        averaged = known_ratio if is_empty else self.averaged_ratio(gmap, generator)
+            own = self.own_sensitivity(gmap, gradient, generator)
+            ratio = sensitivity_ratio(*own, self.smallest_gradient)
+            own_ratio = capped(self.bare_where_clipped(gmap.restrict(ratio), gradient))
+            return OnDemand(gradient, lambda name: own_ratio[name].clone())
+        averaged = self.known_ratio(gradient) if is_empty else self.averaged_ratio(gmap, generator)
         if averaged is None:
             return NoiseDefense.shaped(self, gmap, gradient, generator)
         # What an earlier defense withheld gets no noise, so the floor is spread over the rest.
@@ -339,7 +399,14 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
             return gmap.restrict({name: lifted_shape})[name]
 
         # The power that is lifted off is as much as what is spread.
-        return OnDemand(gradient, lifted, shape_sum), 0.0
+        return OnDemand(gradient, lifted, shape_sum)
+
+    def shape_trace(
+        self, gmap: GradientMap, undefended: Tensors, gradient: Tensors, shape: Mapping[str, Tensor]
+    ) -> float:
+        if self.shape != "own" or isinstance(gmap, ZeroGradient):
+            return super().shape_trace(gmap, undefended, gradient, shape)
+        return own_shape_trace(gmap, gradient, dict(shape), self)
 
 
 @dataclass
@@ -363,7 +430,7 @@ class OptimalNoisePublished(OptimalNoise):
     smallest_gradient: ClassVar[float] = PUBLISHED_SMALLEST
     shape: ShapedBy = "own"
     num_probes: int | None = 10
-    strength: Literal["own", "transcript"] = "own"
+    strength: Literal["transcript", "own"] = "own"
 
 
 def add_noise(
@@ -422,8 +489,7 @@ def _neighbors(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 def _joined(stds: Sequence[Tensor]) -> Tensor:
     """`()` where all are one number, else `(n,)`."""
-    if not any(any(std.stride()) for std in stds):
-        numbers = {float(std.flatten()[0]) for std in stds if std.numel()}
-        if len(numbers) <= 1:
-            return torch.tensor(numbers.pop() if numbers else 0.0, dtype=torch.float64)
+    numbers = {None if (n := single_number(std)) is None else float(n) for std in stds}
+    if len(numbers) == 1 and None not in numbers:
+        return torch.tensor(numbers.pop(), dtype=torch.float64)
     return torch.cat([std.flatten() for std in stds])

@@ -1,10 +1,12 @@
-"""The Fisher information about a batch that lies in the shape of noise which follows that batch."""
+"""The Fisher information about a batch that lies in noise whose shape or strength follows it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors, by_differences
@@ -13,7 +15,45 @@ from .message import OnDemand, cast_like, power, total
 from .sensitivity import LARGEST_RATIO
 
 
-def shape_trace(gmap: GradientMap, gradient: Tensors, weight: Tensors, noise: Any) -> float:
+def strength_trace(
+    gmap: GradientMap, gradient: Tensors, moving: Tensors, shape: Mapping[str, Tensor], noise: Any
+) -> float:
+    """The Fisher information about the whole batch's input that lies in the strength of noise which
+    is relative to the batch's own gradient. Of Σ = λ W with n noisy entries
+
+        n/2 ‖∂ log λ/∂x‖²,   λ ∝ ‖g‖² or 1/Σ g² w
+
+    For uniform noise that is 2n ‖∂ log ‖g‖/∂x‖²: the second term of the information J Jᵀ/σ² +
+    2d (∂ log σ/∂x)(∂ log σ/∂x)ᵀ of N(g, σ² I).
+
+    Args:
+        gmap: The batch's map, for a product with J.
+        gradient: g, to which noise is added.
+        moving: g where it moves as the input does, 0 where it is clipped.
+        shape: w, 0 where there is no noise.
+        noise: The defense, for its strength.
+
+    Returns:
+        Infinity where the map knows no input, or one device's part of it.
+    """
+    if noise.strength != "own" or noise.scale is not None:
+        return 0.0
+    try:
+        vjp = _product(gmap)
+    except (RuntimeError, ValueError):
+        vjp = None
+    if vjp is None:
+        return math.inf
+    is_budget = noise.utility_budget is not None
+    weight = {name: shape[name] if is_budget else torch.ones(()) for name in gradient}
+    unit = float(total({name: g.square() * weight[name] for name, g in gradient.items()}, None))
+    follows = {name: 2 / (unit or 1.0) * g * weight[name] for name, g in moving.items()}
+    slope = vjp(cast_like(follows, gmap)).double()
+    noisy = int(total({name: (shape[name] > 0).sum() for name in gradient}, None))
+    return noisy / 2 * float(slope.square().sum())
+
+
+def own_shape_trace(gmap: GradientMap, gradient: Tensors, weight: Tensors, noise: Any) -> float:
     """The Fisher information about the whole batch's input that lies in the shape of noise which
     follows the batch itself:
 
@@ -25,6 +65,8 @@ def shape_trace(gmap: GradientMap, gradient: Tensors, weight: Tensors, noise: An
     wherever w does:
 
         λ = scale² d/Σ w,   relative_scale² ‖g‖²/Σ w,   or utility_budget/Σ g² w
+
+    With the strength of the usual gradient λ has a constant in ‖g‖²'s place.
 
     Args:
         gmap: The batch's map, for two products with J.
@@ -45,6 +87,7 @@ def shape_trace(gmap: GradientMap, gradient: Tensors, weight: Tensors, noise: An
         name: (1 / g).where((follows[name] > 0) & (g.abs() >= noise.smallest_gradient), 0)
         for name, g in gradient.items()
     }
+    is_relative = noise.relative_scale is not None and not noise.follows_transcript
     if noise.utility_budget is not None:
         weighted_squares = {name: g.square() * weight[name] for name, g in gradient.items()}
         weighted_power = float(total(weighted_squares, None))
@@ -54,7 +97,7 @@ def shape_trace(gmap: GradientMap, gradient: Tensors, weight: Tensors, noise: An
         }
     else:
         factor = {name: weight[name] * inverse[name] / weight_sum for name in gradient}
-        if noise.relative_scale is not None:
+        if is_relative:
             squared_norm = float(power(gradient, None)) or 1.0
             noisy_gradient = {name: g.where(weight[name] > 0, 0) for name, g in gradient.items()}
             factor = {
@@ -95,7 +138,7 @@ def _bound(
         )
     else:
         slope_bound = weighted_mean(weight)
-        if noise.relative_scale is not None:
+        if noise.relative_scale is not None and not noise.follows_transcript:
             slope_bound += 2 * weighted_mean({name: g.square() for name, g in gradient.items()})
     bounds = OnDemand(
         follows, lambda name: (follows[name].double() + slope_bound).where(weight[name] > 0, 0)

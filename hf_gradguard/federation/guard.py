@@ -48,7 +48,8 @@ class GuardSettings:
 
     Args:
         defense: Its name. `"none"`, and only that, turns protection off.
-        settings: Of the defense.
+        settings: Of the defense. Noise needs a stated `scale` here; `protect_update`, which has the
+            data, takes a relative one too.
         withhold: Patterns of names that are not sent, with commas between them. Default: running
             statistics of batch normalization.
         withheld: `"zeros"` sends the received value, which is a change of zero; `"left out"` leaves
@@ -142,7 +143,7 @@ class Guard:
         settings: How it protects.
 
     Example:
-        >>> guard = Guard(GuardSettings())
+        >>> guard = Guard(GuardSettings(settings={"scale": 0.1}))
         >>> received = {"w": torch.zeros(4)}
         >>> trained = {"w": torch.ones(4)}
         >>> bool((guard.protect(received, trained)["w"] == trained["w"]).any())
@@ -217,6 +218,14 @@ class Guard:
         aliases = tied_names(received, change)
         trainable = [name for name in change if name not in self._frozen(change)]
         distinct = {name: change[name] for name in trainable if name not in aliases}
+        if self.defense.facts.follows_transcript:
+            name = f"{PREFIX}{self.settings.defense}"
+            raise ValueError(
+                f"Nothing was sent: {name} has no stated strength. Relative to this very update it "
+                "would show that one's norm, and the usual update is found by training on random "
+                f"inputs, which only protect_update does. Give {name}.scale, a standard deviation "
+                "in the unit of the weights, or protect where the data is."
+            )
         message: Tensors = dict(self.defense(PrecomputedGradient(distinct), generator))
         # One tensor of the model gets one noise, whatever the number of its names.
         message |= {name: message[aliases[name]] for name in trainable if name in aliases}

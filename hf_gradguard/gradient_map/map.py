@@ -395,6 +395,10 @@ class GradientMap:
                 withhold=self._withhold,
             )
 
+    def on_other_data(self, replaced: Callable[[Batch], Batch]) -> GradientMap:
+        """`of_batch` of what stands in the place of its batch; of local training, of every one."""
+        return self.of_batch(replaced(self._batch))
+
     def twice(self) -> GradientMap:
         """This map with `second_order=True`."""
         return self if self.replay.second_order else self.of_batch(self._batch, second_order=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ def random_batch(
     batch: Mapping[str, Any],
     generator: Stream,
     special: Sequence[int] = (),
+    unknown: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any]:
     """A batch of the same shapes with nothing of the content: random inputs and labels, no padding.
 
@@ -29,9 +30,10 @@ def random_batch(
         batch: For shapes and types.
         generator: Of the inputs and labels.
         special: Ids of special tokens. Texts begin and end with those that the batch's do.
+        unknown: Makes what stands in the place of an entry that it cannot make up.
 
     Raises:
-        ValueError: For an entry that it cannot make up, by name.
+        ValueError: For such an entry, by name, if `unknown` is not given.
 
     Example:
         >>> drawn = random_batch(gmap.domain, model, batch, Stream())
@@ -43,11 +45,50 @@ def random_batch(
     else:
         random_entries = {domain.key: random_images(batch[domain.key], generator)}
     for key, value in batch.items():
-        if key not in random_entries:
+        if key in random_entries:
+            continue
+        try:
             random_entries[key] = _random_entry(
                 domain.key, model, batch, key, value, random_entries, generator
             )
+        except ValueError:
+            if unknown is None:
+                raise
+            random_entries[key] = unknown(value)
     return random_entries
+
+
+def resize_texts(
+    domain: Text, model: nn.Module, batch: Mapping[str, Any], length: int = 0
+) -> dict[str, Any]:
+    """A batch whose texts are of so many tokens. Each begins and ends as it did.
+
+    Args:
+        domain: Names the entries that are texts.
+        model: Says which entries are texts that it writes.
+        batch: The batch.
+        length: Default: 16, or as many as the model takes.
+
+    Example:
+        >>> resize_texts(gmap.domain, model, batch)["input_ids"].shape
+        torch.Size([2, 16])
+    """
+    length = length or min(LENGTH, _most_tokens(model))
+    places: dict[torch.Size, Tensor] = {}
+    for key in domain.keys:
+        ids, mask = batch[key], mask_of(batch, key)
+        if mask is None or mask.shape != ids.shape:
+            mask = torch.ones_like(ids)
+        places[ids.shape] = _places(mask, length)
+
+    def resized(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() != 2 or name in ("label", "scores"):
+            return value
+        if value.shape in places and not (name == "labels" and value.is_floating_point()):
+            return value.gather(1, places[value.shape])
+        return value[:, :1].expand(-1, length) if is_of_targets(model, name) else value
+
+    return {name: resized(name, value) for name, value in batch.items()}
 
 
 def random_texts(
@@ -251,7 +292,11 @@ def synthetic_samples(
     x, batch = gmap.input, gmap.batch
     samples = USUAL[gmap.domain.name] if samples is None else samples
     rows = torch.arange(samples, device=x.device) % len(x)
-    places = _places(gmap, text_length(gmap, samples)) if x.dim() == 3 else None
+    places = None
+    if x.dim() == 3:
+        present = gmap.domain.present(batch)
+        attended = torch.ones(x.shape[:2], device=x.device) if present is None else present
+        places = _places(attended, text_length(gmap, samples))
 
     def resized(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim():
@@ -292,16 +337,13 @@ def _most_tokens(model: nn.Module) -> int:
     return getattr(getattr(model, "config", None), "max_position_embeddings", None) or LENGTH
 
 
-def _places(gmap: GradientMap, length: int) -> Tensor:
+def _places(attended: Tensor, length: int) -> Tensor:
     """`(B, length)`: places of each text to take, again and again, its own end last: synthetic
     texts end as the batch's do, whatever their lengths and padding.
     """
-    x, present = gmap.input, gmap.domain.present(gmap.batch)
-    first_place, last_place = ends_of(
-        torch.ones(x.shape[:2], device=x.device) if present is None else present
-    )
+    first_place, last_place = ends_of(attended)
     places = (
-        torch.arange(length, device=x.device) % (last_place - first_place + 1)[:, None]
+        torch.arange(length, device=attended.device) % (last_place - first_place + 1)[:, None]
         + first_place[:, None]
     )
     places[:, -1] = last_place

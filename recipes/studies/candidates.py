@@ -19,6 +19,7 @@ from hf_gradguard.randomness import Stream
 
 from ..study import Study
 from .lib.attacks import token_ids_of
+from .lib.defenses import with_own_strength
 from .lib.intervals import share
 from .lib.results import named
 from .lib.tables import bracketed, summary, write_table
@@ -80,7 +81,7 @@ class CandidateStudy(Study):
         network = {}
         if cell["defense"] == "refiner":  # its weighted form
             network = {"evaluation_network": self.network(cell["layers"], cell["network_steps"])}
-        defense = make_defense(cell["defense"], **strength, **network)
+        defense = make_defense(cell["defense"], **with_own_strength(strength), **network)
         defense.prepare(self.model_of(cell), self.tokenizer)
         return defense
 

@@ -20,6 +20,7 @@ from hf_gradguard.randomness import Stream
 from .frontier_clients import ImageTask, Stage
 from .frontier_rows import ACCUMULATED, CANDIDATES, INVERTING, UNAWARE, UNLABELED, WORD
 from .lib.attacks import attack_of, token_ids_of
+from .lib.defenses import with_own_strength
 from .lib.device import DEVICE, on_device
 from .lib.images import INVERTING as INVERTING_SETTINGS
 from .lib.images import single_images, smoothed
@@ -79,7 +80,7 @@ def attack_texts(
 
 def noise_alone(stage: Stage, processing_class: Any = None) -> Stage:
     """The same model, and messages that say nothing."""
-    defense = make_defense("gaussian_noise", relative_scale=1e6)
+    defense = make_defense("gaussian_noise", relative_scale=1e6, strength="own")
     defense.prepare(stage.model, processing_class)
     return stage._replace(defense=defense)
 
@@ -292,7 +293,7 @@ def attackers_defense(cell: dict, stage: Stage, task: ImageTask) -> Defense:
     """An attacker's: with feedback after messages of its own, so that something is left out; at the
     start after those that are empty.
     """
-    defense = make_defense(cell["defense"], **cell["strength"])
+    defense = make_defense(cell["defense"], **with_own_strength(cell["strength"]))
     defense.prepare(stage.model, None)
     if getattr(defense, "error_feedback", False):
         warmup = defense.facts.warmup_messages if cell["stage"] == "start" else None

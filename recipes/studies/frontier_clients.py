@@ -22,6 +22,7 @@ from hf_gradguard.leakage import dp_sgd_epsilon
 from recipes.small_networks import SmallImageClassifier, SmallImageClassifierConfig
 
 from .frontier_rows import BATCH, DELTA, GRID, IMAGE_SIZES, RATES_SEED, STAGES
+from .lib.defenses import with_own_strength
 from .lib.device import DEVICE, on_device
 from .lib.images import images_at, predicted_classes
 from .lib.results import Results
@@ -100,8 +101,9 @@ class Client:
     def trainer(self, model: nn.Module, rows: Any, cell: dict) -> GradGuardTrainer:
         """One client. It logs at the end, and keeps nothing."""
         args = GradGuardConfig(
-            self._scratch.name, defense=cell["defense"], defense_kwargs=cell["strength"],
-            learning_rate=cell["learning_rate"], max_steps=cell["steps"], warmup_steps=0.1,
+            self._scratch.name, defense=cell["defense"],
+            defense_kwargs=with_own_strength(cell["strength"]), max_steps=cell["steps"],
+            learning_rate=cell["learning_rate"], warmup_steps=0.1,
             per_device_train_batch_size=cell["batch"], seed=cell["seed"],
             noise_seed=cell["seed"], save_strategy="no",
             logging_steps=cell["steps"], report_to="none", disable_tqdm=True,
@@ -118,7 +120,7 @@ class Client:
         model = self.start(cell["seed"])
         model.load_state_dict(load_file(folder / f"{stage}.safetensors"), strict=False)
         model.to(DEVICE)
-        defense = make_defense(cell["defense"], **cell["strength"])
+        defense = make_defense(cell["defense"], **with_own_strength(cell["strength"]))
         defense.prepare(model, self.processing_class)
         defense.load_state_dict(load_file(folder / f"{stage}.defense", device=DEVICE))
         return Stage(model.eval(), defense, _batch_counts(defense))

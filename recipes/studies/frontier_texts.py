@@ -26,6 +26,7 @@ from . import frontier_attacks as attacks
 from . import frontier_clients as clients
 from . import frontier_rows as plan
 from . import frontier_tables as tables
+from .lib.defenses import with_own_strength
 from .lib.results import Results, named
 from .lib.tables import write_table
 from .lib.text import batch_of, of_usual_length, sst2
@@ -179,7 +180,9 @@ class Lists(TextStudy):
     def measure(self, cell: dict) -> dict:
         trained = self.TRAINED | {k: cell[k] for k in ("seed", "steps", "batch", "stage")}
         model = self.stage(trained).model
-        defense = make_defense("gaussian_noise", relative_scale=cell["relative_scale"])
+        defense = make_defense(
+            "gaussian_noise", relative_scale=cell["relative_scale"], strength="own"
+        )
         metrics = attacks.attack_texts(
             cell, clients.Stage(model, defense), self.task.tokenizer, self.texts
         )
@@ -352,7 +355,9 @@ class Batches(TextStudy):
     def first_message(self, cell: dict, batches: Sequence[list[dict]]) -> list[Observation]:
         """A client's first message that is not empty, as the two ways have it."""
         model, tokenizer = self.model, self.task.tokenizer
-        defense = make_defense(cell["defense"], **cell["strength"], min_batches=cell["min_batches"])
+        defense = make_defense(
+            cell["defense"], **with_own_strength(cell["strength"]), min_batches=cell["min_batches"]
+        )
         defense.prepare(model, tokenizer)
         longest = 0
         for number, batch_texts in enumerate(batches):

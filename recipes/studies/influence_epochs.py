@@ -22,6 +22,7 @@ from recipes.small_networks import LeakageLeNetForImageClassification
 from ..study import Study
 from .influence import invert_dlg
 from .lib.attacks import attack_of
+from .lib.defenses import with_own_strength
 from .lib.images import (
     INVERTING,
     SINGLE_IMAGES,
@@ -134,7 +135,8 @@ class Epochs(Study):
         right = accuracy(model, pixels[:10000].float() / 255, labels[:10000])
         path, split = (self.args.mnist, "test") if data == "MNIST" else (self.args.cifar10, "train")
         batches = single_images(path, count + cell["own"], split=split)
-        noise, observations = make_defense("gaussian_noise", **cell["strength"]), []
+        noise = make_defense("gaussian_noise", **with_own_strength(cell["strength"]))
+        observations = []
         metrics: dict[str, list] = {name: [] for name in ("norm", "noise", *self.SCORES)}
         for number, batch in enumerate(batches):
             gmap = GradientMap(model, batch)

@@ -25,7 +25,7 @@ from .frontier_clients import TEXT_FLAGS, Stage, TextTask
 from .frontier_rows import BATCH, FOLDER, LBFGS, QUICK
 from .frontier_tables import ACCURACY, accuracy_text, attack_cell, lost, score_text
 from .lib.attacks import attack_of
-from .lib.defenses import as_published, published
+from .lib.defenses import as_published, published, with_own_strength
 from .lib.images import flat
 from .lib.intervals import student
 from .lib.results import PUBLISHED, Results, named, nested
@@ -381,7 +381,7 @@ class FineTuned(Study):
             return {"norm": norms, "entries": len(gradients[0])}
         if "attack" in cell:
             model = task.start(cell["seed"]).eval()
-            defense = make_defense(cell["defense"], **task.strength(cell))
+            defense = make_defense(cell["defense"], **with_own_strength(task.strength(cell)))
             defense.prepare(model, task.tokenizer)
             return attack_texts(cell, Stage(model, defense), task.tokenizer, self.texts)
         return (task if "start" in cell else self.half).learned(cell)

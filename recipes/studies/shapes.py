@@ -15,6 +15,7 @@ from hf_gradguard.randomness import Stream
 
 from ..study import Study
 from .lib import text as texts
+from .lib.defenses import with_own_strength
 from .lib.images import array_images, flat
 from .lib.intervals import share
 from .lib.tables import settings_text, write_table
@@ -140,7 +141,7 @@ class Quality(ShapeStudy):
         """By shape, Tr J_F·|U₂| over its least value and dFIL over uniform noise's, per batch."""
         model, draw = self.task(cell)
         defenses = {
-            row: make_defense(name, relative_scale=1.0, **settings)
+            row: make_defense(name, relative_scale=1.0, strength="own", **settings)
             for row, (name, settings) in cell["shapes"].items()
         }
         optimizer, size = torch.optim.AdamW(model.parameters(), lr=cell["learning_rate"]), BATCH
@@ -237,7 +238,9 @@ class Estimates(ShapeStudy):
         """Tr J_F·|U₂| over its least value, of every row and batch."""
         model, draw = self.task(cell)
         defenses = {
-            row: make_defense("optimal_noise", relative_scale=1.0, shape=shape, refresh_every=1)
+            row: make_defense(
+                "optimal_noise", relative_scale=1.0, strength="own", shape=shape, refresh_every=1
+            )
             for row, (shape, _) in cell["averages"].items()
         }
 
@@ -355,13 +358,13 @@ class Naming(ShapeStudy):
     ) -> Iterator[tuple[str, bool]]:
         """Whether the candidate that is the client's is named, by strength."""
         (name, settings), strengths = cell["defense"], cell["strengths"]
-        client = make_defense(name, **settings, **strengths[0])
+        client = make_defense(name, **settings, **with_own_strength(strengths[0]))
         for gmap in earlier:
             client(gmap)
         state = client.state_dict()
 
         def message(gmap, strength: dict):
-            defense = make_defense(name, **settings, **strength)
+            defense = make_defense(name, **settings, **with_own_strength(strength))
             defense.load_state_dict(dict(state))
             sent = defense(gmap)
             return sent if cell["target"] == TARGETS[0] else defense(next_map)
@@ -395,7 +398,8 @@ def expected_shape(message, gmap, defense: str) -> Tensor:
     if "pruning" in defense:
         return visible_shape(message, is_pruned=True)
     if defense == "gaussian_noise":  # were there a shape, then this one
-        message = make_defense("optimal_noise", shape="own", num_probes=1, relative_scale=1)(gmap)
+        settings = {"shape": "own", "num_probes": 1, "relative_scale": 1, "strength": "own"}
+        message = make_defense("optimal_noise", **settings)(gmap)
     return flat(message.noise.added).clamp(min=1e-30).log()
 
 

@@ -244,6 +244,6 @@ def noisy_observation(model: torch.nn.Module, batch: dict, noise: float, seed: i
     gmap = GradientMap(model, batch)
     shared = gmap.gradient()
     if noise:
-        defense = make_defense("gaussian_noise", relative_scale=noise)
+        defense = make_defense("gaussian_noise", relative_scale=noise, strength="own")
         shared = defense(gmap, generator=Stream.from_seeds(seed))
     return Observation(model, shared, tuple(batch["pixel_values"].shape), labels=batch["labels"])

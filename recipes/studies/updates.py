@@ -261,6 +261,11 @@ class Rounds(Study):
 
         data = {"cifar10": self.args.cifar10, "sst2": self.args.data_dir}[cell["task"]]
         settings = {key: value for key, value in cell.items() if key != "quick"}
+        settings |= {  # as it was when figures were stored
+            key.replace("relative_scale", "strength"): "own"
+            for key in cell
+            if key.endswith(".relative_scale")
+        }
         settings |= {"data": str(data), "model": str(self.args.model)}
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "figures.json"

@@ -139,7 +139,7 @@ def test_other_laws() -> None:
         rounding="stochastic", levels=4
     )
     assert mechanism("laplace_noise:scale=2") == Mechanism(noise="laplace", variance=4.0)
-    assert mechanism("laplace_noise:utility_budget=1") is None
+    assert mechanism("laplace_noise:utility_budget=1,strength=own") is None
     assert mechanism("pruning:ratio=0.9,error_feedback=true") == Mechanism(
         selection="largest"
     )  # a first message

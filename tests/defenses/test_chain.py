@@ -44,7 +44,7 @@ def test_the_second_gets_what_the_first_would_share(gmap: GradientMap) -> None:
     goes on.
     """
     first, second = (
-        make_defense("gaussian_noise", relative_scale=0.5),
+        make_defense("gaussian_noise", scale=0.05),
         make_defense("pruning", ratio=0.6),
     )
     generator, by_hand = rng(), rng()

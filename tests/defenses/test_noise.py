@@ -74,7 +74,7 @@ def test_scale_is_the_root_mean_square_of_the_standard_deviations(kind: str, nam
 def test_relative_scale_is_in_units_of_the_gradient(kind: str) -> None:
     """Of the gradient that the noise is added to, after clipping."""
     gmap = exact_map("bert")
-    std = flat(standard_deviations(make(kind, relative_scale=3), gmap))
+    std = flat(standard_deviations(make(kind, relative_scale=3, strength="own"), gmap))
     assert math.isclose(
         std.square().mean(), 9 * clipped_gradient(kind, gmap).square().mean(), rel_tol=1e-12
     )
@@ -84,7 +84,7 @@ def test_relative_scale_is_in_units_of_the_gradient(kind: str) -> None:
 def test_utility_budget_is_met(kind: str, name: str) -> None:
     """U₂ = -Σ g_i² Σ_ii = -C."""
     gmap = exact_map(name)
-    std = flat(standard_deviations(make(kind, utility_budget=0.7), gmap))
+    std = flat(standard_deviations(make(kind, utility_budget=0.7, strength="own"), gmap))
     assert math.isclose((clipped_gradient(kind, gmap) * std).square().sum(), 0.7, rel_tol=1e-12)
 
 
@@ -219,7 +219,12 @@ def at_utility(variance: Tensor, g: Tensor, utility: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "strength", [{"scale": 0.25}, {"relative_scale": 1.0}, {"utility_budget": 0.7}]
+    "strength",
+    [
+        {"scale": 0.25},
+        {"relative_scale": 1.0, "strength": "own"},
+        {"utility_budget": 0.7, "strength": "own"},
+    ],
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_optimal_noise_attains_the_least_information_at_its_utility(
@@ -254,7 +259,7 @@ def test_the_dense_fisher_information_is_less_than_uniform_noises(name: str) -> 
     _, _, free = untouched(gmap)
     traces = []
     for kind in ("optimal", "gaussian"):
-        std = flat(standard_deviations(make(kind, utility_budget=0.7), gmap))
+        std = flat(standard_deviations(make(kind, utility_budget=0.7, strength="own"), gmap))
         traces.append((jacobian[:, free] / std[free]).square().sum())
     assert traces[0] < traces[1] / 1.2
 

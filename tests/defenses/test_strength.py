@@ -14,7 +14,7 @@ from helpers import flat, make_task, small_convolution
 from torch import Tensor, nn
 
 from hf_gradguard import GradientMap, chain, make_defense
-from hf_gradguard.defenses.strength import UsualPower
+from hf_gradguard.defenses.noise import UsualPower
 from hf_gradguard.gradient_map.views import PrecomputedGradient
 from hf_gradguard.randomness import Stream
 
@@ -104,7 +104,7 @@ def test_the_filter_finds_the_mean(relative: float) -> None:
             norm, std = math.sqrt(power) * random.lognormal(0, 0.1), math.sqrt(variance)
             shared = norm**2 + 2 * norm * random.normal(0, std)
             shared += variance * random.chisquare(entries)
-            usual.take_in(shared, variance * entries, variance**2 * entries)
+            usual.observe(shared, variance * entries, variance**2 * entries)
         assert usual.mean == pytest.approx(power, rel=0.5)
 
 
@@ -113,7 +113,7 @@ def test_it_never_falls_to_zero() -> None:
     usual.begin(1.0)
     for _ in range(20):
         before = usual.mean
-        usual.take_in(message_power=0.0, noise_power=5.0, noise_squares=1e-6)
+        usual.observe(message_power=0.0, noise_power=5.0, noise_squares=1e-6)
         assert 0.5 * before <= usual.mean
 
 

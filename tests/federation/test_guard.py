@@ -23,6 +23,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int]] =
 }
 WORDS = torch.arange(0, 96, 2).view(8, 6)
 LABELS = torch.arange(8) % 2
+NOISE = {"scale": 0.01}
 
 
 class LowRank(nn.Module):
@@ -73,11 +74,11 @@ def test_a_table_is_refused_by_its_name(optimizer: str) -> None:
     torch.manual_seed(0)
     received, trained_weights = trained(Words(), WORDS, optimizer)
     with pytest.raises(ValueError, match=r"'embeddings\.weight' is a table"):
-        Guard(GuardSettings()).protect(received, trained_weights)
-    withheld = Guard(GuardSettings(withhold="embeddings.weight"))
+        Guard(GuardSettings(settings=NOISE)).protect(received, trained_weights)
+    withheld = Guard(GuardSettings(settings=NOISE, withhold="embeddings.weight"))
     with pytest.raises(ValueError, match=r"'head\.weight'"):
         withheld.protect(received, trained_weights)
-    withheld = Guard(GuardSettings(withhold="embeddings.weight, head.weight"))
+    withheld = Guard(GuardSettings(settings=NOISE, withhold="embeddings.weight, head.weight"))
     assert torch.equal(
         withheld.protect(received, trained_weights)["head.weight"], received["head.weight"]
     )
@@ -100,9 +101,9 @@ def test_a_table_of_another_name_shows_by_the_rows_it_left_alone(sends: Any) -> 
     change["t"][[3, 7]] = 0.1
     update = change if sends == "difference" else {"t": received["t"] + change["t"]}
     with pytest.raises(ValueError, match="2 of 2000 rows"):
-        Guard(GuardSettings(sends=sends)).protect(received, update)
+        Guard(GuardSettings(settings=NOISE, sends=sends)).protect(received, update)
     # A list of one's own is taken at its word: rows of units that never fired stay as well.
-    assert Guard(GuardSettings(sends=sends, tables="-")).protect(received, update)
+    assert Guard(GuardSettings(settings=NOISE, sends=sends, tables="-")).protect(received, update)
 
 
 @pytest.mark.parametrize("steps", [1, 2, None])
@@ -113,13 +114,15 @@ def test_layers_that_were_trained_whole_pass(optimizer: str, steps: int | None) 
     layers = (nn.Unflatten(1, (2, 8, 8)), nn.Conv2d(2, 64, 3), nn.GELU(), nn.Conv2d(64, 64, 3))
     last = (nn.Flatten(), nn.Linear(1024, 128), LowRank(), nn.GELU(), nn.Linear(128, 2))
     before, after = trained(nn.Sequential(*layers, *last), torch.randn(8, 128), optimizer, steps)
-    assert Guard(GuardSettings()).protect(before, after).keys() == before.keys()
+    assert Guard(GuardSettings(settings=NOISE)).protect(before, after).keys() == before.keys()
 
 
 def test_a_layer_that_grows_along_itself_has_not_decayed() -> None:
     start = torch.cat([torch.ones(60), -torch.ones(40)]).view(100, 1)
     before, after = {"w": start}, {"w": start + 0.01 * start + 1e-5 * torch.randn(100, 1)}
-    assert not torch.equal(Guard(GuardSettings()).protect(before, after)["w"], after["w"])
+    assert not torch.equal(
+        Guard(GuardSettings(settings=NOISE)).protect(before, after)["w"], after["w"]
+    )
 
 
 def test_single_entries_that_shrink_have_not_decayed() -> None:
@@ -129,7 +132,9 @@ def test_single_entries_that_shrink_have_not_decayed() -> None:
         0.01 * torch.rand(100, 1) * start.sign() * torch.tensor([-1.0] * 60 + [1.0] * 40)[:, None]
     )
     before, after = {"w": start}, {"w": start + change}
-    assert not torch.equal(Guard(GuardSettings()).protect(before, after)["w"], after["w"])
+    assert not torch.equal(
+        Guard(GuardSettings(settings=NOISE)).protect(before, after)["w"], after["w"]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -138,11 +143,11 @@ def test_whole_weights_in_half_precision_are_refused(dtype: torch.dtype) -> None
     before = {"w": (0.1 * torch.randn(3000)).to(dtype), "x": torch.ones(3)}
     after = {"w": (before["w"] + 1e-5 * torch.randn(3000)).to(dtype), "x": 2 * torch.ones(3)}
     with pytest.raises(ValueError, match=r"float16.*Train and exchange float32"):
-        Guard(GuardSettings()).protect(before, after)
+        Guard(GuardSettings(settings=NOISE)).protect(before, after)
     with pytest.raises(ValueError, match="Train and exchange float32"):
         Guard(GuardSettings("pruning")).sent(before, {"w": torch.zeros(3000)})
     assert torch.equal(Guard(GuardSettings("none")).protect(before, after)["w"], after["w"])
-    found = Guard(GuardSettings(withhold="w")).protect(before, after)
+    found = Guard(GuardSettings(settings=NOISE, withhold="w")).protect(before, after)
     assert torch.equal(found["w"], before["w"])
 
 
@@ -151,7 +156,7 @@ def test_differences_in_half_precision_keep_their_noise(dtype: torch.dtype) -> N
     torch.manual_seed(0)
     before = {"w": (0.1 * torch.randn(3000)).to(dtype)}
     step = {"w": (1e-5 * torch.randn(3000)).to(dtype)}
-    found = Guard(GuardSettings(sends="difference")).protect(before, step)["w"]
+    found = Guard(GuardSettings(settings=NOISE, sends="difference")).protect(before, step)["w"]
     assert found.dtype == dtype
     assert (found == step["w"]).float().mean() < 0.05
     assert 0.9 < (found - step["w"]).float().norm() / step["w"].float().norm() < 1.1
@@ -175,7 +180,7 @@ def test_training_in_half_precision_is_refused(
     if sends == "difference":
         after = {name: tensor - before[name] for name, tensor in after.items()}
     with pytest.raises(ValueError, match=r"Nothing was sent: 'w' .*float16.*float32"):
-        Guard(GuardSettings(sends=sends)).protect(before, after)
+        Guard(GuardSettings(settings=NOISE, sends=sends)).protect(before, after)
 
 
 class Tied(nn.Module):
@@ -207,16 +212,18 @@ def test_a_tensor_of_two_names_has_one_noise_and_a_frozen_one_none(
         assert "frozen.weight" not in sent
     else:
         assert torch.equal(sent["frozen.weight"], update["frozen.weight"])
-    filled = Guard(GuardSettings(sends=sends, frozen="-")).protect(before, update)
+    filled = Guard(GuardSettings(settings=NOISE, sends=sends, frozen="-")).protect(before, update)
     assert not torch.equal(filled["frozen.weight"], update["frozen.weight"])
 
 
 def test_weights_that_start_alike_are_not_one() -> None:
     before = {name: torch.zeros(9) for name in "ab"}
-    sent = Guard(GuardSettings()).protect(before, {n: torch.randn(9) for n in before})
+    sent = Guard(GuardSettings(settings=NOISE)).protect(before, {n: torch.randn(9) for n in before})
     assert not torch.equal(sent["a"], sent["b"])
     unchanged = {"a": torch.zeros(9), "b": torch.zeros(9), "c": torch.randn(9)}
-    sent = Guard(GuardSettings(frozen="-")).protect(before | {"c": torch.zeros(9)}, unchanged)
+    sent = Guard(GuardSettings(settings=NOISE, frozen="-")).protect(
+        before | {"c": torch.zeros(9)}, unchanged
+    )
     assert not torch.equal(sent["a"], sent["b"])
 
 
@@ -224,4 +231,15 @@ def test_few_entries_on_a_grid_are_chance() -> None:
     before = {"w": torch.randn(3000), "x": torch.ones(3)}
     after = {"w": before["w"] + 0.01 * torch.randn(3000), "x": 2 * torch.ones(3)}
     after["w"][:1000] = after["w"][:1000].bfloat16().float()
-    assert Guard(GuardSettings()).protect(before, after).keys() == before.keys()
+    assert Guard(GuardSettings(settings=NOISE)).protect(before, after).keys() == before.keys()
+
+
+def test_noise_of_an_update_has_a_stated_strength() -> None:
+    """Of an update that was computed elsewhere no usual one is known, and its own would show."""
+    before = {"w": torch.randn(3000)}
+    after = {"w": before["w"] + 0.1 * torch.randn(3000)}
+    for settings in ({}, {"relative_scale": 20.0}):
+        with pytest.raises(ValueError, match=r"gaussian_noise\.scale"):
+            Guard(GuardSettings(settings=settings)).protect(before, after)
+    published = GuardSettings(settings={"relative_scale": 1.0, "strength": "own"})
+    assert Guard(published).protect(before, after).keys() == before.keys()

@@ -124,8 +124,8 @@ def test_one_step_of_sgd_is_a_protected_gradient() -> None:
     gradient = GradientMap(model, batch)
     for defense in (
         make_defense("pruning", ratio=0.7),
-        make_defense("gaussian_noise", relative_scale=0.5),
-        chain(make_defense("pruning", ratio=0.7), make_defense("gaussian_noise")),
+        make_defense("gaussian_noise", relative_scale=0.5, strength="own"),
+        chain(make_defense("pruning", ratio=0.7), make_defense("gaussian_noise", strength="own")),
     ):
         sent = protect_update(model, [batch], defense, learning_rate=1.0, generator=rng())
         noise_turned = flat(dict(defense(gradient, rng())))

@@ -196,7 +196,8 @@ def test_averages_of_sums_are_those_of_squares(name: str) -> None:
     gmap = GradientMap(*make_task("bert"), second_order=False)
     clip = 0.9 * float(flat(gmap.gradient()).abs().max())
     for settings in ({}, {"clip": clip}) if name == "optimal_dp_sgd" else ({},):
-        defense = make_defense(name, shape="past", **settings)
+        strength = {} if name == "optimal_pruning" else {"scale": 0.1}
+        defense = make_defense(name, shape="past", **strength, **settings)
         defense(gmap, Stream.from_seeds(1))
         squares = gmap.squared_sensitivity(1, Stream.from_seeds(1))
         if settings:

@@ -1,6 +1,11 @@
-"""What lies in the noise's own shape, when it is of the batch itself: `Noise.shape_trace`."""
+"""What lies in the noise's own shape and strength, when it is of the batch itself:
+`Noise.shape_trace`.
+"""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +20,10 @@ from helpers import (
     rng,
     torch_rng,
 )
+from torch import Tensor
 
 from hf_gradguard import make_defense
+from hf_gradguard.defenses import Noise
 
 DIRECTIONS = 12
 
@@ -83,10 +90,12 @@ def test_the_strength_follows_the_input_too(name: str, strength: dict[str, float
             of_factor = of_factor + 2 * jacobian @ g / g.square().sum()
     noisy = w > 0
     expected = float((slopes + of_factor[:, None])[:, noisy].square().sum() / 2)
-    noise = make_defense("optimal_noise", shape="own", **strength)(exact_map(name), rng()).noise
+    noise = make_defense("optimal_noise", shape="own", strength="own", **strength)(
+        exact_map(name), rng()
+    ).noise
     assert noise is not None
     assert noise.shape_trace == pytest.approx(expected, rel=1e-3)
-    by_layer = {"shape": "own", "granularity": "layer"}
+    by_layer: Any = {"shape": "own", "strength": "own", "granularity": "layer"}
     coarse = make_defense("optimal_noise", **by_layer, **strength)(exact_map(name), rng()).noise
     assert coarse is not None
     assert coarse.shape_trace > 0
@@ -107,3 +116,81 @@ def test_one_ratio_per_tensor_is_bounded_from_above() -> None:
     noise = defense(exact_map("bert"), rng()).noise
     assert noise is not None
     assert exact <= noise.shape_trace
+
+
+def relative_noise(name: str, **settings: Any) -> tuple[Noise, Tensor, Tensor]:
+    """Of a message with strength="own", with the dense gradient and Jacobian."""
+    gradient, jacobian = dense_reference(name)
+    defense = make_defense(settings.pop("defense", "gaussian_noise"), strength="own", **settings)
+    noise = defense(exact_map(name), rng()).noise
+    assert noise is not None
+    return noise, flat(gradient), jacobian
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize("relative", [1.0, 1_000.0])
+def test_the_strength_of_uniform_noise_tells_of_the_batch(name: str, relative: float) -> None:
+    """2d ‖∂ log ‖g‖/∂x‖², whatever the strength: by the dense Jacobian in float64."""
+    noise, g, jacobian = relative_noise(name, relative_scale=relative)
+    expected = 2 * len(g) * float((jacobian @ g / g.square().sum()).square().sum())
+    assert noise.shape_trace == pytest.approx(expected, rel=1e-3)
+    budget, _, _ = relative_noise(name, utility_budget=relative)
+    assert budget.shape_trace == pytest.approx(expected, rel=1e-3)  # λ is 1/‖g‖², and not ‖g‖²
+
+
+def test_a_strength_of_others_tells_nothing_of_the_batch() -> None:
+    for settings in ({"relative_scale": 2.0}, {"utility_budget": 2.0}, {"scale": 1.0}):
+        noise = make_defense("gaussian_noise", **settings)(exact_map("bert"), rng()).noise
+        assert noise is not None
+        assert noise.shape_trace == 0
+    public = make_defense("optimal_noise", relative_scale=2.0)(exact_map("bert"), rng()).noise
+    own, g, jacobian = relative_noise("bert", defense="optimal_noise", relative_scale=2.0)
+    assert public is not None
+    assert public.shape_trace == 0
+    expected = 2 * len(g) * float((jacobian @ g / g.square().sum()).square().sum())
+    assert own.shape_trace == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_strength_of_what_is_clipped_does_not_move() -> None:
+    _, g, jacobian = relative_noise("bert", relative_scale=1.0)
+    clip = float(g.norm())
+    expected = 2 * len(g) * float((jacobian @ g / g.square().sum()).square().sum())
+    for bound, trace in ((2 * clip, expected), (0.5 * clip, 0.0)):
+        noise, _, _ = relative_noise("bert", defense="dp_sgd", clip=bound, relative_scale=1.0)
+        assert noise.shape_trace == pytest.approx(trace, rel=1e-3)
+    bound = float(g.abs().quantile(0.9))
+    clipped, moving = g.clamp(-bound, bound), g.where(g.abs() < bound, 0)
+    slope = jacobian @ moving / clipped.square().sum()
+    settings = {"clip": bound, "clip_by": "coordinate", "relative_scale": 1.0}
+    noise, _, _ = relative_noise("bert", defense="dp_sgd", **settings)
+    assert noise.shape_trace == pytest.approx(2 * len(g) * float(slope.square().sum()), rel=1e-3)
+
+
+def test_the_information_is_that_of_the_score() -> None:
+    """E ‖∂ log p(y | x)/∂x‖² over messages y = g(x) + σ(x) n, σ = r ‖g‖/√d: autograd differentiates
+    the log-density through g and σ.
+    """
+    torch.manual_seed(0)
+    mixed = torch.randn(6, 40, dtype=torch.float64)
+    x, relative, draws = torch.randn(6, dtype=torch.float64), 0.7, 200_000
+
+    def gradient(at: Tensor) -> Tensor:
+        return torch.tanh(at @ mixed) + 0.3 * (at @ mixed)
+
+    g, size = gradient(x), mixed.shape[1]
+    std = relative * g.norm() / math.sqrt(size)
+    y = g + std * torch.randn(draws, size, dtype=torch.float64)
+
+    def log_density(at: Tensor, message: Tensor) -> Tensor:
+        g_at = gradient(at)
+        std_at = relative * g_at.norm() / math.sqrt(size)
+        return -(message - g_at).square().sum() / (2 * std_at**2) - size * std_at.log()
+
+    scores = torch.func.vmap(torch.func.grad(log_density), in_dims=(None, 0))(x, y)
+    squares = scores.square().sum(1)
+    jacobian = torch.autograd.functional.jacobian(gradient, x).T
+    of_strength = 2 * size * (jacobian @ g / g.square().sum()).square().sum()
+    expected = jacobian.square().sum() / std**2 + of_strength
+    error = float(squares.std()) / math.sqrt(draws)
+    assert float(of_strength) > 20 * error  # without it the test fails
+    assert abs(float(squares.mean()) - float(expected)) < 4 * error

@@ -468,7 +468,7 @@ def test_accumulation_adds_up_separately_protected_messages(make_trainer: MakeTr
     trainer.train()
 
     model = make_task("bert", dtype=torch.float32)[0].train()
-    defense = make_defense("gaussian_noise")
+    defenses = [make_defense("gaussian_noise") for _ in range(3)]
     for step in range(2):
         expected = {
             name: torch.zeros_like(model.get_parameter(name)) for name in trainer.shared_names
@@ -476,7 +476,8 @@ def test_accumulation_adds_up_separately_protected_messages(make_trainer: MakeTr
         messages = 0
         for micro in range(2):
             first = 8 * step + 4 * micro
-            for start, stop in ((first, first + 2), (first + 2, first + 3), (first + 3, first + 4)):
+            parts = ((first, first + 2), (first + 2, first + 3), (first + 3, first + 4))
+            for defense, (start, stop) in zip(defenses, parts, strict=True):
                 generator = Stream.from_seeds(9, 0, step, messages)
                 shared = defense(GradientMap(model, stack(data[start:stop])), generator)
                 for name, tensor in shared.items():
@@ -864,6 +865,7 @@ def test_private_state_is_safetensors(make_trainer: MakeTrainer, tmp_path: Path)
     trainer.train()
     state = load_file(tmp_path / "out" / "checkpoint-3" / "gradguard_private_rank0.safetensors")
     assert int(state.pop("0/calls")) == 3
+    assert len(state.pop("0/usual_power")) == 2
     for name in trainer.shared_names:
         shape = trainer.model.get_parameter(name).shape
         assert state.pop(f"0/shape.{name}").tolist() == list(shape)
@@ -879,7 +881,8 @@ def test_private_state_is_safetensors(make_trainer: MakeTrainer, tmp_path: Path)
 def test_defense_without_memory_saves_an_empty_file(
     make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
-    make_trainer(defense="dp_sgd", save_strategy="steps", save_steps=3).train()
+    stated = {"defense": "dp_sgd", "defense_kwargs": {"scale": 1.0}}
+    make_trainer(**stated, save_strategy="steps", save_steps=3).train()
     assert (
         load_file(tmp_path / "out" / "checkpoint-3" / "gradguard_private_rank0.safetensors") == {}
     )

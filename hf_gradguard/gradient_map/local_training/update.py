@@ -174,7 +174,12 @@ class UpdateMap(GradientMap):
 
     def of_batch(self, batch: Batch, second_order: bool = False) -> UpdateMap:
         """The same training, with the same random draws, on another batch like `batch`."""
-        pieces = self._pieces.split(batch)
+        return self._on(self._pieces.split(batch), second_order)
+
+    def on_other_data(self, replaced: Callable[[Batch], Batch]) -> UpdateMap:
+        return self._on([replaced(batch) for batch in self._pieces.batches])
+
+    def _on(self, pieces: Sequence[Batch], second_order: bool = False) -> UpdateMap:
         with self.replay.draws():
             return type(self)(
                 self.model,

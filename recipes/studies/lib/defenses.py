@@ -1,7 +1,18 @@
 """Defenses as they were published."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from hf_gradguard import make_defense
 from hf_gradguard.defenses import Defense
+
+
+def with_own_strength(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with which noise is relative to the very gradient, as it was when figures were
+    stored.
+    """
+    is_relative = settings.keys() & {"relative_scale", "utility_budget"}
+    return {"strength": "own", **settings} if is_relative else dict(settings)
 
 
 def as_published(name: str, settings: dict) -> dict:
@@ -11,6 +22,7 @@ def as_published(name: str, settings: dict) -> dict:
     `refresh_every` of stored figures is from a time when those of a batch served for several: every
     batch has its own now.
     """
+    settings = with_own_strength(settings)
     if name == "refiner":
         return {"objective": "weighted", **settings}
     if not name.startswith("optimal_"):
