@@ -276,11 +276,22 @@ class ManyGradients:
         """Which batches, and their gradients `(k, *parameter.shape)`, until all had their turn."""
         shapes: dict[str, list[int]] = {}
         for number, batch in enumerate(batches):
-            shapes.setdefault(repr(_shape(batch)), []).append(number)
+            shapes.setdefault(repr(batch_shape(batch)), []).append(number)
         for numbers in shapes.values():
             for start in range(0, len(numbers), self.at_once):
                 rows = numbers[start : start + self.at_once]
                 yield rows, self._mean([batches[number] for number in rows])
+
+    @property
+    def draws(self) -> int:
+        """Over how many sets of random draws a gradient is the mean."""
+        return len(self._seeds)
+
+    def of_parameters(self, names: Sequence[str]) -> ManyGradients:
+        """The same of some of the parameters."""
+        if set(names) == set(self.parameters):
+            return self
+        return ManyGradients(self.model, names, self._seeds, self.at_once > 1)
 
     def spread(self, batches: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """The variance between sets of draws of an entry of each parameter's gradient, a mean over
@@ -390,7 +401,7 @@ def _different(batches: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(k for k in keys if any(not torch.equal(b[k], reference[k]) for b in batches[1:]))
 
 
-def _shape(batch: Mapping[str, Any]) -> tuple[Any, ...]:
+def batch_shape(batch: Mapping[str, Any]) -> tuple[Any, ...]:
     """What batches must have alike to run together: shapes, and masks, which decide on the way
     that a model takes.
     """

@@ -306,6 +306,34 @@ def test_scores_are_the_same_one_by_one() -> None:
         assert (fast.scores - slow.scores).abs().max() < 1e-4 * scale
 
 
+@pytest.mark.parametrize(
+    "defense",
+    [
+        make_defense("gaussian_noise", relative_scale=20),
+        make_defense("optimal_noise", relative_scale=5),
+        make_defense("dp_sgd", clip=0.1, relative_scale=2),
+    ],
+)
+def test_likelihoods_by_products_write_no_gradient_out(
+    defense: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = make_task("bert", dtype=torch.float32, num_hidden_layers=1)
+    listed = texts(12, length=5)
+    seen = seen_by(model, batch_of(listed[:1], [1]), defense)
+    attack = make_attack("candidates", candidates=listed)
+    written = make_attack("candidates", candidates=listed, vectorized=False)(seen, torch_rng())
+    evaluated = []
+    plain = ManyGradients._evaluate_one
+    monkeypatch.setattr(
+        ManyGradients, "_evaluate_one", lambda *args: evaluated.append(args) or plain(*args)
+    )
+    found = attack(seen, torch_rng())
+    assert len(evaluated) <= 2  # to try the products out
+    scale = written.scores.max() - written.scores.min()
+    torch.testing.assert_close(found.scores, written.scores, rtol=0, atol=1e-4 * float(scale))
+    assert found.ranking.tolist() == written.ranking.tolist()
+
+
 def test_statistics_of_a_batch_run_one_by_one() -> None:
     """Batch normalization that counts cannot be vectorized; nothing of it is changed."""
     model, batch = small_convolution(batch_norm=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...defenses.mechanism import Mechanism
 from ...gradient_map import Tensors
 from ...gradient_map.per_sample.plan import count_items
+from ...gradient_map.per_sample.products import Products
 from ..base import Observation
 from ..layer_inputs import is_causal_lm
 from .regression import WhitenedMessage
@@ -361,6 +362,84 @@ class Likelihood:
         if not step:
             return -outside_cell
         return _sum((1 - away / step).clamp_(min=1e-6).log_()) - outside_cell
+
+
+class ProductLikelihood:
+    """`Likelihood` of Gaussian noise from products with candidates' gradients (`GradientProducts`):
+    these are not written out.
+
+    log p(y | g) = ⟨y/v, s g⟩ - ½ ‖s g‖²/v - ½ ‖y‖²/v with the noise's variance v, and the factor s
+    by which a mechanism clips and scales g.
+
+    Args:
+        mechanism: One that `applies`.
+        message: What was shared.
+        floor: As for `Likelihood`.
+
+    Example:
+        >>> mechanism = Mechanism(noise="gaussian", variance=0.5)
+        >>> likelihood = ProductLikelihood(mechanism, {"w": torch.tensor([1.0])}, {"w": 0.0})
+        >>> inner, squares = likelihood.message["w"] * torch.tensor([[0.0], [1.0]]), [0.0, 1.0]
+        >>> likelihood(Products({"w": inner}, {"w": torch.tensor(squares)}), 0).tolist()
+        [-1.0, 0.0]
+    """
+
+    def __init__(self, mechanism: Mechanism, message: Tensors, floor: Mapping[str, float]) -> None:
+        self.mechanism = mechanism
+        precision = {}
+        for name, y in message.items():
+            variance = torch.as_tensor(mechanism.variance_of(name), device=y.device) + floor[name]
+            precision[name] = variance.flatten()[:1].squeeze() if _is_even(variance) else variance
+            precision[name] = 1 / precision[name].float()
+        self.message = {name: y * precision[name] for name, y in message.items()}
+        self.constant = -sum(
+            float((y.float() * self.message[name]).sum(dtype=torch.float64)) / 2
+            for name, y in message.items()
+        )
+        is_entrywise = any(weight.numel() > 1 for weight in precision.values())
+        self._precision = precision
+        self.weights = precision if is_entrywise else None
+
+    @staticmethod
+    def applies(mechanism: Mechanism, message: Tensors) -> bool:
+        """Whether products say all of a likelihood, in single precision: of noise as large as what
+        it is added to.
+        """
+        if mechanism.noise != "gaussian" or mechanism.selection != "all" or mechanism.rounding:
+            return False
+        if mechanism.clip_coordinate is not None or mechanism.has_residual or mechanism.fitted:
+            return False
+        variances = [torch.as_tensor(mechanism.variance_of(name)) for name in message]
+        if mechanism.clip_norm is not None and not all(map(_is_even, variances)):
+            return False
+        power = sum(float(y.square().sum(dtype=torch.float64)) for y in message.values())
+        size = sum(y.numel() for y in message.values())
+        return 2 * mechanism.mean_variance(message) * size >= power
+
+    def __call__(self, products: Products, place: int) -> Tensor:
+        """`(K,)` in float64.
+
+        Args:
+            products: With `message`, squares weighed by `weights`.
+            place: Which of the products' messages this is.
+        """
+        inner = torch.stack([products.inner[name][:, place] for name in self.message]).sum(0)
+        squares = {name: products.squares[name] for name in self.message}
+        scale = torch.full_like(inner, self.mechanism.scale)
+        if self.mechanism.clip_norm is not None:
+            norms = torch.stack(list(squares.values())).sum(0).sqrt()
+            scale = scale * (self.mechanism.clip_norm / norms).clamp(max=1)
+        if self.weights is None:
+            squares = {n: s * self._precision[n].to(s) for n, s in squares.items()}
+        quadratic = torch.stack(list(squares.values())).sum(0)
+        return scale * inner - scale.square() * quadratic / 2 + self.constant
+
+
+def _is_even(variance: Tensor) -> bool:
+    """Whether it is one number for all entries."""
+    return (
+        variance.numel() < 2 or not any(variance.stride()) or bool(variance.min() == variance.max())
+    )
 
 
 def clipped(gradient: Mapping[str, Tensor], norm: float) -> Tensors:

@@ -19,14 +19,16 @@ from torch import Tensor
 
 from ...defenses.mechanism import Fitted
 from ...gradient_map import Tensors
+from ...gradient_map.per_sample.products import GradientProducts
 from ...gradient_map.per_sample.span import Powers
 from ...gradient_map.vectorized import ManyGradients, has_draws
 from ..base import Observation
 from ..uploads import single_batch_entries
 from .fitted import Fits, SpanCoordinates, accumulate, draw_span_with_shares, spans_of
-from .inputs import Entries, place_of, spread_out
+from .inputs import Entries, spread_out
 from .likelihood import (
     Likelihood,
+    ProductLikelihood,
     clip_of_samples,
     clipped,
     mechanism_of,
@@ -36,105 +38,11 @@ from .likelihood import (
     weigh_beside_others,
     weigh_by_noise,
 )
+from .pool import Pool
 from .regression import MatchedFilter, WhitenedMessage
 
 _MEAN_OF = 64  # candidates of a label, whose gradients are averaged
 _SPREAD_OF = 4  # candidates, whose gradients are compared between draws of dropout
-
-
-@dataclass(frozen=True)
-class PairPrior:
-    """Which pairs of a pool a message may have.
-
-    Args:
-        prior: `(P,)`, of pairs; 0 for those of other messages. Those of one candidate add up to 1.
-        label_shares: The share of each of the pool's labels in the message.
-    """
-
-    prior: Tensor
-    label_shares: dict[int, float]
-
-    @property
-    def share(self) -> Tensor:
-        """`(P,)`, of the population of candidates: they add up to 1."""
-        return self.prior / self.prior.sum()
-
-    def select(self, rows: list[int], gradient: Tensors) -> tuple[list[int], Tensors]:
-        """Which of these pairs it may have, and their gradients, `(K, *parameter.shape)`."""
-        possible = (self.prior[rows] > 0).nonzero().flatten()
-        if len(possible) < len(rows):
-            gradient = {name: g[possible.to(g.device)] for name, g in gradient.items()}
-        return [rows[i] for i in possible.tolist()], gradient
-
-
-class Pool:
-    """P pairs of a candidate and a label, as batches of one, each with every label that any of the
-    messages may have.
-
-    Texts that are cut to a message's length are other pairs where the length is another.
-
-    Args:
-        entries: Of one list, one per message.
-
-    Attributes:
-        batches: One per pair.
-        candidate: `(P,)`, which of the candidates a pair is of.
-        label: Which of the labels of all messages it has.
-        size: `(P,)`, what each weighs in a batch's mean loss, in units of their mean.
-        units: By what each message is multiplied to be in these.
-        priors: One per message.
-
-    Example:
-        >>> from hf_gradguard.attacks.candidates.inputs import make_entries
-        >>> pool = Pool([make_entries(observation, ["a fine film", "a dull plot"], [0, 1])])
-        >>> len(pool.batches), pool.label, pool.candidate.tolist()
-        (2, [0, 1], [0, 1])
-    """
-
-    def __init__(self, entries: Sequence[Entries]) -> None:
-        self.batches: list[dict[str, Any]] = []
-        self.label: list[int] = []
-        row_of: dict[tuple[Any, ...], int] = {}
-        values: list[Tensor] = []
-        candidates: list[int] = []
-        items: list[float] = []
-        message_rows: list[list[int]] = []
-        label_shares: list[dict[int, float]] = []
-        for entry in entries:
-            places = [_add_label(values, value) for value in entry.values]
-            labels = [places[label] if places else label for label in entry.label]
-            rows = []
-            for batch, candidate, label, count in zip(
-                entry.batches, entry.candidate.tolist(), labels, entry.items.tolist(), strict=True
-            ):
-                shape = tuple(t.shape for t in batch.values() if isinstance(t, Tensor))
-                row = row_of.setdefault((candidate, label, shape), len(row_of))
-                if row == len(self.batches):
-                    self.batches.append(batch)
-                    self.label.append(label)
-                    candidates.append(candidate)
-                    items.append(count)
-                rows.append(row)
-            message_rows.append(rows)
-            label_shares.append({places[k] if places else k: s for k, s in entry.counts.items()})
-        device = entries[0].prior.device
-        self.candidate = torch.tensor(candidates, device=device)
-        size = torch.tensor(items, device=device)
-        self.size = size / size.mean()
-        self.units = [entry.mean_items / float(size.mean()) for entry in entries]
-        self.priors = []
-        for entry, rows, shares in zip(entries, message_rows, label_shares, strict=True):
-            prior = entry.prior.new_zeros(len(self.batches))
-            prior.index_copy_(0, torch.tensor(rows, device=device), entry.prior)
-            self.priors.append(PairPrior(prior, shares))
-
-
-def _add_label(values: list[Tensor], value: Tensor) -> int:
-    """A label's place among these, to which it is added if it is new."""
-    place = place_of(values, value)
-    if place == len(values):
-        values.append(value)
-    return place
 
 
 class Settings(Protocol):
@@ -193,6 +101,7 @@ class Scorer:
             and not (mechanism.fitted or mechanism.has_residual)
             and observation.batch_size == 1
         }
+        self.by_products = {} if drops else self._likelihoods_by_products()
         fitted = {i: fit for i in range(len(observations)) if (fit := self._fit(i))}
         batch, messages = batches[0], self.observations
         self.spans = {
@@ -206,6 +115,33 @@ class Scorer:
         single_samples = {i: (message.gradient, fitted[i]) for i, message in singles}
         first_spans = {i: spans[0] for i, spans in self.spans.items()}
         self.fits = Fits(single_samples, batches[0], model, generator, first_spans)
+
+    def _likelihoods_by_products(self) -> dict[int, ProductLikelihood]:
+        """Of messages whose likelihood takes no gradient that is written out."""
+        if not self.attack.vectorized or type(self.gradients_of) is not ManyGradients:
+            return {}
+        if self.clip_sample is not None:
+            return {}
+        return {
+            i: ProductLikelihood(likelihood.mechanism, likelihood.message, likelihood.floor)
+            for i, likelihood in self.direct.items()
+            if ProductLikelihood.applies(likelihood.mechanism, likelihood.message)
+        }
+
+    def _score_by_products(self, totals: dict[int, Tensor]) -> None:
+        products = GradientProducts(self.gradients_of)
+        even = [i for i, likelihood in self.by_products.items() if likelihood.weights is None]
+        uneven = [[i] for i in self.by_products if i not in even]
+        for group in [even, *uneven] if even else uneven:
+            likelihoods = [self.by_products[i] for i in group]
+            possible = torch.stack([self.pool.priors[i].prior > 0 for i in group]).any(0)
+            rows = possible.nonzero().flatten().tolist()
+            batches = [self.pool.batches[row] for row in rows]
+            messages = [likelihood.message for likelihood in likelihoods]
+            for chosen, found in products(batches, messages, likelihoods[0].weights):
+                places = [rows[number] for number in chosen]
+                for place, (i, likelihood) in enumerate(zip(group, likelihoods, strict=True)):
+                    totals[i][places] = likelihood(found, place)
 
     def _gradients(self, observation: Observation, seeds: list[int]) -> ManyGradients:
         """Of candidates: an update of several samples is compared to first order."""
@@ -237,12 +173,15 @@ class Scorer:
             i: torch.zeros_like(self.pool.size, dtype=torch.float64)
             for i in [*self.direct, *self.fits.numbers]
         }
+        self._score_by_products(totals)
+        written = {i: x for i, x in self.direct.items() if i not in self.by_products}
         filtered = [i for i in range(len(self.observations)) if i not in totals]
         means, sizes = self._means(filtered, any(map(self._has_others, filtered)))
         filters = self._filters(filtered, self._centers(means), sizes)
-        for rows, gradient in self.gradients_of(self.pool.batches):
+        needs_gradients = written or filtered or self.fits.numbers
+        for rows, gradient in self.gradients_of(self.pool.batches if needs_gradients else []):
             as_sent = {is_sum: self._of_sample(gradient, rows, is_sum) for is_sum in set(self.sums)}
-            for i, likelihood in self.direct.items():
+            for i, likelihood in written.items():
                 possible, gradients = self.pool.priors[i].select(rows, as_sent[False])
                 if possible:
                     totals[i][possible] = likelihood(gradients)

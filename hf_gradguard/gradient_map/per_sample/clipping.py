@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ..domain import count_rows
 from ..map import GradientMap
 from ..types import Tensors
+from .listener import Listener, NotApartError, listen
 from .plan import known_plan, norms_of, plain_gradient, plan_of, rows_of, total_of, wide
-from .shares import Listener, NotApartError, Share, listen
+from .shares import Share
 
 
 class ClippedSum(NamedTuple):

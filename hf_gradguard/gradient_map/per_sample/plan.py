@@ -16,7 +16,8 @@ from ..map import GradientMap
 from ..replay import differentiate, modes_kept
 from ..sensitivity import code_of
 from ..types import Tensors
-from .shares import NotApartError, Share, listen
+from .listener import NotApartError, listen
+from .shares import Share
 
 logger = logging.get_logger(__name__)
 
@@ -41,14 +42,14 @@ def plan_of(gmap: GradientMap, samples: int) -> tuple[SamplePlan, Tensor]:
     """The plan, and the weights of this batch's samples."""
     plan = known_plan(gmap)
     if plan is None:
-        plan = _try_out(gmap, samples, _RULES)
-    weights = [_weights(rule, gmap.batch) for rule in plan.rules]
+        plan = _try_out(gmap, samples, WEIGHT_RULES)
+    weights = [sample_weights(rule, gmap.batch) for rule in plan.rules]
     agree = _agree(weights)  # if not, the first batches had as many tokens in every row
     if not agree or (not plan.reason and _has_untried(plan, gmap.batch)):
         new_plan = _try_out(gmap, samples, plan.rules, plan.labels)
         modules = new_plan.modules | plan.modules if agree else new_plan.modules
         plan = new_plan._replace(modules=modules, padded=plan.padded)
-        weights = [_weights(rule, gmap.batch) for rule in plan.rules]
+        weights = [sample_weights(rule, gmap.batch) for rule in plan.rules]
     if len(plan.padded) < PADDED:
         plan = plan._replace(padded=plan.padded | _try_padding(gmap, samples, plan.padded))
     if gmap.replay.recomputes():
@@ -80,7 +81,7 @@ def _try_out(
         tolerance = size * _tolerance(gmap) + 1e-30
         fitting = []
         for rule in rules:
-            weights = _weights(rule, batch)
+            weights = sample_weights(rule, batch)
             off = {
                 n: g
                 - sum(
@@ -98,7 +99,7 @@ def _try_out(
                 "losses between samples), so that no sample has a gradient of its own to clip. Use "
                 "a loss that is a mean over rows or tokens, or dp_sgd without per_sample."
             )
-        weights = _weights(fitting[0], batch)
+        weights = sample_weights(fitting[0], batch)
         try:
             shares = listen(gmap, batch, len(chosen))
             reason = _wrong(gmap, shares, single, weights, tolerance)
@@ -293,14 +294,16 @@ def count_items(batch: Mapping[str, Any], shifted: bool) -> Tensor:
     return labels.ne(-100).reshape(len(labels), -1).sum(1).float()
 
 
-def _weights(rule: str, batch: Mapping[str, Any]) -> Tensor:
+def sample_weights(rule: str, batch: Mapping[str, Any]) -> Tensor:
+    """What each sample's own mean loss weighs in a batch's, `(B,)`, by one of `WEIGHT_RULES`."""
     items = count_items(batch, rule == "shifted tokens").double()
     if rule == "rows":
         items = (items > 0).double()
     return items / items.sum().clamp(min=1)
 
 
-_RULES = ("rows", "tokens", "shifted tokens")
+WEIGHT_RULES = ("rows", "tokens", "shifted tokens")
+"""How samples may weigh in a batch's loss."""
 
 
 def _agree(weights: list[Tensor]) -> bool:

@@ -1,0 +1,254 @@
+"""Inner products of many samples' gradients with messages, and their squared norms, by parameter,
+from what layers took in and what slopes they got: no gradient of a weight is written out.
+
+Of a linear layer with inputs A and slopes Δ of a sample, ⟨M, g⟩ = Σ_t δ_tᵀ M a_t and
+‖g‖² = ⟨A Aᵀ, Δ Δᵀ⟩ (Goodfellow, "Efficient Per-Example Gradient Computations", 2015).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from ..inputs import model_loss
+from ..replay import Replay
+from ..types import Tensors
+from ..vectorized import ManyGradients, batch_shape, has_draws
+from .listener import Listener, NotApartError
+from .plan import WEIGHT_RULES, sample_weights
+from .shares import Share
+
+logger = logging.get_logger(__name__)
+
+AT_ONCE = 64
+"""Samples in one pass."""
+_TOLERANCE = 2e-3  # of products, in units of the gradient's norm, beside gradients written out
+
+
+class Products(NamedTuple):
+    """Of K samples' gradients g with messages M, in float64.
+
+    Args:
+        inner: ⟨M, g⟩, `(K, messages)` by parameter.
+        squares: Σ_i W_i g_i², `(K,)` by parameter; W is 1 unless weights were given.
+    """
+
+    inner: Tensors
+    squares: Tensors
+
+
+class GradientProducts:
+    """Products with the gradients of a model at many batches of one sample, in the mode in which
+    the model is.
+
+    Samples of one shape share a pass. Which parameters' products are right is tried out first, on
+    two samples against gradients that are written out. Of parameters where they are not, or that
+    several modules hold, and wherever samples cannot be told apart or dropout draws, gradients are
+    written out; a warning says of which, and why.
+
+    Args:
+        dense: Writes gradients out where that is needed, of the same model and parameters.
+
+    Example:
+        >>> many = ManyGradients(model, ["classifier.bias", "classifier.weight"])
+        >>> products = GradientProducts(many)
+        >>> one = {key: entry[:1] for key, entry in batch.items()}
+        >>> batches, message = [one, {**one, "labels": 1 - one["labels"]}], dict(shared)
+        >>> [(rows, found.inner["classifier.bias"].shape) for rows, found in
+        ...  products(batches, [message])]
+        [([0, 1], torch.Size([2, 1]))]
+    """
+
+    def __init__(self, dense: ManyGradients) -> None:
+        self.model, self.parameters, self._dense = dense.model, dense.parameters, dense
+        modules = list(self.model.modules())
+        holders = Counter(id(p) for m in modules for p in m.parameters(recurse=False))
+        self._apart = {n: p for n, p in self.parameters.items() if holders[id(p)] == 1}
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
+
+    def __call__(
+        self,
+        batches: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Tensor]],
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> Iterator[tuple[list[int], Products]]:
+        """Which batches, and their products, until all had their turn.
+
+        Args:
+            batches: Of one sample each, as a collator returns them.
+            messages: By parameter; those that a message lacks count as zero.
+            weights: Of entries' squares, by parameter, in the parameter's shape or one number.
+                Squares that are weighed entry by entry take gradients that are written out, layer
+                by layer.
+        """
+        groups: dict[str, list[int]] = {}
+        for number, batch in enumerate(batches):
+            groups.setdefault(repr(batch_shape(batch)), []).append(number)
+        for numbers in groups.values():
+            plan = self._plan_of([batches[number] for number in numbers])
+            at_once = AT_ONCE if plan.by_products else self._dense.at_once
+            for start in range(0, len(numbers), at_once):
+                rows = numbers[start : start + at_once]
+                chosen = [batches[number] for number in rows]
+                yield rows, self._products(plan, chosen, messages, weights or {})
+
+    def _products(
+        self, plan: _Plan, batches: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor],
+    ) -> Products:  # fmt: skip
+        total = Products({}, {})
+        if plan.by_products:
+            total = self._by_layers(plan.by_products, plan.rule, batches, messages, weights)
+        written = [name for name in self.parameters if name not in plan.by_products]
+        if not written:
+            return total
+        many = self._dense.of_parameters(written)
+        for rows, gradients in many(batches):
+            for name, g in gradients.items():
+                target = torch.stack([_message_of(m, name, g[0]) for m in messages])
+                inner = g.flatten(1) @ target.flatten(1).to(g).T
+                _put(total.inner, name, rows, inner, len(batches))
+                weighed = g.square() * weights[name] if name in weights else g.square()
+                squares = weighed.flatten(1).sum(1, dtype=torch.float64)
+                _put(total.squares, name, rows, squares, len(batches))
+        return total
+
+    def _by_layers(
+        self, names: frozenset[str], rule: str, batches: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor],
+    ) -> Products:  # fmt: skip
+        """Raises NotApartError where samples cannot be told apart."""
+        stacked = _stacked(batches)
+        shares = self._shares(stacked, len(batches))
+        device = next(iter(self.parameters.values())).device
+        factor = 1 / sample_weights(rule, stacked).to(device)
+        inner = {
+            name: torch.zeros(len(batches), len(messages), dtype=torch.float64, device=device)
+            for name in names
+        }
+        squares = {name: torch.zeros_like(factor) for name in names}
+        for share in shares.values():
+            for number, message in enumerate(messages):
+                for name, product in share.inner(message).items():
+                    if name in names:
+                        inner[name][:, number] = product * factor
+            for name, square in share.squares_of(weights).items():
+                if name in names:
+                    squares[name] = square * factor**2
+        return Products(inner, squares)
+
+    def _shares(self, stacked: dict[str, Any], count: int) -> dict[str, Share]:
+        with Replay(self.model, second_order=False).run(), torch.enable_grad():
+            listener = Listener(self.model, self._apart, stacked, count)
+            with listener.listening():
+                loss = model_loss(self.model, stacked)
+            return listener.shares(loss)
+
+    def _plan_of(self, batches: Sequence[Mapping[str, Any]]) -> _Plan:
+        """Found out once for batches of the same entries, alone and beside others."""
+        key = (*sorted(batches[0]), len(batches) > 1)
+        if key not in self._plans:
+            self._plans[key] = plan = self._try([batches[0], batches[-1]][: len(batches)])
+            if plan.reason:
+                logger.warning_once(
+                    f"{type(self.model).__name__}: {plan.reason}. Gradients of it are written out "
+                    "for each candidate, which takes longer."
+                )
+        return self._plans[key]
+
+    def _try(self, batches: Sequence[Mapping[str, Any]]) -> _Plan:
+        nothing = frozenset[str]()
+        if type(self._dense) is not ManyGradients:
+            return _Plan(nothing, "", "a client's training has several steps")
+        if self._dense.draws > 1 or has_draws(self.model, dict(batches[0])):
+            return _Plan(nothing, "", "dropout draws for each candidate alike")
+        if not self._apart:
+            return _Plan(nothing, "", f"{next(iter(self.parameters))} is held by several modules")
+        signs = {
+            name: torch.randn(p.shape, generator=torch.Generator().manual_seed(0)).to(p)
+            for name, p in self._apart.items()
+        }
+        alone = [
+            {name: g[0] for name, g in gradient.items()}
+            for batch in batches
+            for _, gradient in self._dense([batch])
+        ]
+        best, reason = nothing, "its loss of several samples is no mean of theirs"
+        names = frozenset(self._apart)
+        for rule in WEIGHT_RULES:
+            try:
+                products = self._by_layers(names, rule, batches, [signs], {})
+            except (NotApartError, RuntimeError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                return _Plan(nothing, "", str(error).splitlines()[0])
+            right = _right(products, alone, signs)
+            if len(right) > len(best):
+                best, best_rule = right, rule
+            if len(best) == len(self.parameters):
+                return _Plan(best, best_rule, "")
+        if not best:
+            return _Plan(nothing, "", reason)
+        wrong = next(name for name in self.parameters if name not in best)
+        held = "is held by several modules" if wrong not in self._apart else "is not as written out"
+        return _Plan(best, best_rule, f"{wrong} {held}")
+
+
+class _Plan(NamedTuple):
+    """Of which parameters products are right, by what rule samples weigh in a loss, and why they
+    are not of others.
+    """
+
+    by_products: frozenset[str]
+    rule: str
+    reason: str
+
+
+def _right(
+    products: Products, alone: Sequence[Tensors], signs: Mapping[str, Tensor]
+) -> frozenset[str]:
+    """The parameters whose products are those of gradients that were written out."""
+    sizes = [sum(float(g.double().square().sum()) for g in gradient.values()) for gradient in alone]
+    right = set()
+    for name, inner in products.inner.items():
+        errors = []
+        for row, (gradient, power) in enumerate(zip(alone, sizes, strict=True)):
+            g = gradient[name].double()
+            off = abs(float(inner[row, 0]) - float((g * signs[name].double()).sum()))
+            away = abs(float(products.squares[name][row]) - float(g.square().sum()))
+            own = float(g.square().sum())
+            # A tensor that is rounding alone is compared with all of the gradient.
+            least = (1e4 * torch.finfo(gradient[name].dtype).eps) ** 2
+            size = max(own, least * power) + 1e-300
+            errors += [off / size**0.5, away / size]
+        if max(errors) <= _TOLERANCE:
+            right.add(name)
+    return frozenset(right)
+
+
+def _stacked(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Batches of one sample, row under row."""
+    stacked = dict(batches[0])
+    for key, value in batches[0].items():
+        if isinstance(value, Tensor) and value.dim():
+            if len(value) != 1:
+                raise NotApartError(f"{key} has {len(value)} rows for one sample")
+            stacked[key] = torch.cat([batch[key] for batch in batches])
+        elif len(batches) > 1 and any(repr(batch[key]) != repr(value) for batch in batches[1:]):
+            raise NotApartError(f"{key} differs between samples, and has no rows")
+    return stacked
+
+
+def _message_of(message: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+    return message[name] if name in message else torch.zeros_like(like)
+
+
+def _put(into: Tensors, name: str, rows: Sequence[int], values: Tensor, count: int) -> None:
+    if name not in into:
+        into[name] = values.new_zeros(count, *values.shape[1:], dtype=torch.float64)
+    into[name][list(rows)] = values.double()
