@@ -13,7 +13,7 @@ from hf_gradguard.attacks import Observation, make_attack
 
 from .measuring import cells, classifier, clock, random_batch, spread
 
-LENGTH, CANDIDATES, WRITTEN, ROUNDS = 14, 128, 8, 3
+LENGTH, CANDIDATES, WRITTEN, ROUNDS = 14, 64, 4, 3
 DEFENSES = ("gaussian_noise", "optimal_noise")
 
 

@@ -97,7 +97,8 @@ class Written(Share):
             for name, gradients in chunk.items():
                 square = gradients.flatten(1).square()
                 if name in weights and weights[name].numel() > 1:
-                    added = square @ weights[name].flatten().to(square)
+                    weight = weights[name].flatten().to(square)
+                    added = square.mul_(weight).sum(1, dtype=torch.float64)
                 else:
                     added = square.sum(1, dtype=torch.float64) * weights.get(name, 1.0)
                 squares.setdefault(name, []).append(added)
