@@ -32,7 +32,7 @@ from .clients.partition import is_of_datasets
 from .config import setting
 from .guards.batch_statistics import freeze_statistics
 from .guards.watch import Ledger
-from .learning_rate import LearningRateNotice
+from .learning_rate import LearningRateUnderNoise
 from .message import SharedMessages
 from .metrics import without_private_metrics
 
@@ -72,7 +72,7 @@ class TrainerAdapter(Trainer):
         self.shared_messages = SharedMessages(self.describe_message)
         super().__init__(*args, **kwargs)
         processes = self.accelerator.num_processes
-        self.add_callback(LearningRateNotice(lambda: self.defense, processes))
+        self.add_callback(LearningRateUnderNoise(lambda: self.defense, processes, self.optimizer))
         self.add_callback(self.ledger)
 
     def create_accelerator_and_postprocess(self) -> None:

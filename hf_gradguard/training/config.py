@@ -76,6 +76,9 @@ class GradGuardConfig(TrainingArguments):
         noise_for: `"message"`: a defense's `scale` is of each message. `"sum"`, with
             `secure_aggregation` only: of the sum of the n messages that are exchanged at a time,
             each with 1/√n of it.
+        scale_learning_rate: Multiply `learning_rate` by √(1 + r²), r being the noise in the mean of
+            a step's messages over the gradient. Off, as no factor suits all tasks
+            (docs/findings/learning_rates.md).
         private_dropout: Under a defense, draw each message's dropout from a stream of its own:
             ranks share `seed`, and would know each other's masks.
         noise_seed: Makes all noise reproducible, by anybody. For tests only.
@@ -181,6 +184,10 @@ class GradGuardConfig(TrainingArguments):
             "help": "Whose noise a scale is: a message's, or the sum's (secure_aggregation).",
             "choices": list(NOISE_FOR),
         },
+    )
+    scale_learning_rate: bool = field(
+        default=False,
+        metadata={"help": "Under noise of r times the gradient, raise the rate √(1 + r²) times."},
     )
     private_dropout: bool = field(
         default=True,

@@ -1,4 +1,4 @@
-"""What noise does to an optimizer's steps. It is said once, and nothing is changed.
+"""What noise does to an optimizer's steps. It is said once, and a rate changes on request only.
 
 Adam divides a step by √v, where v averages g² + σ². Under noise of r times the gradient a step
 gains less by a factor near c r, c = ‖g‖₁/(√d ‖g‖), and moves weights at random as far as before.
@@ -30,39 +30,102 @@ _LEAST_RATIO = 1.0
 """Noise below the gradient's own size changes steps by less than the grid of rates to try."""
 
 
-class LearningRateNotice(TrainerCallback):
-    """Says, when a training begins, what this noise does to the optimizer's steps.
+class LearningRateUnderNoise(TrainerCallback):
+    """When a training begins: says what this noise does to the optimizer's steps, and with
+    `scale_learning_rate` multiplies rates by √(1 + r²), r of the mean of a step's messages.
 
     Args:
         defense: Gives that of the messages.
         processes: How many share messages.
+        users_optimizer: That which the Trainer was passed as `optimizers=`: its rates stay.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
-        >>> notice = LearningRateNotice(lambda: make_defense("gaussian_noise", relative_scale=20.0))
+        >>> noise = make_defense("gaussian_noise", relative_scale=3.0)
+        >>> under_noise = LearningRateUnderNoise(lambda: noise)
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        >>> notice.on_train_begin(GradGuardConfig("out"), optimizer=optimizer)
+        >>> under_noise.on_train_begin(GradGuardConfig("out"), optimizer=optimizer)
         >>> optimizer.param_groups[0]["lr"]
         0.0001
+        >>> args = GradGuardConfig("out", scale_learning_rate=True)
+        >>> under_noise.on_train_begin(args, optimizer=optimizer)
+        >>> round(optimizer.param_groups[0]["lr"] / 1e-4, 3)
+        3.162
     """
 
-    def __init__(self, defense: Callable[[], Defense], processes: int = 1) -> None:
+    def __init__(
+        self,
+        defense: Callable[[], Defense],
+        processes: int = 1,
+        users_optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
         self._defense, self._processes = defense, processes
+        self._users_optimizer = users_optimizer
 
     def on_train_begin(
-        self, args: TrainingArguments, *_: Any, optimizer: Any, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        *_: Any,
+        optimizer: Any,
+        lr_scheduler: Any = None,
+        **kwargs: Any,
     ) -> None:
-        """Log it, on rank 0."""
+        """Scale rates if that is asked for. Else log the notice, on rank 0."""
         plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
         messages = (
             self._processes
             * setting(args, "clients_per_process")
             * args.gradient_accumulation_steps
         )
-        if args.process_index == 0 and (
-            notice := rate_notice(plain, self._defense(), messages, args.max_grad_norm)
-        ):
+        factor = 1.0
+        if setting(args, "scale_learning_rate"):
+            factor = _requested_factor(self._defense(), messages)
+            if plain is self._users_optimizer:
+                raise ValueError(_GIVEN.format(factor=factor))
+        if plain is not self._users_optimizer:
+            # Also where nothing is asked for: a checkpoint may bring the factor of other noise.
+            changes = [_set_factor(group, factor) for group in plain.param_groups]
+            _scale_schedule(getattr(lr_scheduler, "scheduler", lr_scheduler), changes)
+        if args.process_index:
+            return
+        if factor > 1:
+            logger.warning_once(_SCALED.format(factor=factor, rate=plain.param_groups[0]["lr"]))
+        elif notice := rate_notice(plain, self._defense(), messages, args.max_grad_norm):
             logger.warning_once(notice)
+
+
+def _requested_factor(defense: Defense, messages: int) -> float:
+    """√(1 + r²/n) for n messages of ratio r.
+
+    Raises:
+        ValueError: If the defense's settings do not say r.
+    """
+    ratio = defense.facts.noise_ratio
+    if ratio is None:
+        raise ValueError(
+            "scale_learning_rate needs noise that is stated as relative_scale: how large this "
+            "noise is beside the gradient depends on the gradient. Choose learning_rate by trying."
+        )
+    return math.hypot(1, ratio / math.sqrt(messages))
+
+
+def _set_factor(group: dict[str, Any], factor: float) -> float:
+    """Multiply a group's rates, once: checkpoints remember by how much. Returns the change."""
+    change = factor / group.get(_FACTOR, 1.0)
+    if change != 1:
+        group[_FACTOR] = factor
+        for name in {"lr", "initial_lr"} & group.keys():
+            group[name] *= change
+    return change
+
+
+def _scale_schedule(scheduler: Any, changes: list[float]) -> None:
+    """Multiply what a scheduler, and those that it is made of, remember of the groups' rates."""
+    for name in {"base_lrs", "_last_lr"} & set(getattr(scheduler, "__dict__", ())):
+        rates = getattr(scheduler, name)
+        setattr(scheduler, name, [rate * by for rate, by in zip(rates, changes, strict=True)])
+    for part in getattr(scheduler, "_schedulers", ()):
+        _scale_schedule(part, changes)
 
 
 def rate_notice(
@@ -116,6 +179,15 @@ def warn_of_noise(defense: Defense) -> None:
         logger.warning_once(_IN_A_LOOP.format(ratio=ratio))
 
 
+_FACTOR = "gradguard_noise_factor"
+_SCALED = (
+    "scale_learning_rate: the learning rate is {factor:.3g} times as high, {rate:.3g}. In four of "
+    "six tasks this was too high (docs/findings/learning_rates.md)."
+)
+_GIVEN = (
+    "scale_learning_rate changes no optimizer that was passed as optimizers=. Give that one a rate "
+    "{factor:.3g} times as high, and leave scale_learning_rate out."
+)
 _NORMALIZED = (
     "The learning rate stays {rate}. Under {about} {kind}'s steps are mostly noise, and no factor "
     "suits all tasks: in six, the best rate was 1 to 8 times that without noise. Try {tried}: "

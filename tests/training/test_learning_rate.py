@@ -22,14 +22,15 @@ RATE = 1e-3
 def trainer(folder: Path, defense: Any, *, kind: Any = GradGuardConfig, **settings: Any) -> Any:
     model, batch = make_task("bert")
     model = model.float()
-    given = settings.pop("given", False)
+    given, own_trainer = settings.pop("given", False), settings.pop("trainer", GradGuardTrainer)
     args = kind(
         str(folder), learning_rate=RATE, use_cpu=True, report_to="none", disable_tqdm=True,
-        logging_steps=1, max_steps=2, lr_scheduler_type="constant", save_strategy="no", **settings,
+        logging_steps=1,
+        **{"max_steps": 2, "lr_scheduler_type": "constant", "save_strategy": "no", **settings},
     )  # fmt: skip
     rows = [{name: entry[i] for name, entry in batch.items()} for i in range(2)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE) if given else None
-    return GradGuardTrainer(
+    return own_trainer(
         model, args, defense=defense, optimizers=(optimizer, None), train_dataset=rows
     )
 
@@ -152,3 +153,57 @@ def test_a_loop_says_the_same(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = make_task("bert")
     protect(model, batch, make_defense("gaussian_noise", relative_scale=17.0))
     assert "protect() changes no learning rate. Under noise of 17 times" in caplog.text
+
+
+NOISE = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+
+
+class WarmsUp(GradGuardTrainer):
+    """By one scheduler, after which another goes on."""
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        own, make = self.optimizer, torch.optim.lr_scheduler
+        parts = [make.LinearLR(own, total_iters=2), make.ExponentialLR(own, gamma=0.9)]
+        self.lr_scheduler = make.SequentialLR(own, parts, milestones=[3])
+        return self.lr_scheduler
+
+
+@pytest.mark.parametrize(
+    ("settings", "before", "after"),
+    [
+        ({}, 3.0, 20.0), ({}, 20.0, None), ({}, None, 3.0),
+        ({"lr_scheduler_type": "linear"}, 3.0, 20.0), ({"trainer": WarmsUp}, None, 3.0),
+    ],
+    ids=["constant", "constant, off", "constant, on", "linear", "sequential"],
+)  # fmt: skip
+def test_scaled_on_request_and_after_resuming_under_other_noise(
+    tmp_path: Path, settings: dict[str, Any], before: float | None, after: float | None
+) -> None:
+    def run(folder: str, ratio: float | None) -> Any:
+        noise = make_defense("gaussian_noise", relative_scale=ratio or 3.0)
+        more = {**NOISE, **settings, "scale_learning_rate": ratio is not None}
+        return trainer(tmp_path / folder, noise, **more)
+
+    def rates(noisy: Any) -> list[float]:
+        return [entry["learning_rate"] for entry in noisy.state.log_history if "loss" in entry]
+
+    straight, resumed = run("straight", after), run("resumed", after)
+    straight.train()
+    run("resumed", before).train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "resumed" / "checkpoint-2"))
+    assert rates(resumed)[2:] == pytest.approx(rates(straight)[2:])
+    assert rates(resumed)[:2] != pytest.approx(rates(straight)[:2])
+    if not settings:
+        assert rates(straight) == pytest.approx([RATE * math.hypot(1, after or 0)] * 4)
+
+
+@pytest.mark.parametrize(
+    ("noise", "given", "reason"),
+    [({"scale": 1e-3}, False, "relative_scale"), ({"relative_scale": 3.0}, True, "optimizers=")],
+)
+def test_what_cannot_be_scaled_is_refused(
+    tmp_path: Path, noise: dict[str, float], given: bool, reason: str
+) -> None:
+    defense = make_defense("gaussian_noise", **noise)
+    with pytest.raises(ValueError, match=reason):
+        trainer(tmp_path, defense, given=given, scale_learning_rate=True).train()
