@@ -218,7 +218,7 @@ class Stream:
         if not stds.numel():
             return values.clone()
         least, most = stds.aminmax()
-        spacing = _spacing(float(least), float(most), entries)
+        spacing = grid_spacing(float(least), float(most), entries)
         make, words, per = _MAKERS[noise]
 
         def add(start: int, unit_noise: Tensor) -> None:
@@ -311,7 +311,7 @@ def _words(
         block += blocks
 
 
-def _spacing(least: float, most: float, entries: int) -> float:
+def grid_spacing(least: float, most: float, entries: int) -> float:
     """Of the grid for noise of these deviations: a power of two, so that scaling rounds nothing."""
     fineness = GRID / 2 ** math.ceil(math.log2(max(entries, 1)) / 2)
     return 2.0 ** (math.frexp(max(least, _FEWEST * most))[1] - 1) * fineness

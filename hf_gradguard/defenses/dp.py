@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.per_sample.clipping import clipped_sum
 from ..gradient_map.types import Shards
 from ..randomness import Stream
-from .base import DefenseFacts, is_number
+from .base import DefenseFacts, check_whole, is_number
 from .mechanism import Mechanism
 from .message import Message, cast_like, first_not_finite, norm, true_gradient
 from .noise import STRENGTHS, NoiseDefense, OptimalNoise, UsualPower, add_noise
 from .sensitivity import PUBLISHED_SMALLEST, ShapedBy
+
+if TYPE_CHECKING:
+    from .correlated import NoiseStream
 
 
 @dataclass
@@ -39,6 +42,12 @@ class DPSGD(NoiseDefense):
     (Σ_b clip(g_b) + σC N(0, I))/B: DP-SGD, which is (ε, δ)-differentially private for every row of
     the data where a Trainer draws batches by Poisson sampling.
 
+    With `correlated=True` too, the noise of a client's messages is correlated, so that most of it
+    cancels in the weights: a row in one message is as well protected against whoever has all of
+    them, μ = 1/σ, and T messages leave noise of about σ (1 + ln(T)/π) in place of σ √T (see
+    `factorization.py`). A message is (Σ_b clip(g_b) + σC‖C‖ (C⁻¹ z)_t)/B. It needs an optimizer
+    that adds messages up: SGD, with momentum or without.
+
     Args:
         clip: The bound C.
         clip_by: `"norm"` scales the whole gradient down to norm C; `"coordinate"` clips every
@@ -51,6 +60,15 @@ class DPSGD(NoiseDefense):
             `defense/epsilon`.
         expected_batch_size: B. Default: the rows that there are, which is right where their number
             is no secret. The Trainer sets it.
+        correlated: Whether noise is correlated over messages, with `per_sample`. σ is then relative
+            to what a row in all of its messages can move.
+        factorization: By which factor: `"blt"` (default), `"banded"` or `"square_root"`; see
+            `factorization.make_factor`.
+        participations: In how many messages a row may be.
+        min_separation: How far apart these are, at least. The Trainer sets it: a pass over the
+            data.
+        bands: Of `"banded"`.
+        messages: T. The Trainer sets it.
     """
 
     name: ClassVar[str] = "dp_sgd"
@@ -61,10 +79,18 @@ class DPSGD(NoiseDefense):
     target_epsilon: float | None = None
     delta: float | None = None
     expected_batch_size: float | None = None
+    correlated: bool = False
+    factorization: Literal["blt", "banded", "square_root"] | None = None
+    participations: int | None = None
+    min_separation: int | None = None
+    bands: int | None = None
+    messages: int | None = None
 
     def __post_init__(self) -> None:
         _check_clip(self.clip)
         self._usual = UsualPower()
+        self._noise_stream: NoiseStream | None = None
+        self._check_correlated()
         if self.clip_by not in ("norm", "coordinate"):
             raise ValueError(f"clip_by must be 'norm' or 'coordinate', but is {self.clip_by!r}.")
         if not self.per_sample:
@@ -80,6 +106,26 @@ class DPSGD(NoiseDefense):
                 "Give noise_multiplier, or target_epsilon and delta."
             )
         self._check_private()
+
+    def _check_correlated(self) -> None:
+        if not self.correlated:
+            if unusable := [name for name in _CORRELATED if getattr(self, name) is not None]:
+                raise ValueError(f"{' and '.join(unusable)} of dp_sgd: set correlated=True too.")
+            return
+        if not self.per_sample:
+            raise ValueError(
+                "dp_sgd with correlated=True needs per_sample=True: a client's data as a whole is "
+                "in all of its messages, and what correlated noise saves in their sum it costs "
+                "there. A row can be in few."
+            )
+        if self.factorization not in (None, "blt", "banded", "square_root"):
+            raise ValueError(
+                "factorization must be 'blt', 'banded' or 'square_root', but is "
+                f"{self.factorization!r}."
+            )
+        for name in _CORRELATED[1:]:
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), least=1)
 
     def _check_private(self) -> None:
         if self.clip_by != "norm":
@@ -152,6 +198,7 @@ class DPSGD(NoiseDefense):
         samples = message.metrics.get("samples", 1.0)
         size = self.expected_batch_size or samples
         std = (self.noise_multiplier or 0.0) * self.clip / size
+        std *= message.metrics.get("correlated_noise", 1.0)
         return Mechanism(
             clip_sample=self.clip, scale=samples / size, noise="gaussian", variance=std**2
         )
@@ -159,10 +206,55 @@ class DPSGD(NoiseDefense):
     def informed(self) -> dict[str, Any]:
         return {"clip_norm" if self.clip_by == "norm" else "clip_coordinate": self.clip}
 
-    def calibrate(self, noise_multiplier: float, expected_batch_size: float) -> None:
-        """Take σ and B as a Trainer found them."""
+    def calibrate(
+        self, noise_multiplier: float, expected_batch_size: float, **plan: int | None
+    ) -> None:
+        """Take σ and B as a Trainer found them, and of correlated noise `messages`,
+        `participations` and `min_separation`.
+        """
         self.noise_multiplier, self.target_epsilon = noise_multiplier, None
         self.expected_batch_size = expected_batch_size
+        for name, number in plan.items():
+            setattr(self, name, number)
+
+    def go_on_at(self, position: int) -> None:
+        """The next message is this one of the plan: noise of those between was drawn or is of no
+        use. Where it lies behind, another plan begins, with other noise.
+        """
+        stream = self._noise_stream
+        if stream is None or stream.position > position or stream.messages != self.messages:
+            self._noise_stream = self._new_stream(position)
+        else:
+            stream.skip_to(position)
+
+    def _new_stream(self, position: int = 0) -> NoiseStream:
+        from .correlated import NoiseStream
+        from .factorization import make_factor
+
+        if self.messages is None:
+            raise ValueError(
+                "dp_sgd with correlated=True needs messages, for how many the noise is planned. A "
+                "Trainer knows their number; elsewhere give it."
+            )
+        factor = make_factor(
+            self.factorization or "blt", self.messages, self.participations or 1,
+            self.min_separation, self.bands,
+        )  # fmt: skip
+        return NoiseStream(factor, self.messages, position)
+
+    def state_dict(self) -> Tensors:
+        stream = self._noise_stream
+        state = {} if stream is None else stream.state_dict()
+        return super().state_dict() | {f"{_STREAM}{name}": t for name, t in state.items()}
+
+    def load_state_dict(self, state: Tensors) -> None:
+        own = {n.removeprefix(_STREAM): t for n, t in state.items() if n.startswith(_STREAM)}
+        super().load_state_dict({n: t for n, t in state.items() if not n.startswith(_STREAM)})
+        self._noise_stream = None
+        if own:
+            from .correlated import NoiseStream
+
+            self._noise_stream = NoiseStream.of_state(own)
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         if not self.per_sample:
@@ -195,11 +287,34 @@ class DPSGD(NoiseDefense):
                 "hf_gradguard.leakage.dp_sgd_noise_multiplier finds it."
             )
         size = self.expected_batch_size or samples
+        if self.correlated:
+            return self._correlated(gmap, total, size, generator, metrics)
         std = torch.tensor(self.noise_multiplier * self.clip, dtype=torch.float64)
         entries = sum(tensor.numel() for tensor in total.values())
         noisy = add_noise(total, lambda name: std.expand_as(total[name]), entries, generator)
         shared = {name: tensor.div_(size) for name, tensor in noisy}
         return Message(cast_like(shared, gmap), metrics=metrics)
+
+    def _correlated(
+        self, gmap: GradientMap, total: Tensors, size: float, generator: Stream,
+        metrics: Mapping[str, float],
+    ) -> Message:  # fmt: skip
+        from .correlated import add_on_grid
+
+        stream = self._noise_stream = self._noise_stream or self._new_stream()
+        values = torch.cat([tensor.flatten() for tensor in total.values()])
+        noise = stream.draw(len(values), values.device, generator)
+        strength = stream.sensitivity(self.participations or 1, self.min_separation)
+        std = (self.noise_multiplier or 0.0) * self.clip
+        noisy = add_on_grid(values, noise.mul_(std * strength), std, len(values)).div_(size)
+        sizes = [tensor.numel() for tensor in total.values()]
+        shared = {
+            name: part.view_as(tensor)
+            for (name, tensor), part in zip(total.items(), noisy.split(sizes), strict=True)
+        }
+        # of this message, seen by itself, in units of independent noise
+        gain = strength * math.sqrt(stream.power())
+        return Message(cast_like(shared, gmap), metrics={**metrics, "correlated_noise": gain})
 
 
 @dataclass
@@ -320,6 +435,8 @@ def _check_clip(clip: float) -> None:
         raise ValueError(f"clip must be a finite number above 0, but is {clip!r}.")
 
 
+_CORRELATED = ("factorization", "participations", "min_separation", "bands", "messages")
+_STREAM = "noise_stream/"
 _NO_SAMPLES = (
     "with per_sample=True it needs samples' gradients, which no device holds. Leave per_sample "
     "out, or give each rank the whole model."

@@ -1,0 +1,220 @@
+"""dp_sgd with correlated noise: the noise of a transcript against the dense inverse, what a row's
+trace in it is, its grid, and its state.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_task
+from torch import Tensor
+
+from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.defenses import Message
+from hf_gradguard.defenses.correlated import NoiseStream, add_on_grid
+from hf_gradguard.defenses.dp import DPSGD
+from hf_gradguard.defenses.factorization import make_factor, sensitivity
+from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
+from hf_gradguard.randomness import Stream, grid_spacing
+from hf_gradguard.testing import check_defense
+
+ROWS, CLIP, SIGMA, MESSAGES = 4, 0.5, 1.5, 8
+
+
+def private(**settings: Any) -> DPSGD:
+    whole = {"clip": CLIP, "noise_multiplier": SIGMA, "messages": MESSAGES, "correlated": True}
+    defense = make_defense("dp_sgd", per_sample=True, **{**whole, **settings})
+    assert isinstance(defense, DPSGD)
+    return defense
+
+
+def task() -> GradientMap:
+    model, batch = make_task("bert", batch_size=ROWS)
+    return GradientMap(model, batch, second_order=False, needs_input=False)
+
+
+def flat(message: Message | dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in message.values()]).double()
+
+
+@pytest.mark.parametrize("kind", ["blt", "banded", "square_root"])
+def test_keeps_the_contract(kind: str) -> None:
+    check_defense(private(messages=64, factorization=kind, bands=3 if kind == "banded" else None))
+
+
+@pytest.mark.parametrize("kind", ["blt", "banded", "square_root"])
+def test_noise_of_all_messages_is_white_behind_the_factor(kind: str) -> None:
+    """C times the messages' noises is σC‖C‖ z, with z standard normal and independent."""
+    gmap = task()
+    settings = {"factorization": kind, "bands": 3 if kind == "banded" else None}
+    defense = private(**settings)
+    clipped = flat(clipped_sum(gmap, CLIP).total) / ROWS
+    noises = torch.stack([flat(defense(gmap)) - clipped for _ in range(MESSAGES)])
+    factor = make_factor(kind, MESSAGES, bands=settings["bands"])  # type: ignore[arg-type]
+    column = factor.column(MESSAGES)
+    place = torch.arange(MESSAGES)
+    dense = torch.where(place[:, None] >= place, column[(place[:, None] - place).clamp(min=0)], 0.0)
+    white = dense @ noises / (SIGMA * CLIP * sensitivity(column) / ROWS)
+    covariance = white @ white.T / white.shape[1]
+    error = (covariance - torch.eye(MESSAGES)).abs().max()
+    assert float(error) < 6 * math.sqrt(2 / white.shape[1])
+
+
+def test_prefix_sums_have_little_noise() -> None:
+    gmap, messages = task(), 64
+    defense = private(messages=messages)
+    clipped = flat(clipped_sum(gmap, CLIP).total) / ROWS
+    total = torch.stack([flat(defense(gmap)) - clipped for _ in range(messages)]).sum(0)
+    std = float(total.std()) / (SIGMA * CLIP / ROWS)
+    assert std == pytest.approx(2.389, rel=5 / math.sqrt(2 * len(total)))  # independent noise: 8
+
+
+def test_a_message_by_itself_has_the_variance_that_is_stated() -> None:
+    gmap, defense = task(), private()
+    clipped = flat(clipped_sum(gmap, CLIP).total) / ROWS
+    for _ in range(MESSAGES):
+        message = defense(gmap)
+        mechanism = defense.mechanism(message)
+        assert mechanism is not None
+        assert float((flat(message) - clipped).var()) == pytest.approx(
+            mechanism.variance, rel=5 * math.sqrt(2 / len(clipped))
+        )
+        assert mechanism.variance > (SIGMA * CLIP / ROWS) ** 2  # more than independent noise
+
+
+def test_whoever_has_all_earlier_noise_finds_no_more_than_mu_allows() -> None:
+    """The best test of one message: what the running sums add is subtracted, and the row's own
+    direction is looked at. Fresh noise is σC‖C‖, so it finds less than Φ(Φ⁻¹(α) + 1/σ).
+    """
+    model, batch = make_task("bert", batch_size=ROWS)
+    clip, tries = 1e-2, 40  # every row is longer than the bound
+    without = {name: entry[1:] for name, entry in batch.items()}
+    maps = [GradientMap(model, rows, second_order=False) for rows in (without, batch)]
+    totals = [flat(clipped_sum(gmap, clip).total) for gmap in maps]
+    row = totals[1] - totals[0]
+    assert float(row.norm()) == pytest.approx(clip, rel=1e-3)
+    scores: list[list[float]] = [[], []]
+    for number in range(tries):
+        defense = private(clip=clip, expected_batch_size=1.0)
+        for _ in range(3):
+            defense(maps[0], Stream.from_seeds(number))
+        stream = defense._noise_stream
+        assert stream is not None
+        assert stream._memory is not None
+        # what the attacker is granted: the part of the noise that earlier messages decide
+        zero = torch.zeros(stream._memory.shape[1], dtype=torch.float64)
+        known, _ = stream.factor.correlate(zero, stream._memory)
+        strength = SIGMA * clip * sensitivity(stream.factor.column(MESSAGES))
+        for is_member, gmap in enumerate(maps):
+            message = copy.deepcopy(defense)(gmap)
+            left = flat(message) - known * strength - totals[0]
+            scores[is_member].append(float(left @ row) / clip / strength)
+    # both are drawn with the same noise, so their distance is exact
+    distance = torch.tensor(scores[1]) - torch.tensor(scores[0])
+    allowed = 1 / (SIGMA * sensitivity(make_factor("blt", MESSAGES).column(MESSAGES)))
+    torch.testing.assert_close(distance, torch.full_like(distance, allowed), rtol=1e-2, atol=0)
+    assert allowed < 1 / SIGMA
+    assert float(torch.tensor(scores[0]).std()) == pytest.approx(1, abs=5 / math.sqrt(2 * tries))
+
+
+def test_a_one_run_audit_of_the_transcript() -> None:
+    """Steinke, Nasr and Jagielski (2023): canaries, each in one message with odds of one half, and
+    guessed from all messages by the best test, C times them in the canary's direction. They are
+    told apart as well as μ = 1/σ allows, and no better.
+    """
+    messages, canaries = 64, 4096
+    column = make_factor("blt", messages).column(messages)
+    place = torch.arange(messages)
+    dense = torch.where(place[:, None] >= place, column[(place[:, None] - place).clamp(min=0)], 0.0)
+    stream = NoiseStream(make_factor("blt", messages), messages)
+    noise = torch.stack([stream.draw(canaries, "cpu", Stream()) for _ in range(messages)])
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.randint(messages, (canaries,), generator=generator)
+    members = torch.rand(canaries, generator=generator) < 0.5
+    shared = SIGMA * sensitivity(column) * noise  # canary i has direction i, of norm C = 1
+    shared[positions[members], torch.arange(canaries)[members]] += 1
+    filters = torch.stack([dense[:, position] for position in positions.tolist()], 1)
+    scores = ((dense @ shared) * filters).sum(0) / filters.square().sum(0).sqrt()
+    scores = scores / (SIGMA * sensitivity(column))
+    # the first messages' rows move the transcript by all of ‖C‖, the last ones' by less
+    moved = filters.square().sum(0).sqrt() / (SIGMA * sensitivity(column))
+    assert float(moved.max()) <= 1 / SIGMA + 1e-12
+    guesses = scores > moved / 2
+    right = float((guesses == members).double().mean())
+    allowed = NormalDist().cdf(1 / (2 * SIGMA))
+    exact = float(torch.special.ndtr(moved / 2).mean())
+    margin = 3 * math.sqrt(0.25 / canaries)
+    assert right <= allowed + margin
+    assert abs(right - exact) < margin
+
+
+def test_it_stays_on_the_grid() -> None:
+    """Messages are whole multiples of a spacing that is known without the data."""
+    gmap = task()
+    defense = private(expected_batch_size=1.0)
+    for _ in range(3):
+        message = defense(gmap)
+        entries = len(flat(message))
+        spacing = grid_spacing(SIGMA * CLIP, SIGMA * CLIP, entries)
+        whole = flat(message) / spacing
+        assert torch.equal(whole, whole.round())
+    values, noise = torch.full((9,), 1e9, dtype=torch.float64), torch.zeros(9).double()
+    with pytest.raises(OverflowError, match="grid"):
+        add_on_grid(values * 1e9, noise, 1.0, 9)
+
+
+def test_state_goes_on_with_the_same_noise() -> None:
+    gmap = task()
+    whole, cut = private(), private()
+    first = [whole(gmap, Stream.from_seeds(1)) for _ in range(5)]
+    for number in range(2):
+        assert torch.equal(flat(cut(gmap, Stream.from_seeds(1))), flat(first[number]))
+    state = cut.state_dict()
+    assert {name.partition("/")[0] for name in state} == {"noise_stream"}
+    resumed = private()
+    resumed.load_state_dict(state)
+    # messages 2 and 3 left before a kill, so their noise is passed over and never drawn again
+    resumed.go_on_at(4)
+    assert torch.equal(flat(resumed(gmap)), flat(first[4]))
+    # no key of a state gives the noise before it
+    keys = [state["noise_stream/key"].tolist(), resumed.state_dict()["noise_stream/key"].tolist()]
+    assert keys[0] != keys[1]
+    resumed.load_state_dict({})
+    assert resumed.state_dict() == {}
+
+
+def test_a_plan_that_begins_again_has_other_noise() -> None:
+    gmap, defense = task(), private()
+    first = flat(defense(gmap))
+    defense.go_on_at(0)
+    assert not torch.equal(flat(defense(gmap)), first)
+
+
+def test_no_message_more_than_planned() -> None:
+    gmap, defense = task(), private(messages=2)
+    defense(gmap)
+    defense(gmap)
+    with pytest.raises(RuntimeError, match="messages=2"):
+        defense(gmap)
+
+
+def test_settings_are_checked() -> None:
+    for settings, name in [
+        ({"messages": 3}, "correlated"), ({"correlated": True, "scale": 1.0}, "per_sample"),
+        ({"per_sample": True, "noise_multiplier": 1.0, "participations": 2}, "correlated"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=name):
+            make_defense("dp_sgd", **settings)
+    for settings, name in [
+        ({"factorization": "fourier"}, "factorization"), ({"participations": 0}, "participations"),
+        ({"messages": 2.5}, "messages"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=name):
+            private(**settings)
+    with pytest.raises(ValueError, match="messages"):
+        private(messages=None)(task())
