@@ -215,14 +215,7 @@ def _epsilon(trainer: Any) -> str:
     uncovered = subjects.pop("", 0)
     if rows is None or not rows.account.messages:
         return ""
-    noise, rates = (
-        ", ".join(dict.fromkeys(f"{value:.4g}" for value in values))
-        for values in zip(*rows.account.messages, strict=True)
-    )
-    sampled = (
-        f"Each row's gradient was clipped, and rows were drawn by Poisson sampling (rate {rates}): "
-        f"{sum(rows.account.messages.values())} messages of each client, noise multiplier {noise}."
-    )
+    sampled = rows.describe_sampling()
     if rows.epsilon is None:
         return f"{sampled} No δ was set, so no ε was computed."
     left_out = (

@@ -67,8 +67,8 @@ from .privacy.coupling import CouplingCheck
 from .privacy.fingerprint import Fingerprints
 from .privacy.labels import RandomizedLabels, Randomizer
 from .privacy.private_rows import (
-    PoissonSampler,
     PrivateRows,
+    RowSampler,
     private_rows_of,
     resume_epsilon,
     say_unit,
@@ -341,8 +341,8 @@ class GradGuardMixin(TrainerAdapter):
     def loader_of(
         self, dataset: Dataset, sampler: Sampler, batch_size: int | None = None
     ) -> DataLoader:
-        """As before; what a `PoissonSampler` draws at a time is a batch."""
-        batch_size = 1 if isinstance(sampler, PoissonSampler) else batch_size
+        """As before; what a `RowSampler` draws at a time is a batch."""
+        batch_size = 1 if isinstance(sampler, RowSampler) else batch_size
         return super().loader_of(dataset, sampler, batch_size)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -440,6 +440,8 @@ class GradGuardMixin(TrainerAdapter):
             if saved.privacy is not None:  # also where this training adds nothing to it
                 self._privacy_account = self._privacy_account or PrivacyAccount()
                 resume_epsilon(self._privacy_account, saved.privacy, records)
+            if self.private_rows is not None:
+                self.private_rows.resume(saved.transcript, records)
         releases = [entry["release"] for entry in records if "release" in entry]
         names = load_private_state(
             folder, rank, self._clients, self.accountant, self.args.device, self._labels.key,
@@ -478,6 +480,7 @@ class GradGuardMixin(TrainerAdapter):
         numbered = self._has_account or self._rows_of_clients or self._labels.key is not None
         of_clients = ("num_clients", "partition", "dirichlet_alpha", "clients_per_process")
         settings = {name: getattr(args, name, None) for name in of_clients}
+        settings |= {"correlated": getattr(self.defense, "correlated", False)}
         return RunRecord(
             run,
             self.account_file.counted,
@@ -486,6 +489,7 @@ class GradGuardMixin(TrainerAdapter):
             self._fingerprints(data, run) if numbered else None,
             {"defense": self.defense.name, **settings},
             self.shared_messages.state_dict(),
+            None if self.private_rows is None else self.private_rows.saved_transcript(),
         )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

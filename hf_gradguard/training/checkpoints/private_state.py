@@ -85,6 +85,7 @@ class RunRecord:
             none are.
         settings: By name, those under which defenses remember something.
         shared: How many messages were shared, by what the card says of them.
+        transcript: Of correlated noise: in which order rows are, and how many messages were shared.
 
     Example:
         >>> RunRecord("run").label_epsilon is None
@@ -98,6 +99,7 @@ class RunRecord:
     data: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] | None = None
+    transcript: dict[str, Any] | None = None
 
 
 def save_private_state(

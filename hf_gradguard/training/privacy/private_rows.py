@@ -39,8 +39,23 @@ DUMMY = -1
 """The row that stands in an empty batch, for its shapes: the last one."""
 
 
+class RowSampler(Sampler[list[SampledRow]]):
+    """What it draws at a time is a batch, of one rank after the other.
+
+    Attributes:
+        rounds: Batches of a rank in an epoch.
+        ranks: How many ranks there are.
+    """
+
+    rounds: int
+    ranks: int
+
+    def __len__(self) -> int:
+        return self.rounds * self.ranks
+
+
 @dataclass
-class PoissonSampler(Sampler[list[SampledRow]]):
+class PoissonSampler(RowSampler):
     """Batches of every rank in turn, of which a rank draws its own; the others' are left empty.
 
     Args:
@@ -64,9 +79,6 @@ class PoissonSampler(Sampler[list[SampledRow]]):
     rounds: int
     seed: int | None = None
     epoch: int = 0
-
-    def __len__(self) -> int:
-        return self.rounds * self.ranks
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the data loader, so that seeded epochs differ."""
@@ -141,7 +153,7 @@ class PrivateRows(TrainerCallback):
         self.noise_multiplier = defense.noise_multiplier
         self.account, self._account_file = account or PrivacyAccount(), account_file
 
-    def sampler(self) -> PoissonSampler:
+    def sampler(self) -> RowSampler:
         """Draws the batches of an epoch: as many as would go through all rows once."""
         rounds = math.ceil(min(map(len, self.rows_of_clients)) / self.batch_size)
         seed = setting(self._args, "noise_seed")
@@ -242,6 +254,25 @@ class PrivateRows(TrainerCallback):
             counted.append(batch)
         return counted
 
+    def saved_transcript(self) -> dict[str, Any] | None:
+        """What a checkpoint has to remember of correlated noise; see `CorrelatedRows`."""
+        return None
+
+    def resume(self, saved: Mapping[str, Any] | None, records: Iterable[Mapping[str, Any]]) -> None:
+        """Take in what a checkpoint has of it, and what left since."""
+
+    def describe_sampling(self) -> str:
+        """For the card: how rows came into messages, and their noise."""
+        noise, rates = (
+            ", ".join(dict.fromkeys(f"{value:.4g}" for value in values))
+            for values in zip(*self.account.messages, strict=True)
+        )
+        return (
+            f"Each row's gradient was clipped, and rows were drawn by Poisson sampling (rate "
+            f"{rates}): {sum(self.account.messages.values())} messages of each client, noise "
+            f"multiplier {noise}."
+        )
+
     @property
     def epsilon(self) -> float | None:
         """ε of what was shared so far, if a δ is set."""
@@ -315,7 +346,12 @@ def private_rows_of(
         return None
     args = trainer.args
     rows, ranks = len(trainer.train_dataset), trainer.accelerator.num_processes
-    return PrivateRows(
+    kind = PrivateRows
+    if trainer.defense.correlated:
+        from .correlated_rows import CorrelatedRows
+
+        kind = CorrelatedRows
+    return kind(
         trainer.defense, args, rows, args.process_index, ranks, clients, account, account_file
     )
 

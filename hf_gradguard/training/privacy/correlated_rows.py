@@ -1,0 +1,358 @@
+"""Rows of `dp_sgd` with correlated noise: each is in as many messages as was promised, at places
+that a private order decides and a checkpoint remembers.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather
+from torch import nn
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from ...leakage import PrivacyAccount, dp_sgd_noise_multiplier
+from ...randomness import KEY_BYTES, Stream
+from ..clients.batches import SampledRow
+from ..config import setting
+from ..exchange.start import check_agreed
+from ..message import ClientBatch
+from .private_rows import PrivateRows, RowSampler
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class Transcript:
+    """Messages whose noise belongs together.
+
+    Args:
+        name: In the account.
+        messages: T, for which it was planned.
+        noise_multiplier: σ.
+        order_key: Of the rows' order, in hexadecimal digits. Private.
+        position: How many messages were shared.
+    """
+
+    name: str
+    messages: int
+    noise_multiplier: float
+    order_key: str
+    position: int = 0
+
+
+class PlacedRows(RowSampler):
+    """Batches in a fixed order, pass after pass.
+
+    Args:
+        batch_at: Gives the rows of this rank's clients at a batch of a pass.
+        rank: This rank.
+        ranks: How many there are.
+        rounds: Batches of a rank in a pass.
+
+    Example:
+        >>> batches = PlacedRows(lambda place: [SampledRow(place, 0, 1.0)], 0, ranks=1, rounds=2)
+        >>> [[sampled.row for sampled in batch] for batch in batches]
+        [[0], [1]]
+    """
+
+    def __init__(
+        self, batch_at: Callable[[int], list[SampledRow]], rank: int, ranks: int, rounds: int
+    ) -> None:
+        self._batch_at, self._rank, self.ranks, self.rounds = batch_at, rank, ranks, rounds
+
+    def __iter__(self) -> Iterator[list[SampledRow]]:
+        for place in range(self.rounds):
+            for rank in range(self.ranks):
+                yield self._batch_at(place) if rank == self._rank else []
+
+
+class CorrelatedRows(PrivateRows):
+    """Of a Trainer with `dp_sgd(per_sample=True, correlated=True)`.
+
+    A pass goes through all rows in one order, B rows a message, and leaves out what is no full
+    message. Later passes keep the order, so that a row's messages are a whole pass apart. ε is of
+    data sets of which one has a row whose gradient counts as zero, for whoever knows the order and
+    sees all messages: nothing is gained by sampling.
+
+    Args:
+        *args: As for `PrivateRows`.
+        **kwargs: Likewise.
+
+    Raises:
+        ValueError: If a client has fewer rows than a message, or a part of a row a message.
+        NotImplementedError: For arguments under which rows would not come as promised.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        arguments = self._args
+        if setting(arguments, "noise_for") == "sum":
+            raise NotImplementedError(
+                f"{_SAY} and noise_for='sum': after a kill a client may pass over messages that "
+                "others share, and their noise would no longer add up to what was stated. Use "
+                "noise_for='message': each client then has all of its noise."
+            )
+        if arguments.ignore_data_skip:
+            raise NotImplementedError(
+                f"{_SAY} and ignore_data_skip, under which a resumed run begins with the first "
+                "rows again: they would be in more messages than promised. Leave it out."
+            )
+        if self.batch_size != int(self.batch_size):
+            raise ValueError(
+                f"per_device_train_batch_size={arguments.per_device_train_batch_size} rows cannot "
+                "be shared equally by the rank's clients, each of whose messages has a fixed "
+                "number of rows. Take a multiple of clients_per_process."
+            )
+        size, accumulation = int(self.batch_size), arguments.gradient_accumulation_steps
+        rounds = min(map(len, self.rows_of_clients)) // size
+        self._rounds = rounds - rounds % accumulation  # no step with fewer messages than others
+        if not self._rounds:
+            raise ValueError(
+                f"per_device_train_batch_size={arguments.per_device_train_batch_size} with "
+                f"gradient_accumulation_steps={accumulation} takes more rows a step than "
+                f"a client has ({min(map(len, self.rows_of_clients))})."
+            )
+        self.rate = 1.0  # of the account: whoever attacks knows in which messages a row is
+        self._transcript: Transcript | None = None
+        self._saved_position: int | None = None
+        self._orders: dict[int, np.ndarray] = {}
+        self._shift = 0
+
+    def sampler(self) -> PlacedRows:
+        return PlacedRows(self._batch_at, self._rank, self._ranks, self._rounds)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: Any, *_: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
+        """Plan the noise for the messages that are to come, or go on with a plan."""
+        check_is_linear(kwargs.get("optimizer"), args)
+        accumulation = args.gradient_accumulation_steps
+        messages = (state.max_steps - state.global_step) * accumulation
+        is_resumed, saved = self._saved_position is not None, self._saved_position or 0
+        self._saved_position = None  # a second training of this process is a new transcript
+        if not is_resumed:
+            self._check_promise(messages)
+            self._transcript = self._new_transcript(messages)
+        plan = self._transcript
+        assert plan is not None
+        if messages > plan.messages - saved:
+            raise ValueError(
+                f"max_steps asks for {messages} more messages, where the noise of this run was "
+                f"planned for {plan.messages} in all, {saved} of them shared. Keep max_steps as it "
+                "was, or begin a new run, whose ε adds up with this one's."
+            )
+        if args.world_size > 1:  # a kill may leave one rank with a message more
+            position = torch.tensor([plan.position], device=args.device)
+            plan.position = int(gather(position).max())
+            self._count_as_others(args.device)
+            agreed = {"the messages planned": plan.messages, "σ": plan.noise_multiplier}
+            check_agreed(agreed | {"clients_per_process": len(self._clients())}, args.device)
+        if lost := plan.position - saved if is_resumed else 0:
+            logger.warning(_LOST.format(lost, -(-lost // accumulation)))
+        self._shift = plan.position - state.global_step * accumulation
+        self.noise_multiplier, self._orders = plan.noise_multiplier, {}
+        for client in self._clients():
+            client.calibrate(  # type: ignore[attr-defined]
+                plan.noise_multiplier, self.batch_size, messages=plan.messages,
+                min_separation=self._rounds if plan.messages > self._rounds else None,
+            )  # fmt: skip
+        if self._rank == 0:
+            self._announce(plan.messages, plan.noise_multiplier)
+
+    def _check_promise(self, messages: int) -> None:
+        promised = self.defense.participations or 1
+        separation = self.defense.min_separation or 1
+        passes = math.ceil(messages / self._rounds)
+        if passes > promised:
+            raise ValueError(
+                f"{messages} messages of {int(self.batch_size)} rows take each row up to {passes} "
+                f"times, and dp_sgd has participations={promised}: σ would mean less than it says. "
+                f"Set participations={passes}, or max_steps to "
+                f"{self._rounds * promised // self._args.gradient_accumulation_steps} at most."
+            )
+        if passes > 1 and separation > self._rounds:
+            raise ValueError(
+                f"min_separation={separation} of dp_sgd is more than the {self._rounds} messages "
+                "of a pass over the data, which lie between a row's messages. Leave it out."
+            )
+
+    def _new_transcript(self, messages: int) -> Transcript:
+        multiplier = self.defense.noise_multiplier
+        if multiplier is None:
+            assert self.defense.target_epsilon is not None  # one of both was asked for
+            assert self.defense.delta is not None
+            target = self.defense.target_epsilon, self.defense.delta
+            multiplier = dp_sgd_noise_multiplier(*target, 1.0, 1, self.account)
+        seed = setting(self._args, "noise_seed")
+        stream = Stream() if seed is None else Stream.from_seeds(seed, self._rank, 0, 3)
+        return Transcript(secrets.token_hex(4), messages, multiplier, stream.bytes(KEY_BYTES).hex())
+
+    def _order(self, client: int) -> np.ndarray:
+        """A client's rows, `(rounds, B)`: those of each message of a pass."""
+        if client not in self._orders:
+            assert self._transcript is not None
+            key = bytes.fromhex(self._transcript.order_key)
+            stream = Stream(key)
+            for _ in range(client // self._ranks + 1):  # each client of this rank has its own
+                child = stream.spawn()
+            rows = self.rows_of_clients[client]
+            order = child.uniform((len(rows),), dtype=torch.float64).argsort().numpy()
+            size = int(self.batch_size)
+            self._orders[client] = rows[order[: self._rounds * size]].reshape(self._rounds, size)
+        return self._orders[client]
+
+    def _batch_at(self, place: int) -> list[SampledRow]:
+        clients, share = range(self._rank, len(self.rows_of_clients), self._ranks), 1.0
+        share /= len(self.rows_of_clients)
+        message = (place + self._shift) % self._rounds
+        return [
+            SampledRow(row, client, share)
+            for client in clients
+            for row in self._order(client)[message].tolist()
+        ]
+
+    def count(self, batches: list[ClientBatch]) -> list[ClientBatch]:
+        """A step's clients, each of which now shares the next message.
+
+        Raises:
+            RuntimeError: If their rows are others than this message's, or all messages are shared.
+        """
+        plan, clients = self._transcript, list(self._clients())
+        assert plan is not None
+        if plan.position >= plan.messages:
+            raise RuntimeError(
+                f"All {plan.messages} messages that the noise was planned for are shared."
+            )
+        for batch in batches:
+            hosted = next(n for n, client in enumerate(clients) if client is batch.defense)
+            placed = self._order(self._rank + hosted * self._ranks)[plan.position % self._rounds]
+            if batch.rows is None or sorted(batch.rows.tolist()) != sorted(placed.tolist()):
+                raise RuntimeError(
+                    "A batch holds other rows than dp_sgd with correlated=True placed in message "
+                    f"{plan.position}, so nothing was shared: a row could be in more messages than "
+                    "promised. Leave the Trainer's data loader and its order as they are."
+                )
+        # a transcript is one Gaussian mechanism, which its first message enters
+        figures = {
+            "noise_multiplier": plan.noise_multiplier, "sampling_rate": 1.0,
+            "messages": int(plan.position == 0),
+        }  # fmt: skip
+        if self._account_file is not None:
+            place = {"transcript": plan.name, "position": plan.position}
+            self._account_file.write(figures | place)
+        self.account.add(*figures.values())  # type: ignore[arg-type]
+        for client in clients:
+            client.go_on_at(plan.position)  # type: ignore[attr-defined]
+        plan.position += 1
+        return batches
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop where what is planned is shared, which after a kill is before the last step."""
+        plan = self._transcript
+        if plan is not None and plan.messages - plan.position < args.gradient_accumulation_steps:
+            control.should_training_stop = True
+
+    def saved_transcript(self) -> dict[str, Any] | None:
+        return None if self._transcript is None else asdict(self._transcript)
+
+    def resume(self, saved: Mapping[str, Any] | None, records: Iterable[Mapping[str, Any]]) -> None:
+        """Go on with a checkpoint's transcript, after the messages that left since.
+
+        Raises:
+            ValueError: If σ is another now.
+        """
+        if saved is None:
+            return
+        plan = Transcript(**saved)
+        asked = self.defense.noise_multiplier
+        if asked is not None and asked != plan.noise_multiplier:
+            raise ValueError(
+                f"noise_multiplier is {asked:g}, and the noise of the run to resume was planned "
+                f"with {plan.noise_multiplier:g}. Set it as it was, or begin a new run."
+            )
+        self._saved_position = plan.position
+        for record in records:
+            if record.get("transcript") == plan.name:
+                plan.position = max(plan.position, record["position"] + 1)
+        self._transcript = plan
+
+    def describe_sampling(self) -> str:
+        plan = self._transcript
+        assert plan is not None
+        passes = math.ceil(plan.messages / self._rounds)
+        often = "one message" if passes == 1 else f"up to {passes} messages"
+        return (
+            f"Each row's gradient was clipped, and each row was in {often} at most: "
+            f"{plan.position} messages of each client, with correlated noise "
+            f"(`{self.defense.factorization or 'blt'}`, multiplier {plan.noise_multiplier:.4g} for "
+            "all of them together). ε takes the order of rows for known; nothing is gained by "
+            "sampling."
+        )
+
+    def _announce(self, messages: int, multiplier: float) -> None:
+        text = "dp_sgd with correlated=True protects one row of the training data"
+        if (delta := self.defense.delta) is not None:
+            planned = PrivacyAccount(self.account.messages)
+            planned.add(multiplier, 1.0, int(self._transcript_is_new))
+            text = (
+                f"ε = {planned.epsilon(delta):.4g} at δ = {delta:g} for one row of the training "
+                "data, whose gradient counts or is zero"
+            )
+        passes = math.ceil(messages / self._rounds)
+        logger.warning(
+            f"{text}: its gradients in all messages, and not logged losses, evaluation, or other "
+            f"rows of the same person. Each row is in {passes} of {messages} messages of "
+            f"{int(self.batch_size)} at most; noise multiplier {multiplier:.4g} for all of them "
+            "together, whoever knows which messages those are."
+        )
+
+    @property
+    def _transcript_is_new(self) -> bool:
+        return self._transcript is None or self._transcript.position == 0
+
+
+def check_is_linear(optimizer: Any, args: TrainingArguments) -> None:
+    """Refuse what does not add messages up, with the way out.
+
+    Raises:
+        NotImplementedError: With an optimizer that is no SGD, or a schedule that follows
+            evaluation.
+
+    Example:
+        >>> check_is_linear(torch.optim.Adam(model.parameters()), TrainingArguments("out"))
+        Traceback (most recent call last):
+        NotImplementedError: GradGuardTrainer does not support dp_sgd with correlated=True and ...
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+    if not isinstance(optimizer, torch.optim.SGD):
+        raise NotImplementedError(
+            f"{_SAY} and {type(optimizer).__name__}: correlated noise cancels in sums of messages, "
+            "and this optimizer does not add them up (Adam divides by a root of their squares, so "
+            "that noise stays). Set optim='sgd' (with optim_args='momentum=0.9' if you like) and a "
+            "learning rate for it, or correlated=False."
+        )
+    if args.lr_scheduler_type == "reduce_lr_on_plateau":
+        raise NotImplementedError(
+            f"{_SAY} and lr_scheduler_type='reduce_lr_on_plateau': rates that follow evaluation "
+            "are no public schedule. Use any other, such as 'linear'."
+        )
+    if args.max_grad_norm:
+        logger.warning_once(
+            f"max_grad_norm={args.max_grad_norm:g} scales each step by the norm of its noise, "
+            "which leaves less of it to cancel: with dp_sgd and correlated=True set "
+            "max_grad_norm=0."
+        )
+
+
+_SAY = "GradGuardTrainer does not support dp_sgd with correlated=True"
+_LOST = (
+    "{} message(s) left after the checkpoint, before the run ended. Their rows are in no further "
+    "message and their noise is never drawn again, so this training ends {} step(s) early."
+)

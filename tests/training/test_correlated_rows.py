@@ -1,0 +1,245 @@
+"""A Trainer with correlated noise: which rows are in which message, what is accounted, what is
+refused, and how it goes on after a kill.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_task
+from transformers import TrainerCallback
+
+from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
+from hf_gradguard.defenses.dp import DPSGD
+from hf_gradguard.leakage import gaussian_epsilon
+from hf_gradguard.training.privacy.correlated_rows import CorrelatedRows
+
+ROWS, SIZE = 26, 4
+PASS = ROWS // SIZE
+
+
+def private(**settings: Any) -> DPSGD:
+    whole = {"noise_multiplier": 1.5, "correlated": True, "delta": 1e-5}
+    defense = make_defense("dp_sgd", per_sample=True, **{**whole, **settings})
+    assert isinstance(defense, DPSGD)
+    return defense
+
+
+class Recording(GradGuardTrainer):
+    """Keeps which rows are in each message, and what is shared of them."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rows = self.private_rows
+        assert isinstance(rows, CorrelatedRows)
+        if not hasattr(self, "taken"):
+            self.taken: list[tuple[int, list[int]]] = []
+            count = rows.count
+
+            def counted(batches: Any) -> Any:
+                assert rows._transcript is not None
+                for batch in batches:
+                    self.taken.append((rows._transcript.position, batch.rows.tolist()))
+                return count(batches)
+
+            rows.count = counted  # type: ignore[method-assign]
+        return super().training_step(*args, **kwargs)
+
+
+def trainer(folder: Path, defense: DPSGD | None = None, **settings: Any) -> Recording:
+    model, batch = make_task("bert", dtype=torch.float32, batch_size=ROWS)
+    rows = [{name: entry[row] for name, entry in batch.items()} for row in range(ROWS)]
+    args = GradGuardConfig(
+        str(folder), report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1,
+        max_grad_norm=0.0, learning_rate=0.1,
+        **{"max_steps": PASS, "per_device_train_batch_size": SIZE, "save_strategy": "no",
+           "optim": "sgd", **settings},
+    )  # fmt: skip
+    return Recording(model=model, args=args, defense=defense or private(), train_dataset=rows)
+
+
+def times(taken: list[tuple[int, list[int]]]) -> collections.Counter[int]:
+    return collections.Counter(row for _, rows in taken for row in rows)
+
+
+def test_each_row_is_in_one_message(tmp_path: Path) -> None:
+    trained = trainer(tmp_path)
+    trained.train()
+    assert [position for position, _ in trained.taken] == list(range(PASS))
+    assert all(len(rows) == SIZE for _, rows in trained.taken)
+    assert set(times(trained.taken).values()) == {1}
+    other = trainer(tmp_path / "other")
+    other.train()
+    assert other.taken != trained.taken  # the order is private, and another in each run
+
+
+def test_passes_keep_their_order(tmp_path: Path) -> None:
+    trained = trainer(
+        tmp_path, private(participations=5), max_steps=5, gradient_accumulation_steps=3,
+        clients_per_process=2, per_device_train_batch_size=8, noise_seed=1,
+    )  # fmt: skip
+    rows = trained.private_rows
+    assert isinstance(rows, CorrelatedRows)
+    assert rows._rounds == 3  # 13 rows of a client hold three messages of four
+    trained.train()
+    by_client = [trained.taken[client::2] for client in range(2)]
+    for taken in by_client:
+        assert [place for place, _ in taken] == list(range(15))
+        for place, batch in taken[3:]:
+            assert sorted(batch) == sorted(taken[place - 3][1])
+    assert not times(by_client[0]).keys() & times(by_client[1]).keys()
+
+
+def test_the_account_is_one_gaussian_mechanism(tmp_path: Path) -> None:
+    trained = trainer(tmp_path)
+    trained.train()
+    epsilons = {row["defense/epsilon"] for row in trained.state.log_history if "loss" in row}
+    assert len(epsilons) == 1  # of all messages together, from the first on
+    expected = gaussian_epsilon(1.5, 1e-5)
+    assert epsilons.pop() == pytest.approx(expected, rel=2e-3)
+    ours = {name for row in trained.state.log_history for name in row if "defense" in name}
+    assert ours == {"defense/epsilon"}
+    trained.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert "correlated noise" in card
+    assert "Poisson" not in card
+    # a second training is a second mechanism, under other noise and in another order
+    first = list(trained.taken)
+    trained.train()
+    assert trained.private_rows is not None
+    assert trained.private_rows.epsilon == pytest.approx(
+        gaussian_epsilon(1.5 / 2**0.5, 1e-5), rel=2e-3
+    )
+    assert trained.taken[PASS:] != first
+
+
+def test_target_epsilon_is_of_the_transcript(tmp_path: Path) -> None:
+    trained = trainer(tmp_path, private(noise_multiplier=None, target_epsilon=2.0))
+    trained.train()
+    assert trained.private_rows is not None
+    assert trained.private_rows.epsilon == pytest.approx(2.0, rel=5e-3)
+
+
+class Stop(TrainerCallback):
+    """A kill after so many steps, as far as the files show."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_a_killed_run_shares_no_message_twice(tmp_path: Path) -> None:
+    """Messages 2 and 3 left after the checkpoint, so it goes on with message 4: rows of those
+    between are in no further one, and the noise goes on where it was.
+    """
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    killed = trainer(tmp_path / "killed", **settings, noise_seed=7)
+    killed.add_callback(Stop(4))
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    shutil.rmtree(tmp_path / "killed/checkpoint-4", ignore_errors=True)  # it never got that far
+    resumed = trainer(tmp_path / "killed", **settings, noise_seed=7)
+    resumed.train(resume_from_checkpoint=True)
+    assert [position for position, _ in killed.taken] == [0, 1, 2, 3]
+    assert [position for position, _ in resumed.taken] == [4, 5]
+    assert resumed.state.global_step == 4  # two steps early
+    assert set(times(killed.taken + resumed.taken).values()) == {1}
+    epsilon = resumed.private_rows.epsilon  # type: ignore[union-attr]
+    assert epsilon == pytest.approx(gaussian_epsilon(1.5, 1e-5), rel=2e-3)
+    # as a run that was left alone has them
+    alone = trainer(tmp_path / "alone", **settings, noise_seed=7)
+    alone.train()
+    assert [sorted(rows) for _, rows in killed.taken + resumed.taken] == [
+        sorted(rows) for _, rows in alone.taken
+    ]
+    streams = [run._clients[0]._noise_stream for run in (resumed, alone)]  # type: ignore[attr-defined]
+    torch.testing.assert_close(streams[0]._memory, streams[1]._memory)
+    assert streams[0]._key == streams[1]._key
+
+
+def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "noise_seed": 5}
+    alone = trainer(tmp_path / "alone", **settings)
+    alone.train()
+    again = trainer(tmp_path / "again", **settings)
+    shutil.copytree(tmp_path / "alone/checkpoint-3", tmp_path / "again/checkpoint-3")
+    lines = (tmp_path / "alone/gradguard_account_rank0.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "again/gradguard_account_rank0.jsonl").write_text("".join(lines[:3]))
+    again.train(resume_from_checkpoint=str(tmp_path / "again/checkpoint-3"))
+    for name, parameter in alone.model.state_dict().items():
+        assert torch.equal(parameter, again.model.state_dict()[name]), name
+
+
+def test_what_is_private_stays_in_the_private_files(tmp_path: Path) -> None:
+    """The rows' order and the noise to come are in no other file."""
+    trained = trainer(tmp_path, save_strategy="steps", save_steps=2)
+    trained.train()
+    rows = trained.private_rows
+    assert isinstance(rows, CorrelatedRows)
+    secret = rows.saved_transcript()["order_key"]  # type: ignore[index]
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and secret.encode() in path.read_bytes():
+            assert path.name.startswith("gradguard_private")
+    account = (tmp_path / "gradguard_account_rank0.jsonl").read_text().splitlines()
+    records = [json.loads(line.rpartition("\t")[0]) for line in account]
+    assert [record["position"] for record in records] == list(range(PASS))
+    assert [record["messages"] for record in records] == [1] + [0] * (PASS - 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "defense", "error", "name"),
+    [
+        ({"max_steps": PASS + 1}, {}, ValueError, "participations=1"),
+        ({"optim": "adamw_torch"}, {}, NotImplementedError, "AdamW"),
+        ({"max_steps": 2 * PASS}, {"participations": 2, "min_separation": 7}, ValueError,
+         "min_separation"),
+    ],
+)  # fmt: skip
+def test_what_would_break_the_promise_is_refused(
+    settings: Any, defense: Any, error: type[Exception], name: str, tmp_path: Path
+) -> None:
+    trained = trainer(tmp_path, private(**defense), **settings)
+    with pytest.raises(error, match=name):
+        trained.train()
+    assert not hasattr(trained, "taken")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "name"),
+    [
+        ({"ignore_data_skip": True}, NotImplementedError, "ignore_data_skip"),
+        ({"per_device_train_batch_size": 5, "clients_per_process": 2}, ValueError,
+         "per_device_train_batch_size"),
+        ({"per_device_train_batch_size": 27}, ValueError, "per_device_train_batch_size"),
+    ],
+)  # fmt: skip
+def test_arguments_are_checked(
+    settings: Any, error: type[Exception], name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=name):
+        trainer(tmp_path, **settings)
+
+
+def test_noise_of_the_sum_is_refused(tmp_path: Path) -> None:
+    args = GradGuardConfig(str(tmp_path), secure_aggregation=True, noise_for="sum", use_cpu=True)
+    with pytest.raises(NotImplementedError, match="noise_for"):
+        CorrelatedRows(private(), args, rows=ROWS, rank=0, ranks=3, clients=lambda: [])
+
+
+def test_other_rows_are_refused(tmp_path: Path) -> None:
+    """A loader that draws in another way would break the promise: nothing is shared."""
+    trained = trainer(tmp_path)
+    rows = trained.private_rows
+    assert isinstance(rows, CorrelatedRows)
+    batch_at = rows._batch_at
+    rows._batch_at = lambda place: batch_at(place + 1)  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="rows"):
+        trained.train()
