@@ -20,6 +20,7 @@ NAME = PACKAGE.name
 ROOMS = [
     "testing", "__main__", "cli",
     "recommend",
+    "heads",
     "audit", "federation",
     "training",
     "secure", "sharded",
@@ -41,6 +42,7 @@ it. The module says nothing of how a defense is made.
 
 DERIVATIVES = {
     "sharded/shards.py": "a gradient map's, where `fully_shard` reduces in its backward pass",
+    "defenses/factorization.py": "a public factor's error, by its parameters",
     "networks/training.py": "trains an evaluation network, on public data",
     "attacks/matching/descent.py": "an attacker's penalties on its own guess",
 }

@@ -69,10 +69,10 @@ from .privacy.labels import RandomizedLabels, Randomizer
 from .privacy.private_rows import (
     PrivateRows,
     RowSampler,
-    private_rows_of,
     resume_epsilon,
     say_unit,
 )
+from .privacy.row_sampling import private_rows_of
 from .requested_settings import RequestedSettings
 from .weights import LossWeights, Normalization, Spread
 
