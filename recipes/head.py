@@ -5,14 +5,20 @@ private gradients: what a rank shares hides each of its sentences from everybody
 
 `--public_text` is any text that is nobody's secret, a sentence or a paragraph a line: no training
 sentence, since its mean is saved. Embeddings are whitened by it, which gives back some of what the
-noise costs. Two ranks without GPUs: as in sst2.py. `--config FILE.yaml` holds flags; flags override
+noise costs. `--correlated` trains by messages of 16, each sentence in one of them, with noise that
+cancels in the weights, on features of all layers; `--noise_multiplier 0` trains it undefended:
+
+    accelerate launch recipes/head.py --correlated --public_text wikitext.txt
+
+Two ranks without GPUs: as in sst2.py. `--config FILE.yaml` holds flags; flags override
 it.
 """
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -24,6 +30,7 @@ from transformers.utils import logging
 
 from hf_gradguard import GradGuardTrainer
 from hf_gradguard.data.samples import load_texts
+from hf_gradguard.heads import head_of
 from hf_gradguard.leakage import membership_power
 from hf_gradguard.models import explain_missing_model, load_tokenizer
 
@@ -33,6 +40,11 @@ from recipes import command_line
 from recipes.command_line import flag
 
 SHRINKAGE = 0.5
+CORRELATED = {  # what --correlated has in the place of other defaults
+    "per_device_train_batch_size": 16, "num_train_epochs": 1.0, "learning_rate": 10.0,
+    "optim": "sgd", "max_grad_norm": 0.0,
+}  # fmt: skip
+CORRELATED_CLIP, CORRELATED_NOISE = 0.3, 1.5
 DP_SGD = {"per_sample": True, "clip": 1.0, "noise_multiplier": 2.0, "delta": 1e-5}
 
 
@@ -53,11 +65,32 @@ class Arguments(command_line.TrainingArguments):
     per_device_train_batch_size: int = flag(1024, "Samples a rank and message, on average.")
     num_train_epochs: float = flag(24.0, "Passes over the data.")
     learning_rate: float = flag(2e-3, "Peak learning rate.")
+    correlated: bool = flag(False, "Correlated noise, on features of all layers.")
+    directions: int = flag(1400, "Of those features, with --correlated.")
+    noise_multiplier: float | None = flag(None, "Of dp_sgd; 0: no defense.")
 
     def __post_init__(self) -> None:
+        if self.correlated:
+            usual = {field.name: field.default for field in fields(type(self))}
+            for name, default in CORRELATED.items():
+                if getattr(self, name) == usual[name]:
+                    setattr(self, name, default)
+        if self.noise_multiplier == 0:
+            self.defense = "none"
         if self.defense == "dp_sgd" and self.defense_kwargs is None:
-            self.defense_kwargs = DP_SGD.copy()
+            self.defense_kwargs = self._dp_sgd()
         super().__post_init__()
+
+    def _dp_sgd(self) -> dict[str, Any]:
+        settings = DP_SGD.copy()
+        if self.correlated:
+            settings |= {"correlated": True, "clip": CORRELATED_CLIP}
+            settings["noise_multiplier"] = CORRELATED_NOISE
+            if self.max_steps <= 0:
+                settings["participations"] = max(1, math.ceil(self.num_train_epochs))
+        if self.noise_multiplier is not None:
+            settings["noise_multiplier"] = self.noise_multiplier
+        return settings
 
 
 class Encoder:
@@ -132,16 +165,26 @@ def main() -> None:
     public = None
     if recipe.public_text is not None:
         public = public_texts(recipe.public_text, data["train"][column])
+    card = {"tasks": "text-classification"}
+    card["dataset"] = os.path.basename(recipe.data_dir or "SST-2")
+    if args.correlated:
+        head = head_of(
+            encoder.model, public, args.directions, class_count(data), encoder.tokenizer,
+            recipe.max_length,
+        )  # fmt: skip
+        data = embedded(data, column, head.features_of, state, "features")
+        train(args, data, head, "eval_sentences", **card)
+        return
     data = embedded(data, column, encoder, state)
     whitening = whitening_by(public, encoder, "public text")
-    dataset = os.path.basename(recipe.data_dir or "SST-2")
-    train(args, data, whitening, "eval_sentences", tasks="text-classification", dataset=dataset)
+    train(args, data, plain_head(data, whitening, args.seed), "eval_sentences", **card)
 
 
 def embedded(
-    data: DatasetDict, column: str, encoder: Callable[[Any], Tensor], state: PartialState
-) -> DatasetDict:
-    """Rows with `embeddings` of a column in its place."""
+    data: DatasetDict, column: str, encoder: Callable[[Any], Tensor], state: PartialState,
+    name: str = "embeddings",
+) -> DatasetDict:  # fmt: skip
+    """Rows with `embeddings` of a column in its place, under that name."""
     two_samples = data["train"][:2][column]
     embeddings, repeated = encoder(two_samples), encoder(two_samples)
     if (repeated - embeddings).norm() > 1e-2 * embeddings.norm():
@@ -151,7 +194,7 @@ def embedded(
         )
 
     def embed(rows: dict) -> dict:
-        return {"embeddings": encoder(rows[column]).numpy()}
+        return {name: encoder(rows[column]).numpy()}
 
     with state.main_process_first():
         return data.map(embed, batched=True, batch_size=64, remove_columns=[column])
@@ -168,16 +211,20 @@ def whitening_by(
     return whitening_of(rows, SHRINKAGE)
 
 
-def train(
-    args: Arguments, data: DatasetDict, whitening: nn.Module, counted: str, **card: str
-) -> None:
-    """Train a head on `embeddings` and `labels`, and save it, its card and its metrics."""
-    data = data.with_format("torch", columns=["embeddings", "labels"])
-    classes = data["train"].features["labels"].names
+def class_count(data: DatasetDict) -> int:
+    return len(data["train"].features["labels"].names)
 
-    # Model: the head, behind a map that is no secret.
-    set_seed(args.seed)
-    head = Head(len(data["train"][0]["embeddings"]), len(classes), whitening)
+
+def plain_head(data: DatasetDict, whitening: nn.Module, seed: int) -> Head:
+    """The head that a seed gives, behind a map that is no secret."""
+    set_seed(seed)
+    return Head(len(data["train"][0]["embeddings"]), class_count(data), whitening)
+
+
+def train(args: Arguments, data: DatasetDict, head: nn.Module, counted: str, **card: str) -> None:
+    """Train a head on its features and `labels`, and save it, its card and its metrics."""
+    data = data.with_format("torch")
+    classes = data["train"].features["labels"].names
 
     # Training: the stock Trainer's arguments, and a defense.
     trainer = GradGuardTrainer(
@@ -238,6 +285,8 @@ def private(trainer: GradGuardTrainer) -> tuple[dict[str, float | None], str]:
     power = membership_power(rows.noise_multiplier)
     messages = "the ranks' summed messages" if trainer.args.noise_for == "sum" else "a message"
     claim = "" if rows.epsilon is None else f", for one row of the data ε = {rows.epsilon:.2g}"
+    if trainer.args.correlated:
+        messages = "all messages together"
     claim += f"; of {messages} nobody tells more than {power:.1%} of the rows at 1 % false alarms"
     return {"epsilon": rows.epsilon, "told_of_a_message": power}, claim
 

@@ -9,7 +9,8 @@ gradients: what a rank shares hides each of its images from everybody, by proof.
 Data sets are those of image_classification.py. An embedding is what the encoder pools, or the mean
 of its last states. `--public_images` is any folder, parquet or npz file of images that are nobody's
 secret: no training images, since their mean is saved. Embeddings are whitened by them, which gives
-back some of what the noise costs. Two ranks without GPUs: as in image_classification.py. `--config
+back some of what the noise costs. `--correlated` and `--noise_multiplier`: as in head.py, with
+public images. Two ranks without GPUs: as in image_classification.py. `--config
 FILE.yaml` holds flags; flags override it.
 """
 
@@ -28,6 +29,7 @@ from transformers import AutoImageProcessor, AutoModel
 from hf_gradguard.data.files import COLUMNS, load_rows
 from hf_gradguard.data.images import read_image, to_pil
 from hf_gradguard.data.samples import Labeled
+from hf_gradguard.heads import head_of
 from hf_gradguard.models import explain_missing_model
 
 # Started as a file, it finds no other recipe by itself.
@@ -71,9 +73,7 @@ class Encoder:
     @torch.no_grad()
     def __call__(self, stored: Sequence[Any]) -> Tensor:
         """`(N, width)`."""
-        mode = mode_of(self.model.config)
-        images = [to_pil(read_image(image, "--dataset"), mode) for image in stored]
-        pixels = self.processor(images, return_tensors="pt")
+        pixels = self.process(stored)
         output = self.model(
             pixel_values=pixels["pixel_values"].to(self.model.device, self.model.dtype)
         )
@@ -82,6 +82,12 @@ class Encoder:
             states = output.last_hidden_state  # (N, tokens, width) or (N, width, rows, columns)
             pooled = states.mean(1 if states.ndim == 3 else (2, 3))
         return pooled.flatten(1).float().cpu()
+
+    def process(self, stored: Sequence[Any], return_tensors: str = "pt") -> Any:
+        """Its inputs."""
+        mode = mode_of(self.model.config)
+        images = [to_pil(read_image(image, "--dataset"), mode) for image in stored]
+        return self.processor(images, return_tensors=return_tensors)
 
 
 def main() -> None:
@@ -95,10 +101,21 @@ def main() -> None:
     if recipe.public_images is not None:
         secret = (read_image(stored, recipe.dataset) for stored in data["train"][column])
         public = public_images(recipe.public_images, secret)
+    card = {"tasks": "image-classification"}
+    card["dataset"] = os.path.basename(recipe.dataset.rstrip("/"))
+    if args.correlated:
+        if public is None:
+            sys.exit("--correlated takes --public_images, by which features are whitened.")
+        features = head_of(
+            encoder.model, public, args.directions, head.class_count(data), encoder.process
+        )
+        data = head.embedded(data, column, features.features_of, state, "features")
+        head.train(args, data, features, "eval_images", **card)
+        return
     data = head.embedded(data, column, encoder, state)
     whitening = head.whitening_by(public, encoder, "public images")
-    dataset = os.path.basename(recipe.dataset.rstrip("/"))
-    head.train(args, data, whitening, "eval_images", tasks="image-classification", dataset=dataset)
+    trained = head.plain_head(data, whitening, args.seed)
+    head.train(args, data, trained, "eval_images", **card)
 
 
 def public_images(path: str, secret: Iterable[Any]) -> Sequence[Any]:

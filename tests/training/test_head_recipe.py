@@ -15,7 +15,7 @@ from helpers import save_encoder, word_tokenizer
 from safetensors.torch import load_file
 
 import hf_gradguard
-from hf_gradguard.leakage import dp_sgd_epsilon, membership_power
+from hf_gradguard.leakage import dp_sgd_epsilon, gaussian_epsilon, membership_power
 from recipes import compare
 from recipes.head import Encoder, Head, public_texts, whitening_of
 
@@ -81,6 +81,23 @@ def test_without_public_text_or_proof(
     assert "epsilon" not in found
     assert "told_of_a_message" not in found
     assert "nobody" not in capsys.readouterr().out
+
+
+def test_correlated_noise_on_features_of_all_layers(recipe, tmp_path: Path) -> None:
+    text = tmp_path / "public.txt"
+    lines = (SENTIMENT / "dev.tsv").read_text().splitlines()[1:]
+    text.write_text("\n\n".join(line.split("\t")[0] for line in lines[:60]) + "\n")
+    flags = ["--public_text", str(text), "--correlated", "--directions", "20"]
+    private = recipe(*flags)
+    settings = private["settings"]
+    assert settings["correlated"]
+    assert (settings["noise_multiplier"], private["steps"]) == (1.5, 5)
+    assert private["epsilon"] == pytest.approx(gaussian_epsilon(1.5, 1e-5), rel=2e-3)
+    assert load_file(tmp_path / "model.safetensors")["head.weight"].shape == (2, 20)
+    assert "correlated noise" in (tmp_path / "README.md").read_text()
+    plain = recipe(*flags, "--noise_multiplier", "0")
+    assert plain["defense"] == "none"
+    assert plain["accuracy"] > 0.4
 
 
 def test_labels_may_be_words(recipe, tmp_path: Path) -> None:
