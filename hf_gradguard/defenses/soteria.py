@@ -28,8 +28,8 @@ from .message import Message, cast_like, true_gradient
 class Soteria(BiasedDefense):
     """Zeroes columns of the last dense layer's weight gradient; all else is shared as it is.
 
-    An attacker who leaves that layer out of the matching (`leave_out`) undoes it: audit with such
-    an attack.
+    An attacker who leaves that layer out of the matching (`leave_out`) undoes it, whatever `ratio`
+    is: it found 97 % of a sentence's words at 0.5, 0.9 and 0.99 (docs/findings/attacks_text.md).
 
     Args:
         ratio: p in [0, 1): floor(p·n) of the layer's n columns are zeroed, ties broken by position.

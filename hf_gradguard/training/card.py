@@ -8,6 +8,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
+from ..defenses import Defense
+from ..defenses.measured import recovered_behind
 from ..gradient_map.parameters import withheld_by_name, withheld_parameters
 from .adapter import TrainerAdapter
 from .config import setting
@@ -116,8 +118,14 @@ def sharing(trainer: Any) -> dict[str, str]:
         "aggregation": _aggregation(trainer),
         "noise": _NEW_KEYS if setting(args, "noise_seed") is None else _FIXED_SEED,
         "epsilon": "" if trainer.private_rows is None else subject,  # whose messages it is of
+        "recovered": _recovered(defense),
         "unit": CLIENT_LEVEL.format(f"`{defense.name}`") if is_client_level(defense) else "",
     }
+
+
+def _recovered(defense: Defense) -> str:
+    known = recovered_behind(defense)
+    return f"What attacks recovered behind it elsewhere: {known}" if known else ""
 
 
 def _statements(messages: SharedMessages, about: str) -> list[str]:
@@ -230,7 +238,16 @@ def _epsilon(trainer: Any) -> str:
     )
 
 
-_ABOUT = ("unit", "clients", "alone", "withheld", "labels", "statistics", "aggregation")
+_ABOUT = (
+    "recovered",
+    "unit",
+    "clients",
+    "alone",
+    "withheld",
+    "labels",
+    "statistics",
+    "aggregation",
+)
 _OF_MODEL = ", and for this model where nothing else chose it"
 _NEW_KEYS = (
     "The noise was drawn by ChaCha20, with a new key from the operating system for every message."

@@ -69,8 +69,8 @@ from .privacy.labels import RandomizedLabels, Randomizer
 from .privacy.private_rows import (
     PrivateRows,
     RowSampler,
+    log_protection,
     resume_epsilon,
-    say_unit,
 )
 from .privacy.row_sampling import private_rows_of
 from .requested_settings import RequestedSettings
@@ -190,7 +190,7 @@ class GradGuardMixin(TrainerAdapter):
         self._share_input_embeddings: bool = setting(self.args, "share_input_embeddings")
         self._batch_statistics: str = setting(self.args, "batch_statistics")
         if self.is_world_process_zero():
-            say_unit(self.defense)
+            log_protection(self.defense)
             warn_about_ranks(self.accelerator.num_processes)
             warn_of_statistics(self.model, self._batch_statistics)
         self._withhold = setting(self.args, "withhold") or []

@@ -34,11 +34,11 @@ DEFENSES: list[tuple[str, dict]] = [
     ("laplace_noise", {}),
     ("optimal_noise", OWN_SHAPE),
     ("optimal_noise", EVERY_TENTH),
-    ("pruning", {}),
+    ("pruning", {"ratio": 0.9}),
     ("pruning", {"utility": 0.9}),
-    ("optimal_pruning", OWN_SHAPE),
-    ("optimal_pruning", EVERY_TENTH),
-    ("quantization", {}),
+    ("optimal_pruning", {"ratio": 0.9, **OWN_SHAPE}),
+    ("optimal_pruning", {"ratio": 0.9, **EVERY_TENTH}),
+    ("quantization", {"bits": 4}),
 ]
 
 

@@ -20,10 +20,10 @@ METHODS = {
 MESSAGES = {
     "none": ("none", {}),
     "gaussian_noise": ("gaussian_noise", {}),
-    "pruning": ("pruning", {}),
+    "pruning": ("pruning", {"ratio": 0.9}),
     "optimal_noise, in between": ("optimal_noise", {}),
     "optimal_noise, measuring": ("optimal_noise", {"refresh_every": 1}),
-    "optimal_pruning, in between": ("optimal_pruning", {}),
+    "optimal_pruning, in between": ("optimal_pruning", {"ratio": 0.9}),
 }
 
 

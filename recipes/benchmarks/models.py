@@ -41,8 +41,8 @@ DEFENSES: dict[str, tuple[str, dict]] = {
     "gaussian_noise": ("gaussian_noise", {}),
     "optimal_noise, in between": ("optimal_noise", BETWEEN),
     "optimal_noise, measuring": ("optimal_noise", MEASURING),
-    "optimal_pruning, in between": ("optimal_pruning", BETWEEN),
-    "optimal_pruning, measuring": ("optimal_pruning", MEASURING),
+    "optimal_pruning, in between": ("optimal_pruning", {"ratio": 0.9, **BETWEEN}),
+    "optimal_pruning, measuring": ("optimal_pruning", {"ratio": 0.9, **MEASURING}),
 }
 LLAMA = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,

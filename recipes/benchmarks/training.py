@@ -52,9 +52,9 @@ DEFENSES: list[tuple[str, dict]] = [
     ("optimal_noise", {}),
     ("dp_sgd", {}),
     ("dp_sgd", PRIVATE),
-    ("pruning", {}),
-    ("optimal_pruning", {}),
-    ("quantization", {}),
+    ("pruning", {"ratio": 0.9}),
+    ("optimal_pruning", {"ratio": 0.9}),
+    ("quantization", {"bits": 4}),
     ("gradient_sketch", {}),
     ("refiner", {}),
 ]

@@ -213,7 +213,8 @@ def test_every_entry_is_of_enough_batches(ratio: float) -> None:
 
 
 def test_first_messages_are_held() -> None:
-    assert make_defense("pruning").facts.warmup_messages == 0
+    assert make_defense("pruning", ratio=0.9).facts.warmup_messages == 0
+    assert make_defense("optimal_pruning").facts.warmup_messages == 7
     assert by_power(min_batches=255).facts.warmup_messages == 254
     assert chain(by_power(min_batches=3), by_power(min_batches=2)).facts.warmup_messages == 3
 
@@ -406,7 +407,7 @@ def test_a_run_without_feedback_refuses_its_state() -> None:
     defense = make_defense("pruning", error_feedback=True)
     defense(task(), rng())
     with pytest.raises(ValueError, match="pruning keeps no state"):
-        make_defense("pruning").load_state_dict(defense.state_dict())
+        make_defense("pruning", ratio=0.9).load_state_dict(defense.state_dict())
 
 
 def test_a_resumed_training_is_the_same(tmp_path: Path) -> None:

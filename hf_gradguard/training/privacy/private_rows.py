@@ -311,15 +311,20 @@ def resume_epsilon(
     account.load_state_dict(resumed.state_dict())
 
 
-def say_unit(defense: Defense) -> None:
-    """Say what `dp_sgd` without `per_sample` protects, where its name promises more.
+def log_protection(defense: Defense) -> None:
+    """Log what was recovered behind each defense of a chain, a line each, and what `dp_sgd` without
+    `per_sample` protects, where its name promises more.
 
     Example:
-        >>> say_unit(make_defense("dp_sgd", scale=0.1))
+        >>> log_protection(make_defense("dp_sgd", scale=0.1))
     """
+    from ...defenses.measured import recovered_behind
+
     for link in chained_defenses(defense):
         if is_client_level(link):
             logger.warning(CLIENT_LEVEL.format(link.name))
+        if known := recovered_behind(link):
+            logger.warning(f"Known of {link.name}: {known}. Stronger attacks find more.")
 
 
 def is_client_level(defense: Defense) -> bool:
