@@ -29,8 +29,13 @@ def gmap() -> GradientMap:
     return gmap
 
 
+def pruned() -> Defense:
+    """As papers have it, without feedback."""
+    return make_defense("pruning", ratio=0.9)
+
+
 def test_one_defense_is_its_own_chain() -> None:
-    defense = make_defense("pruning", ratio=0.9)
+    defense = pruned()
     assert chain(defense) is defense
 
 
@@ -244,7 +249,7 @@ SUMS: dict[str, tuple[Callable[[], Defense], float]] = {
         lambda: chain(uniform(scale=0.3), make_defense("optimal_noise", scale=0.4)), 0.25
     ),
     "pruned, then twice": (
-        lambda: chain(make_defense("pruning", ratio=0.9), uniform(scale=0.3), uniform(scale=0.4)), 0.25
+        lambda: chain(pruned(), uniform(scale=0.3), uniform(scale=0.4)), 0.25
     ),
 }  # fmt: skip
 
@@ -339,9 +344,7 @@ def test_what_is_pruned_after_noise_carries_none() -> None:
     expected = flat(message.transmitted) * 0.3**2
     torch.testing.assert_close(flat(message.noise.added), expected.double())
     # What was kept tells of the first noise, and no second one hides that.
-    more = chain(uniform(scale=0.3), make_defense("pruning", ratio=0.9), uniform(scale=0.4))(
-        gmap, rng()
-    )
+    more = chain(uniform(scale=0.3), pruned(), uniform(scale=0.4))(gmap, rng())
     assert more.noise is not None
     assert more.noise.added is None
     torch.testing.assert_close(flat(more.noise.variance), torch.full((116,), 0.09).double())
@@ -370,7 +373,7 @@ class Sharp(Defense):
 
 
 def test_needs_second_order() -> None:
-    plain = make_defense("pruning", ratio=0.9)
+    plain = pruned()
     assert not chain(plain, plain).facts.needs_second_order
     # Sensitivities are from differences.
     assert not chain(
@@ -434,12 +437,9 @@ def test_noise_says_nothing_of_what_asks_for_the_data_again(
     """Nor is what `dp_sgd` proves kept, however many follow."""
     model, batch = make_task("bert")
     gmap, first = GradientMap(model, batch), make_defense("dp_sgd", clip=1.0, scale=3.0)
-    assert (
-        chain(first, make_defense("pruning", ratio=0.9))(gmap).metrics["client_noise_multiplier"]
-        == 1.5
-    )
+    assert chain(first, pruned())(gmap).metrics["client_noise_multiplier"] == 1.5
     defense = chain(first, make_defense(name, **settings))
-    for last in (defense, chain(defense, make_defense("pruning", ratio=0.9))):
+    for last in (defense, chain(defense, pruned())):
         message = last(gmap)
         assert not last.facts.adds_gaussian_noise
         assert message.noise is None
@@ -451,14 +451,11 @@ def test_refiner_as_published_is_refused_after_what_it_would_undo() -> None:
     published, noise = make_defense("refiner", objective="weighted"), uniform(scale=9.0)
     for first in (
         noise,
-        chain(noise, make_defense("pruning", ratio=0.9)),
+        chain(noise, pruned()),
         make_defense("quantization"),
     ):
         with pytest.raises(ValueError, match=r"Put refiner first.*gradient_sketch fit"):
             chain(first, published)
-    assert (
-        chain(make_defense("pruning", ratio=0.9), published, noise).facts.adds_gaussian_noise
-        is False
-    )
+    assert chain(pruned(), published, noise).facts.adds_gaussian_noise is False
     for name in ("refiner", "gradient_sketch"):
         assert chain(noise, make_defense(name)).facts.adds_gaussian_noise

@@ -253,7 +253,7 @@ def test_settings_that_exclude_each_other(
 @pytest.mark.parametrize(
     ("defense", "settings"),
     [
-        ("gaussian_noise", {"relative_scale": 20.0, "strength": "own"}),
+        ("gaussian_noise", {"relative_scale": 20.0, "strength": "transcript"}),
         ("pruning", {"ratio": 0.99, "error_feedback": True, "min_batches": 2}),
         (
             "quantization",
@@ -263,7 +263,7 @@ def test_settings_that_exclude_each_other(
             "dp_sgd",
             {
                 "relative_scale": 20.0,
-                "strength": "own",
+                "strength": "transcript",
                 "clip": 1.0,
                 "clip_by": "norm",
                 "per_sample": False,
@@ -273,7 +273,7 @@ def test_settings_that_exclude_each_other(
             "optimal_noise",
             {
                 "relative_scale": 20.0,
-                "strength": "own",
+                "strength": "transcript",
                 "shape": "public",
                 "granularity": "parameter",
                 "floor": 0.2,
