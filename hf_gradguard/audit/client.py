@@ -20,8 +20,7 @@ from ..attacks.base import Observation
 from ..attacks.candidates.attack import Candidates, Ranked
 from ..attacks.labels import recover_labels
 from ..attacks.local_training import LocalTraining
-from ..defenses.message import Message, Noise
-from ..defenses.noise import STRENGTH_KEY
+from ..defenses.message import STRENGTH_KEY, Message, Noise
 from ..gradient_map import GradientMap, UpdateMap
 from ..gradient_map.domain import TEXT, count_rows, domain_of_model
 from ..gradient_map.local_training.update import mean_gradient

@@ -23,7 +23,7 @@ from .. import __version__
 from ..attacks import Attack
 from ..attacks.candidates.attack import Candidates
 from ..defenses import Defense
-from ..defenses.noise import STRENGTH_KEY
+from ..defenses.message import STRENGTH_KEY
 from ..models import task_of
 from ..registry import ESTIMATORS
 from .attackers import (

@@ -20,8 +20,8 @@ from ..gradient_map.types import Shards
 from ..randomness import Stream
 from .base import DefenseFacts, check_whole, is_number
 from .mechanism import Mechanism
-from .message import Message, cast_like, first_not_finite, norm, true_gradient
-from .noise import STRENGTHS, NoiseDefense, OptimalNoise, UsualPower, add_noise
+from .message import Message, UsualPower, cast_like, first_not_finite, norm, true_gradient
+from .noise import STRENGTHS, NoiseDefense, OptimalNoise, add_noise
 from .sensitivity import PUBLISHED_SMALLEST, ShapedBy
 
 if TYPE_CHECKING:

@@ -54,6 +54,8 @@ class Mechanism:
         levels: How many there are.
         noise: Its distribution.
         variance: Of the noise: one number, or a tensor per parameter.
+        relative_to: The ‖g‖² that `variance` belongs to, where noise's strength is the batch's own:
+            behind another gradient it is in proportion to that one's. Default: the same behind all.
         fitted: In what span it was fitted, and nothing else was done to it.
         has_residual: What earlier messages left out was added first. How large it is, nobody knows.
         batches: Of how many batches each entry is then the sum, per parameter: who keeps the
@@ -77,6 +79,7 @@ class Mechanism:
     levels: int | None = None
     noise: Literal["gaussian", "laplace"] | None = None
     variance: float | Mapping[str, Tensor] | None = None
+    relative_to: float | None = None
     fitted: Fitted | None = None
     has_residual: bool = False
     batches: Mapping[str, Tensor] | None = None

@@ -342,3 +342,66 @@ def root(variances: Mapping[str, Tensor], name: str) -> Tensor:
     if (number := single_number(variance)) is not None:
         return number.sqrt().expand_as(variance)
     return variance.sqrt_() if isinstance(variances, OnDemand) else variance.sqrt()
+
+
+PRIOR_SPREAD = 2.0
+"""Of ‖g‖² on random inputs, relative to that on real ones: hardly more than its order is known."""
+BATCH_SPREAD = 0.5
+"""Of ‖g‖² between batches, relative to its mean."""
+DRIFT = 0.05
+"""Of the mean from one message to the next, relative to it."""
+STRENGTH_KEY = "usual_power"
+"""What the state of a strength is called."""
+LEAST_STEP = 0.5
+"""What an estimate keeps at least from one message to the next: it stays above 0."""
+
+
+class UsualPower:
+    """An estimate of E ‖g‖², by a Kalman filter over messages. It is a function of random numbers
+    and of what was shared, so it tells nothing that was not told.
+
+    Noise of r times *this* gradient shows its norm: ‖y‖² is ‖g‖² (1 + r²), to 2 in 10,000 of a
+    model of 22 million parameters, and the norm alone names a sentence among hundreds. Noise of r
+    times the *usual* gradient shows nothing.
+
+    Example:
+        >>> usual = UsualPower()
+        >>> usual.begin(4.0)
+        >>> for _ in range(100):
+        ...     usual.observe(message_power=1.0 + 50.0, noise_power=50.0, noise_squares=0.1)
+        >>> round(usual.mean, 2)
+        1.0
+    """
+
+    def __init__(self) -> None:
+        self.mean, self.variance = 0.0, 0.0
+
+    def begin(self, random_power: float) -> None:
+        """Begin with ‖g‖² of random inputs."""
+        self.mean, self.variance = random_power, (PRIOR_SPREAD * random_power) ** 2
+
+    def observe(self, message_power: float, noise_power: float, noise_squares: float) -> None:
+        """Take a message in.
+
+        Args:
+            message_power: ‖y‖².
+            noise_power: Tr Σ.
+            noise_squares: Tr Σ².
+        """
+        # Of ‖g + n‖² - Tr Σ: of ‖n‖², of 2⟨g, n⟩ with n along g as anywhere, and of batches.
+        along = noise_squares / noise_power if noise_power else 0.0
+        error = 2 * noise_squares + 4 * along * self.mean + (BATCH_SPREAD * self.mean) ** 2
+        variance = self.variance + (DRIFT * self.mean) ** 2
+        gain = variance / (variance + error)
+        change = gain * (message_power - noise_power - self.mean)
+        self.mean = max(self.mean + change, LEAST_STEP * self.mean)
+        self.variance = (1 - gain) * variance
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Two numbers, once there is an estimate."""
+        state = torch.tensor([self.mean, self.variance], dtype=torch.float64)
+        return {STRENGTH_KEY: state} if self.mean else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """What `state_dict` returned."""
+        self.mean, self.variance = state.get(STRENGTH_KEY, torch.zeros(2)).tolist()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -29,9 +29,11 @@ from ..randomness import Distribution, Stream
 from .base import Defense, DefenseFacts, is_number
 from .mechanism import Mechanism
 from .message import (
+    STRENGTH_KEY,
     Message,
     Noise,
     OnDemand,
+    UsualPower,
     cast_like,
     count,
     power,
@@ -60,69 +62,8 @@ RECOMMENDED_SCALE = 20.0
 no word of a sentence, at a cost of two to three points. Of once the gradient it left 76 to 86 % of
 the words (docs/findings/noise.md).
 """
-PRIOR_SPREAD = 2.0
-"""Of ‖g‖² on random inputs, relative to that on real ones: hardly more than its order is known."""
-BATCH_SPREAD = 0.5
-"""Of ‖g‖² between batches, relative to its mean."""
-DRIFT = 0.05
-"""Of the mean from one message to the next, relative to it."""
-STRENGTH_KEY = "usual_power"
-"""What the state of a strength is called."""
-LEAST_STEP = 0.5
-"""What an estimate keeps at least from one message to the next: it stays above 0."""
 _SHARED_DRAW, _SHARED_DRAW_ELSEWHERE = 2**20, 2**24
 """Numbers of small tensors in one draw, on a processor and on other devices."""
-
-
-class UsualPower:
-    """An estimate of E ‖g‖², by a Kalman filter over messages. It is a function of random numbers
-    and of what was shared, so it tells nothing that was not told.
-
-    Noise of r times *this* gradient shows its norm: ‖y‖² is ‖g‖² (1 + r²), to 2 in 10,000 of a
-    model of 22 million parameters, and the norm alone names a sentence among hundreds. Noise of r
-    times the *usual* gradient shows nothing.
-
-    Example:
-        >>> usual = UsualPower()
-        >>> usual.begin(4.0)
-        >>> for _ in range(100):
-        ...     usual.observe(message_power=1.0 + 50.0, noise_power=50.0, noise_squares=0.1)
-        >>> round(usual.mean, 2)
-        1.0
-    """
-
-    def __init__(self) -> None:
-        self.mean, self.variance = 0.0, 0.0
-
-    def begin(self, random_power: float) -> None:
-        """Begin with ‖g‖² of random inputs."""
-        self.mean, self.variance = random_power, (PRIOR_SPREAD * random_power) ** 2
-
-    def observe(self, message_power: float, noise_power: float, noise_squares: float) -> None:
-        """Take a message in.
-
-        Args:
-            message_power: ‖y‖².
-            noise_power: Tr Σ.
-            noise_squares: Tr Σ².
-        """
-        # Of ‖g + n‖² - Tr Σ: of ‖n‖², of 2⟨g, n⟩ with n along g as anywhere, and of batches.
-        along = noise_squares / noise_power if noise_power else 0.0
-        error = 2 * noise_squares + 4 * along * self.mean + (BATCH_SPREAD * self.mean) ** 2
-        variance = self.variance + (DRIFT * self.mean) ** 2
-        gain = variance / (variance + error)
-        change = gain * (message_power - noise_power - self.mean)
-        self.mean = max(self.mean + change, LEAST_STEP * self.mean)
-        self.variance = (1 - gain) * variance
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Two numbers, once there is an estimate."""
-        state = torch.tensor([self.mean, self.variance], dtype=torch.float64)
-        return {STRENGTH_KEY: state} if self.mean else {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """What `state_dict` returned."""
-        self.mean, self.variance = state.get(STRENGTH_KEY, torch.zeros(2)).tolist()
 
 
 @dataclass
@@ -264,6 +205,14 @@ class NoiseDefense(Defense):
             metrics=metrics,
         )
 
+    def _mechanism(self, message: Message) -> Mechanism | None:
+        mechanism = super()._mechanism(message)
+        is_own = self.strength == "own" and self.scale is None and self.relative_scale
+        if not is_own or mechanism is None or not isinstance(mechanism.variance, Mapping):
+            return mechanism
+        noise_power = float(total(mechanism.variance, None))
+        return replace(mechanism, relative_to=noise_power / self.relative_scale**2)  # type: ignore[operator]
+
     def state_dict(self) -> Tensors:
         return super().state_dict() | self._usual.state_dict()
 
@@ -326,7 +275,10 @@ class LaplaceNoise(NoiseDefense):
             variance = share * squares / noisy
         else:
             return None
-        return Mechanism(noise="laplace", variance=variance) if variance else Mechanism()
+        if not variance:
+            return Mechanism()
+        relative_to = None if scale is not None else squares - variance * noisy
+        return Mechanism(noise="laplace", variance=variance, relative_to=relative_to)
 
 
 @dataclass

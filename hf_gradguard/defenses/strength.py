@@ -70,7 +70,7 @@ def public_batch(
     model: nn.Module, batch: Mapping[str, Any], generator: Stream, of_own_length: bool = True
 ) -> dict[str, Any]:
     """Random inputs and labels, as many rows as a batch has. In the place of entries of an unknown
-    kind stand normal numbers, index 0 or `True`.
+    kind stand normal numbers, `True`, or indices that every table of the model has.
 
     Args:
         model: Says how many tokens and classes there are.
@@ -88,7 +88,11 @@ def public_batch(
             return entry
         if entry.is_floating_point():
             return generator.normal(entry.shape, device=entry.device).to(entry.dtype)
-        return torch.full_like(entry, entry.dtype == torch.bool)
+        if entry.dtype == torch.bool or entry.dim() < 2:
+            return torch.full_like(entry, entry.dtype == torch.bool)
+        tables = (getattr(module, "num_embeddings", None) for module in model.modules())
+        rows = min((rows for rows in tables if isinstance(rows, int)), default=1)
+        return generator.integers(rows, entry.shape, device=entry.device).to(entry.dtype)
 
     domains = domains_in(batch)
     try:

@@ -93,9 +93,9 @@ class GradGuardConfig(TrainingArguments):
             all ranks as well.
         private_metrics: What is measured of true gradients (`defense/relative_error`,
             `leakage/…`). `"console"`: two digits of it on each rank's own; all of it in
-            `trainer.state.log_history`, in memory and in checkpoints. `"log"`: also in trackers and
-            in what `save_state` writes, which is pushed. Two such figures name a sentence among
-            hundreds.
+            `trainer.state.log_history`, in memory and in checkpoints. `"log"`: means over 50
+            messages at least, to two digits, in trackers and in what `save_state` writes, which is
+            pushed. Two such figures of one message name a sentence among hundreds.
         check_received: Warn on ranks above 0 of what in rank 0's weights makes gradients leak.
         model_name_or_path: What `GradGuardTrainer(args)` loads when it is given no model.
 

@@ -3,6 +3,10 @@
 Two figures of 16 digits name a sentence among hundreds, whatever noise its message has. Trackers
 upload what is logged, and a push what `save_state` writes. So both are without them. Checkpoints
 have them: those are private, and pushing them is refused.
+
+Who asks for them in the log (`private_metrics="log"`) gets two digits of means over 50 messages at
+least. Two digits alone do not do: under noise of a known strength, ‖noise‖/‖g‖ of one message says
+how large its gradient was.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerState
 from .config import setting
 
 DIGITS = 2
+LEAST_MESSAGES = 50
+"""Messages that a metric which leaves the rank is a mean of, at least."""
 _OF_NO_GRADIENT = (
     "defense/seconds",
     "defense/noise_scale",
@@ -36,6 +42,8 @@ class PrivateMetrics:
 
     def __init__(self) -> None:
         self._pending: dict[str, float] = {}
+        self._sums: dict[str, tuple[float, int]] = {}  # for the log: of metrics, and of how many
+        self._logged_messages = self._counted_messages = 0
 
     def rounded(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """To two significant digits."""
@@ -56,7 +64,7 @@ class PrivateMetrics:
             `logs`.
         """
         if setting(trainer.args, "private_metrics") == "log":
-            logs.update(metrics)
+            logs.update(self.means(metrics, trainer.shared_messages.total))
             return logs
         self._pending = dict(metrics)
         logs.update({name: metrics[name] for name in _OF_NO_GRADIENT if name in metrics})
@@ -67,6 +75,31 @@ class PrivateMetrics:
                     trainer.args, trainer.state, trainer.control, logs=self.rounded(shown)
                 )
         return logs
+
+    def means(self, metrics: Mapping[str, float], messages: int) -> dict[str, float]:
+        """Means of metrics since the last ones, to two digits; nothing but those of no gradient
+        while they are of too few messages.
+
+        Args:
+            metrics: Of the messages since this was asked last.
+            messages: How many there were of the rank in all.
+
+        Example:
+            >>> private = PrivateMetrics()
+            >>> private.means({"defense/cosine": 0.5}, messages=30)
+            {}
+            >>> private.means({"defense/cosine": 0.2}, messages=60)
+            {'defense/cosine': 0.35}
+        """
+        count, self._counted_messages = messages - self._counted_messages, messages
+        for name, metric in metrics.items():
+            total, counted = self._sums.get(name, (0.0, 0))
+            self._sums[name] = total + count * metric, counted + count
+        shown = {name: metrics[name] for name in _OF_NO_GRADIENT if name in metrics}
+        if messages - self._logged_messages < LEAST_MESSAGES:
+            return shown
+        sums, self._sums, self._logged_messages = self._sums, {}, messages
+        return self.rounded({name: total / max(n, 1) for name, (total, n) in sums.items()}) | shown
 
     def remember(self, state: TrainerState, beside: bool = True) -> None:
         """Add what callbacks did not get to the history in memory: to its last entry, or as one."""

@@ -105,6 +105,36 @@ def test_the_posterior_of_two_is_by_the_formula(noise: Any) -> None:
         assert torch.equal(again.scores, found.scores)
 
 
+@pytest.mark.parametrize("name", ["gaussian_noise", "laplace_noise"])
+def test_strength_of_the_batchs_own_names_a_candidate_by_its_norm(name: str) -> None:
+    """Every candidate has the variance r² ‖g‖²/d of its own. At noise of 300 times, where products
+    with gradients say nothing, that of one variance for all is the control.
+    """
+    model, _ = make_task("bert")
+    listed = texts(40, length=6, seed=5)
+    first, control = 0, 0
+    for truth in range(12):
+        defense = make_defense(name, relative_scale=300.0, strength="own")
+        gmap = GradientMap(model, batch_of(listed[truth : truth + 1], [1]))
+        message = defense(gmap, rng(truth))
+        seen = replace(
+            seen_by(model, batch_of(listed[truth : truth + 1], [1])), gradient=dict(message)
+        )
+        mechanism = defense.mechanism(message)
+        assert mechanism is not None
+        assert mechanism.relative_to == pytest.approx(
+            float(flat(gmap.gradient()).square().sum()), rel=0.3
+        )
+        for is_control in (False, True):
+            granted = replace(mechanism, relative_to=None) if is_control else mechanism
+            attack = make_attack("candidates", candidates=listed)
+            ranks = attack(replace(seen, mechanism=granted)).ranking[:8].tolist()
+            first += not is_control and truth in ranks
+            control += is_control and truth in ranks
+    assert first > 7  # of 12; 2.4 by chance
+    assert control <= 7
+
+
 FLOOR = 0.5
 
 
@@ -135,6 +165,13 @@ FLOOR = 0.5
         # noise of variance 1.5, to which the floor is added
         (Mechanism(noise="gaussian", variance=1.5), [1.0, 2.0], [1.0, 4.0], -1.0),
         (Mechanism(noise="laplace", variance=1.5), [1.0, 2.0], [1.0, 4.0], -2.0),
+        # whose strength is the candidate's own: ‖g‖² is 17, twice the 8.5 that 1.5 is of
+        (
+            Mechanism(noise="gaussian", variance=1.5, relative_to=8.5),
+            [1.0, 2.0],
+            [1.0, 4.0],
+            -4.0 / 7.0 - math.log(2.0),
+        ),
     ],
 )
 def test_likelihoods_by_hand(

@@ -312,7 +312,6 @@ def test_logged_figures_equal_those_computed_outside(make_trainer: MakeTrainer) 
 def test_figures_stand_beside_the_loss_where_both_are_due(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(
         defense="optimal_noise", leakage_logging_steps=2, logging_steps=3, max_steps=6,
-        private_metrics="log",
     )  # fmt: skip
     trainer.train()
     figures = {

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import make_task
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard.training.metrics import PrivateMetrics
 
 OF_GRADIENTS = ("defense/relative_error", "defense/cosine", "leakage/dfil_max", "leakage/mse_bound")
 
@@ -45,9 +47,9 @@ class Tracker(TrainerCallback):
 def train(folder: Path, **settings: Any) -> tuple[GradGuardTrainer, Tracker]:
     tracker = Tracker()
     args = GradGuardConfig(
-        str(folder), defense="gaussian_noise", defense_kwargs={"scale": 0.1}, max_steps=4,
-        logging_steps=2, leakage_logging_steps=1, save_steps=2, use_cpu=True, report_to=[],
-        disable_tqdm=True, **settings,
+        str(folder), defense="gaussian_noise", defense_kwargs={"scale": 0.1}, logging_steps=2,
+        leakage_logging_steps=1, use_cpu=True, report_to=[], disable_tqdm=True,
+        **{"max_steps": 4, "save_steps": 2, **settings},
     )  # fmt: skip
     trainer = GradGuardTrainer(bert(), args, train_dataset=rows(), callbacks=[tracker])
     trainer.train()
@@ -87,10 +89,61 @@ def test_what_is_printed_has_two_digits(tmp_path: Path, capsys: pytest.CaptureFi
                 assert f"{entry[name]:.2g}".rstrip("0").rstrip(".") in printed
 
 
-def test_who_asks_for_it_gets_them_in_the_log(tmp_path: Path) -> None:
-    _, tracker = train(tmp_path, private_metrics="log")
-    for names in (tracker.names, names_in(tmp_path)):
+def test_who_asks_for_it_gets_means_over_many_messages(tmp_path: Path) -> None:
+    _, tracker = train(tmp_path / "few", private_metrics="log")
+    for names in (tracker.names, names_in(tmp_path / "few")):
+        assert not names & set(OF_GRADIENTS)
+    trainer, tracker = train(
+        tmp_path / "many", private_metrics="log", max_steps=110, save_steps=200
+    )
+    for names in (tracker.names, names_in(tmp_path / "many")):
         assert set(OF_GRADIENTS) <= names
+    entries = [e for e in trainer.state.log_history if OF_GRADIENTS[0] in e]
+    assert [entry["step"] for entry in entries] == [50, 100]
+    for entry in entries:
+        assert all(entry[name] == float(f"{entry[name]:.2g}") for name in OF_GRADIENTS)
+
+
+def test_pushed_figures_name_nobody() -> None:
+    """Of 200 sentences, behind noise of a known strength, 1,000 times as large. Two figures of one
+    message name the sentence, and two digits of them do so more often than chance; of what is
+    pushed, means over 50 messages, every sentence's part is lost.
+    """
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(200, 5_000, generator=generator, dtype=torch.float64)
+    gradients *= torch.rand(200, 1, generator=generator, dtype=torch.float64) + 0.5
+    deviation = 1e3 * float(gradients.square().mean().sqrt())
+    noise = deviation * torch.randn(250, 5_000, generator=generator, dtype=torch.float64)
+
+    def figures(message: Tensor, gradient: Tensor) -> dict[str, float]:
+        error = (message - gradient).norm() / gradient.norm()
+        cosine = torch.cosine_similarity(message, gradient, 0)
+        return dict(zip(OF_GRADIENTS[:2], (float(error), float(cosine)), strict=True))
+
+    named = {"exact": 0, "rounded": 0, "means": 0}
+    private = PrivateMetrics()
+    for truth in range(100):
+        message = gradients[truth] + noise[truth]
+        candidates = [figures(message, gradient) for gradient in gradients]
+        others = [
+            figures(gradients[k] + noise[100 + k], gradients[k])
+            for k in torch.randint(150, (49,), generator=generator).tolist()
+        ]
+        for shown in named:
+            seen = candidates[truth]
+            away = [sum(abs(c[name] / seen[name] - 1) for name in seen) for c in candidates]
+            if shown == "rounded":
+                seen = private.rounded(seen)
+                away = [sum(private.rounded(c)[n] != seen[n] for n in seen) for c in candidates]
+            if shown == "means":
+                private.means(seen, 50 * truth + 1)
+                rest = {n: sum(other[n] for other in others) / 49 for n in seen}
+                seen = private.means(rest, 50 * truth + 50)
+                away = [sum(abs(c[name] / seen[name] - 1) for name in seen) for c in candidates]
+            named[shown] += int(truth in np.argsort(away, kind="stable")[:2])
+    assert named["exact"] == 100
+    assert named["rounded"] > 8
+    assert named["means"] <= 6  # one by chance: P(more than 6) < 1e-4
 
 
 def test_other_arguments_have_the_same_default(tmp_path: Path) -> None:

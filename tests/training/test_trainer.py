@@ -635,7 +635,7 @@ def test_buckets_keep_order_types_and_bounds() -> None:
 def test_figures_stand_beside_the_loss_and_not_in_evaluation(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(
         defense="gaussian_noise", options={"eval_dataset": rows()[:4]}, eval_strategy="steps",
-        eval_steps=1, max_steps=4, logging_steps=2, private_metrics="log",
+        eval_steps=1, max_steps=4, logging_steps=2,
     )  # fmt: skip
     trainer.train()
     figures = {"defense/relative_error", "defense/cosine", "defense/seconds"}

@@ -123,6 +123,7 @@ def rescale(
             variance=None
             if mechanism.variance is None
             else _scale_variance(mechanism.variance, by**2),
+            relative_to=mechanism.relative_to and mechanism.relative_to * by**2,
             later_messages=tuple(
                 {name: g * by for name, g in message.items()}
                 for message in mechanism.later_messages
@@ -290,6 +291,12 @@ class Likelihood:
         if mechanism.selection == "largest":
             smallest_kept = [y[y != 0].abs().min() for y in message.values() if y.any()]
             self._least = float(torch.stack(smallest_kept).min())
+        self._noisy = sum(self._noisy_entries(name, y) for name, y in message.items())
+
+    def _noisy_entries(self, name: str, y: Tensor) -> int:
+        is_noisy = torch.as_tensor(self.mechanism.variance_of(name), device=y.device) > 0
+        is_kept = torch.ones_like(y) if self._is_kept is None else self._is_kept[name]
+        return int((is_noisy & is_kept.bool()).sum())
 
     def __call__(self, gradient: Mapping[str, Tensor]) -> Tensor:
         """`(K,)` in float64, of gradients `(K, *parameter.shape)`."""
@@ -297,12 +304,28 @@ class Likelihood:
         count = len(next(iter(gradient.values())))
         device = next(iter(gradient.values())).device
         total = torch.zeros(count, dtype=torch.float64, device=device)
+        growth = self._growth_of_noise(gradient)
+        if growth is not None:
+            total -= self._noisy / 2 * growth.log()
         threshold = self._threshold(gradient) if self.mechanism.selection == "largest" else None
         for name, y in self.message.items():
             shape = (count, *[1] * y.dim())
             limit = None if threshold is None else threshold.view(shape)
-            total += self._of_parameter(name, y, gradient[name], limit)
+            factor = 1.0 if growth is None else growth.to(y).view(shape)
+            total += self._of_parameter(name, y, gradient[name], limit, factor)
         return total
+
+    def _growth_of_noise(self, gradient: Mapping[str, Tensor]) -> Tensor | None:
+        """`(K,)`, how many times the variance is what it would be behind each candidate, whose own
+        strength it follows.
+        """
+        if self.mechanism.relative_to is None:
+            return None
+        kept = gradient
+        if self._is_kept is not None:
+            kept = {name: g * self._is_kept[name] for name, g in gradient.items()}
+        powers = torch.stack([_sum(g.square()) for g in kept.values()]).sum(0)
+        return (powers / self.mechanism.relative_to).clamp(min=1e-12)
 
     def _as_sent(self, gradient: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if (bound := self.mechanism.clip_coordinate) is not None:
@@ -313,13 +336,15 @@ class Likelihood:
             gradient = {n: g * self.mechanism.scale for n, g in gradient.items()}
         return gradient
 
-    def _of_parameter(self, name: str, y: Tensor, g: Tensor, threshold: Tensor | None) -> Tensor:
+    def _of_parameter(
+        self, name: str, y: Tensor, g: Tensor, threshold: Tensor | None, growth: Tensor | float
+    ) -> Tensor:
         mechanism, floor = self.mechanism, self.floor[name]
         if mechanism.noise is None and mechanism.rounding is not None:
             return self._rounded(y, g, floor)
         if mechanism.rounding is not None:  # noise on what was rounded
             g = _quantized(g, mechanism)
-        variance = mechanism.variance_of(name) + floor
+        variance = mechanism.variance_of(name) * growth + floor
         if mechanism.noise == "laplace":
             scale = torch.as_tensor(variance, device=y.device).div(2).sqrt()
             misfit = (y - g).abs().div_(scale)
