@@ -58,9 +58,8 @@ logger = logging.get_logger(__name__)
 STRENGTHS = ("scale", "relative_scale", "utility_budget")
 """Settings of which one says how strong noise is."""
 RECOMMENDED_SCALE = 20.0
-"""`relative_scale` of noise that is named alone, as docs/choose.md recommends: behind it span found
-no word of a sentence, at a cost of two to three points. Of once the gradient it left 76 to 86 % of
-the words (docs/findings/noise.md).
+"""`relative_scale` of noise named alone, as docs/choose.md recommends: span found no word
+behind it, and behind noise of once the gradient 76 to 86 % (docs/findings/noise.md).
 """
 _SHARED_DRAW, _SHARED_DRAW_ELSEWHERE = 2**20, 2**24
 """Numbers of small tensors in one draw, on a processor and on other devices."""
@@ -338,7 +337,8 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
             own_ratio = capped(self.bare_where_clipped(gmap.restrict(ratio), gradient))
             return OnDemand(gradient, lambda name: own_ratio[name].clone())
         averaged = self.known_ratio(gradient) if is_empty else self.averaged_ratio(gmap, generator)
-        if averaged is None:
+        is_uniform = self.public_data is not None and self._product.says_uniform(self.name)
+        if averaged is None or is_uniform:
             return NoiseDefense.shaped(self, gmap, gradient, generator)
         # What an earlier defense withheld gets no noise, so the floor is spread over the rest.
         shape, masks = averaged, gmap.transmitted

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -23,6 +23,7 @@ from ..gradient_map.types import Shards
 from ..randomness import Stream
 from .base import Defense, DefenseFacts, check_whole
 from .message import OnDemand, add_up, first_not_finite, of_whole, total
+from .public_data import PublicData, ShapeProduct, learn_public_data
 
 DECAY = 0.7
 """What an average keeps at every step: about the last three batches count."""
@@ -69,6 +70,7 @@ class Averages:
         gradient: Tensors,
         powers: Iterable[tuple[str, Sums]] | None = None,
         shards: Shards | None = None,
+        decay: float | None = None,
     ) -> None:
         """Take in a batch.
 
@@ -78,6 +80,8 @@ class Averages:
             gradient: g.
             powers: Sums of an estimate of E g_i². Default: those of g_i².
             shards: Of the map.
+            decay: What earlier batches keep, where batches weigh as much as they are large. By
+                default they count alike, and keep `DECAY`.
         """
         if not self.knows(gradient):
             self.__init__()  # type: ignore[misc]
@@ -92,13 +96,14 @@ class Averages:
                 marginals if shards is None else shards.sums(name, marginals)
             )
         for kind, sums in batch_sums.items():
-            size = sum_of(sums, shards) or 1.0  # batches count alike, whatever their scale
+            size = 1.0 if decay is not None else sum_of(sums, shards) or 1.0
+            kept = DECAY if decay is None else decay
             for name, marginals in sums.items():
                 previous = self._sums[kind].get(name)
                 averaged = tuple(marginal / size for marginal in marginals)
                 if previous is not None:
                     averaged = tuple(
-                        new + DECAY * old for new, old in zip(averaged, previous, strict=True)
+                        new + kept * old for new, old in zip(averaged, previous, strict=True)
                     )
                 self._sums[kind][name] = averaged
         self._ratios.clear()
@@ -248,6 +253,7 @@ SMALLEST_GRADIENT = 1e-8
 PUBLISHED_SMALLEST = 1e-6
 """c of the paper's experiments."""
 LARGEST_RATIO = 1e6
+_PUBLIC_DATA = "with public_data it takes products over whole gradients. Leave public_data out."
 _BY_TENSOR = "with granularity='layer' it takes norms of whole tensors. Leave granularity out."
 
 
@@ -260,6 +266,10 @@ class SensitivityDefense(Defense):
             of any client's data. `"past"`: averages over the client's earlier batches; the first
             message has none, and weighs all alike. `"own"`: this very batch, as published. The
             weights are then a function of the input, and can be read off what is shared.
+        public_data: Of `"public"`: other real data in place of random inputs, two batches at least,
+            as a collator returns them, or rows of a data set: expectations are over these. All are
+            measured at the first message, and then one when it is due. Noise is uniform where that
+            does as well on the half of them that the shape is not made of at first.
         num_probes: Random directions to estimate s² from. Default: 1, of a sharded model 4. With
             `"own"` 10, or where samples are known apart so many that there are ten squares of
             samples, but 3 at least.
@@ -281,8 +291,16 @@ class SensitivityDefense(Defense):
     num_probes: int | None = None
     granularity: Granularity = "parameter"
     refresh_every: int | None = None
+    _: KW_ONLY
+    public_data: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        if self.public_data is not None:
+            if self.shape != "public":
+                raise ValueError(f"public_data is of shape='public', and shape is {self.shape!r}.")
+            if not isinstance(self.public_data, PublicData):
+                self.public_data = PublicData(self.public_data)
+        self._product = ShapeProduct()
         for name in ("num_probes", "refresh_every"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1)
@@ -301,6 +319,7 @@ class SensitivityDefense(Defense):
     @property
     def facts(self) -> DefenseFacts:
         refusal = _BY_TENSOR if self.granularity == "layer" else None
+        refusal = _PUBLIC_DATA if self.public_data is not None else refusal
         return replace(
             super().facts,
             needs_input=True,
@@ -310,6 +329,14 @@ class SensitivityDefense(Defense):
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         self._special = special_ids(model, processing_class)
+        if self.public_data is not None:
+            self.public_data.prepare(processing_class)
+
+    def settings(self) -> dict[str, Any]:
+        settings = super().settings()
+        if self.public_data is not None:
+            settings["public_data"] = repr(self.public_data)
+        return settings
 
     def averaged_ratio(
         self, gmap: GradientMap, generator: Stream, waiting: Tensors | None = None
@@ -328,7 +355,10 @@ class SensitivityDefense(Defense):
         if not self._averages.knows(undefended.parameters):
             self._averages, self._calls = Averages(), 0
         is_due = not self._averages or self._calls % (self.refresh_every or REFRESH_EVERY) == 0
-        if self.shape == "public" and is_due:
+        if self.public_data is not None and is_due:
+            place = self._calls // (self.refresh_every or REFRESH_EVERY)
+            learn_public_data(self, self._averages, self._product, gmap, generator, place)
+        elif self.shape == "public" and is_due:
             example = (
                 first_rows(undefended.batch, MEASURED_SAMPLES)
                 if undefended.any_rows
@@ -359,7 +389,7 @@ class SensitivityDefense(Defense):
         A coordinate that is not zero never counts as insensitive because its estimate underflowed.
         """
         squares = gmap.squared_sensitivity(self.num_probes or _own_probes(gmap), generator)
-        _check_squares(squares, gmap.shards)
+        check_squares(squares, gmap.shards)
         squares = gmap.restrict(squares)
         if total(squares, gmap.shards):
             tiny = {name: torch.finfo(square.dtype).tiny for name, square in squares.items()}
@@ -391,11 +421,15 @@ class SensitivityDefense(Defense):
         state = super().state_dict()
         if not self._averages:
             return state
+        if self.public_data is not None:
+            state["public_product"] = self._product.sums
         return state | {"calls": torch.tensor(self._calls)} | self._averages.state_dict()
 
     def load_state_dict(self, state: Tensors) -> None:
         state = dict(state)
         self._calls = int(state.pop("calls", torch.tensor(0)))
+        if self.public_data is not None and "public_product" in state:
+            self._product.sums = state.pop("public_product")
         averages = {
             key: state.pop(key) for key in list(state) if key.partition(".")[0] in STATE_KINDS
         }
@@ -424,7 +458,7 @@ class SensitivityDefense(Defense):
             name: torch.cat([marginal.flatten() for marginal in sums])
             for name, sums in squares.items()
         }
-        _check_squares(estimates, shards)
+        check_squares(estimates, shards)
         self._averages.add(squares.items(), gradient, powers, shards)
 
 
@@ -435,7 +469,7 @@ def _own_probes(gmap: GradientMap) -> int:
     return max(LEAST_PROBES, -(-OWN_PROBES // samples)) if is_split else OWN_PROBES
 
 
-def _check_squares(squares: Tensors, shards: Shards | None) -> None:
+def check_squares(squares: Tensors, shards: Shards | None) -> None:
     if name := first_not_finite(squares, shards):
         raise FloatingPointError(
             f"The sensitivity of {name} is not finite: the loss has no second derivative there."

@@ -1,0 +1,180 @@
+"""The global form of optimal shapes: expectations over other real data, and whether they help.
+
+    Σ_ii = λ √(E s_i² / E g_i²)                                    (Theorem 3.5)
+
+Its leakage times its cost, (E Tr J_F)(-E U₂), is measured on public batches that the shape was not
+made of. Where that of uniform noise is no larger, noise is uniform.
+
+Reference: Chen, Gürsoy, Lei, "Optimal Defenses Against Data Reconstruction Attacks" (2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DataCollatorWithPadding, default_data_collator
+from transformers.utils import logging
+
+from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.sensitivity import probe_squares
+from ..randomness import Stream
+from .message import first_not_finite
+
+logger = logging.get_logger(__name__)
+
+ROWS_OF_A_BATCH = 8
+"""Of rows that are collated here."""
+
+
+class PublicData(list[Any]):
+    """Public batches, as a collator returns them, or rows of a data set, which are collated when
+    the tokenizer is known. All clients of a process share them.
+
+    Args:
+        entries: The batches or rows.
+
+    Raises:
+        ValueError: If there are fewer than two, of which a shape is made of one and tried on one.
+    """
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        super().__init__(entries)
+        self.batches: list[dict[str, Any]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PublicData:
+        return self
+
+    def prepare(self, processing_class: Any) -> None:
+        """Collate rows in batches of eight; batches stay as they are."""
+        if self.batches:
+            return
+        is_batch = bool(self) and any(
+            isinstance(entry, Tensor) and entry.dim() > 1 and name != "labels"
+            for name, entry in dict(self[0]).items()
+        )
+        # A row's pixels have three dimensions, a batch's four.
+        pixels = dict(self[0]).get("pixel_values") if self else None
+        if pixels is not None:
+            is_batch = isinstance(pixels, Tensor) and pixels.dim() == 4
+        if is_batch:
+            self.batches = [dict(batch) for batch in self]
+        else:
+            has_padding = hasattr(processing_class, "pad") and pixels is None
+            collate: Any = (
+                DataCollatorWithPadding(processing_class) if has_padding else default_data_collator
+            )
+            rows = [dict(row) for row in self]
+            places = range(0, len(rows), ROWS_OF_A_BATCH)
+            self.batches = [collate(rows[place : place + ROWS_OF_A_BATCH]) for place in places]
+        if len(self.batches) < 2:
+            raise ValueError(
+                "public_data must hold two batches at least: a shape is made of some, and tried on "
+                f"others; it holds {len(self.batches)}."
+            )
+
+    def map_of(self, gmap: GradientMap, place: int) -> GradientMap:
+        """A client's map at a public batch, on its device."""
+        device = gmap.input.device
+        batch = self.batches[place % len(self.batches)]
+        moved = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in batch.items()}
+        return gmap.undefended.of_batch(moved)
+
+    def __repr__(self) -> str:
+        return f"<{len(self.batches or self)} public {'batches' if self.batches else 'entries'}>"
+
+
+class ShapeProduct:
+    """(E Tr J_F)(-E U₂) of a shape and of uniform noise, over batches that the shape was not made
+    of.
+
+    Example:
+        >>> product = ShapeProduct()
+        >>> ones = {"weight": torch.ones(2)}
+        >>> product.add({"weight": torch.tensor([4.0, 1.0])}, ones, ones)
+        >>> product.over_uniform  # uniform noise itself
+        1.0
+    """
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(4, dtype=torch.float64)
+
+    def add(self, squares: Tensors, gradient: Tensors, shape: Mapping[str, Tensor]) -> None:
+        """Take in a batch.
+
+        Args:
+            squares: s², up to a factor that all batches have in common.
+            gradient: g.
+            shape: Variances of the noise, up to a common factor, positive.
+        """
+        for name, g in gradient.items():
+            square, power = squares[name].double(), g.double().square()
+            variance = shape[name].double()
+            self.sums += torch.stack(
+                [
+                    (square / variance).sum(), (power * variance).sum(),
+                    square.sum(), power.sum(),
+                ]
+            ).cpu()  # fmt: skip
+
+    @property
+    def over_uniform(self) -> float:
+        """The shape's product over that of uniform noise; 1 before the first batch."""
+        leakage, cost, uniform_leakage, uniform_cost = self.sums.tolist()
+        uniform = uniform_leakage * uniform_cost
+        return leakage * cost / uniform if uniform else 1.0
+
+    def says_uniform(self, name: str) -> bool:
+        """Whether uniform noise does as well, which is logged once."""
+        is_no_better = self.over_uniform >= 1.0
+        if is_no_better:
+            logger.warning_once(
+                f"{name} adds uniform noise: on public_data its shape has "
+                f"{self.over_uniform:.2f} times the leakage times cost of uniform noise."
+            )
+        return is_no_better
+
+
+def learn_public_data(
+    defense: Any,
+    averages: Any,
+    product: ShapeProduct,
+    gmap: GradientMap,
+    generator: Stream,
+    place: int,
+) -> None:
+    """At first all public batches, and half of them to try the shape on as well; later one at a
+    time, which the shape is tried on before it is learned.
+
+    Args:
+        defense: Of `SensitivityDefense`, with its `public_data`, probes, granularity and floor.
+        averages: Its averages of s² and g².
+        product: What the shape's trials add up to.
+        gmap: The client's map, of which model and loss are taken.
+        generator: Of the probes.
+        place: Of the batch that is due after the first time.
+    """
+    data: PublicData = defense.public_data
+    data.prepare(None)
+    count, is_first = len(data.batches), not averages
+    for index in range(count) if is_first else [place]:
+        batch_map = data.map_of(gmap, index)
+        squares = {name: torch.zeros_like(g) for name, g in batch_map.gradient().items()}
+        for name, estimate in probe_squares(batch_map, defense.num_probes or 1, generator):
+            squares[name].add_(estimate)
+        if broken := first_not_finite(squares, None):
+            raise FloatingPointError(
+                f"The sensitivity of {broken} is not finite on public_data: the loss has no second "
+                "derivative there."
+            )
+        gradient, squares = defense.learned(batch_map.gradient(), squares)
+        if not is_first or index >= count // 2:
+            ratio = averages.ratio(defense.granularity == "layer")
+            floor = getattr(defense, "floor", None) or 0.0
+            mean = (ratio.total or 0.0) / max(sum(g.numel() for g in gradient.values()), 1)
+            shape = {name: (1 - floor) * ratio[name] + floor * mean for name in gradient}
+            product.add(squares, gradient, shape)
+        # Of the first round the plain mean; then what is old fades.
+        averages.add(squares.items(), gradient, decay=1.0 if is_first else 1 - 1 / count)
