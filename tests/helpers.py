@@ -535,3 +535,25 @@ def standard_deviations(defense: NoiseDefense, gmap: GradientMap) -> dict[str, T
         with unit_noise_of(value):
             shared.append(defense(gmap, rng()))
     return {name: (plus - shared[1][name]) / 2 for name, plus in shared[0].items()}
+
+
+WORDS_OF_FLOATS = 5
+"""Candidates for the float that was drawn, around the quotient."""
+
+
+def reachable(shared: Tensor, guess: Tensor, deviation: Tensor | float) -> Tensor:
+    """Whether float32 noise n exists with fl(guess + fl(deviation · n)) = shared, or with one
+    rounding in place of two, per entry.
+    """
+    std = torch.as_tensor(deviation, dtype=torch.float32)
+    quotient = ((shared.double() - guess.double()) / std.double()).float().numpy()
+    candidates = [quotient]
+    for _ in range(WORDS_OF_FLOATS // 2):
+        candidates.append(np.nextafter(candidates[-1], np.float32(np.inf)))
+    candidates.append(np.nextafter(quotient, np.float32(-np.inf)))
+    candidates.append(np.nextafter(candidates[-1], np.float32(-np.inf)))
+    is_reached = torch.zeros(shared.shape, dtype=torch.bool)
+    for candidate in map(torch.from_numpy, candidates):
+        is_reached |= guess + std * candidate == shared
+        is_reached |= (guess.double() + std.double() * candidate.double()).float() == shared
+    return is_reached

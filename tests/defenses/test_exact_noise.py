@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from helpers import flat, make_task, small_convolution
+from helpers import flat, make_task, reachable, small_convolution
 from scipy import stats
 from torch import Tensor
 
@@ -25,26 +25,6 @@ from hf_gradguard.randomness import GRID, Distribution, Stream
 
 ENTRIES = 200_000
 STRENGTHS = (20.0, 1_000.0, 100_000.0)
-WORDS_OF_FLOATS = 5
-"""Candidates for the float that was drawn, around the quotient."""
-
-
-def reachable(shared: Tensor, guess: Tensor, deviation: Tensor | float) -> Tensor:
-    """Whether float32 noise n exists with fl(guess + fl(deviation · n)) = shared, or with one
-    rounding in place of two, per entry.
-    """
-    std = torch.as_tensor(deviation, dtype=torch.float32)
-    quotient = ((shared.double() - guess.double()) / std.double()).float().numpy()
-    candidates = [quotient]
-    for _ in range(WORDS_OF_FLOATS // 2):
-        candidates.append(np.nextafter(candidates[-1], np.float32(np.inf)))
-    candidates.append(np.nextafter(quotient, np.float32(-np.inf)))
-    candidates.append(np.nextafter(candidates[-1], np.float32(-np.inf)))
-    is_reached = torch.zeros(shared.shape, dtype=torch.bool)
-    for candidate in map(torch.from_numpy, candidates):
-        is_reached |= guess + std * candidate == shared
-        is_reached |= (guess.double() + std.double() * candidate.double()).float() == shared
-    return is_reached
 
 
 def noise_in_floats(values: Tensor, deviation: float) -> Tensor:

@@ -226,7 +226,8 @@ def test_plain_modules_have_a_first_strength(module: type[nn.Module]) -> None:
 def test_local_training_has_a_first_strength() -> None:
     """Of any kind of batches, whose number of steps and rates are the client's."""
     model, batch = make_task("bert")
-    sent = protect_update(model, [batch, batch], "gaussian_noise", learning_rate=0.1)
+    noise = make_defense("gaussian_noise", relative_scale=1.0)
+    sent = protect_update(model, [batch, batch], noise, learning_rate=0.1)
     change = UpdateMap(model, [batch, batch], learning_rate=0.1).update()
     usual = float(flat(change).norm()) / math.sqrt(len(flat(sent)))
     assert 0.2 < sent.metrics["noise_scale"] / usual < 5

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-from helpers import make_task
-from torch import Tensor
+from helpers import make_task, reachable
+from scipy import stats
+from torch import Tensor, nn
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.defenses import chain, make_defense
+from hf_gradguard.randomness import Stream
 from hf_gradguard.secure.aggregation import FixedPoint, SecureAggregation
-from hf_gradguard.secure.summed_noise import share_of_noise
+from hf_gradguard.secure.summed_noise import rounding_of_sum, share_of_noise
 from hf_gradguard.training.clients.empty import is_summed
 
 WORDS = {32: torch.int32, 64: torch.int64}
@@ -263,3 +265,47 @@ def test_what_needs_secure_aggregation_says_so(settings: dict[str, Any]) -> None
 def test_a_range_is_a_finite_number_above_0(bound: float) -> None:
     with pytest.raises(ValueError, match="secure_aggregation_range must be a finite number"):
         config(secure_aggregation_range=bound)
+
+
+@pytest.mark.statistics
+@pytest.mark.parametrize("strength", [20.0, 1_000.0])
+def test_no_guess_is_reached_more_often_by_a_sum(strength: float) -> None:
+    """Three ranks' noise of a third of the power, rounded to the grid of the sum: the mean that all
+    get says no more of the mean gradient than of another one.
+    """
+    gradients = 1e-3 * torch.randn(3, 200_000, generator=torch.manual_seed(1))
+    deviation, point = strength * 1e-3, FixedPoint(bound=16.0 * strength, ranks=3, bits=32)
+    share = torch.tensor(deviation / math.sqrt(3))
+    noisy = [Stream().noisy(g, share, g.numel()) for g in gradients]
+    words = sum(point.encode(message) for message in noisy)
+    mean, true_mean = point.mean(words), gradients.mean(0)  # type: ignore[arg-type]
+    wrong = true_mean[torch.randperm(len(true_mean), generator=torch.manual_seed(2))]
+    right, other = (
+        reachable(mean, guess, deviation / 3).double().mean() for guess in (true_mean, wrong)
+    )
+    assert abs(float(right - other)) < 2e-3  # three standard errors
+    # whole steps, whose last bits are even and odd alike, whatever the gradients' were
+    for bits in (1, 2, 4):
+        odd = float(((words // bits) % 2).double().mean())  # type: ignore[operator,union-attr]
+        assert abs(odd - 0.5) < 4 * 0.5 / math.sqrt(len(mean))
+    noise = (mean.double() - true_mean.double()) * 3 / deviation
+    assert stats.kstest(noise.numpy(), "norm").pvalue > 1e-3
+
+
+def test_noise_finer_than_the_grid_of_the_sum_is_refused() -> None:
+    step = FixedPoint(16.0, 3, 32).unit
+    with pytest.raises(ValueError, match="secure_aggregation_range"):
+        share_of_noise(make_defense("gaussian_noise", scale=3 * step), summed(), ranks=3)
+    assert share_of_noise(make_defense("gaussian_noise", scale=8 * step), summed(), ranks=3).scale
+
+
+def test_rounding_of_a_sum_counts_in_epsilon() -> None:
+    """What a rank sends moves by √d steps of the grid more than a row's clipped gradient does."""
+    model = nn.Linear(1_000, 1_000, bias=False)
+    step = FixedPoint(16.0, 3, 32).unit
+    assert rounding_of_sum(summed(), model, 3, 1.0) == pytest.approx(1_000 * step)
+    one = torch.randn(50_000, generator=torch.manual_seed(3))
+    moved = one + 1e-3 * torch.randn(50_000, generator=torch.manual_seed(4))
+    words = [FixedPoint(16.0, 3, 32).encode(v).double() * step for v in (one, moved)]
+    apart, exact = float((words[0] - words[1]).norm()), float((one - moved).norm())
+    assert apart <= exact + math.sqrt(50_000) * step

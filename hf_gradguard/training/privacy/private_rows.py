@@ -169,6 +169,9 @@ class PrivateRows(TrainerCallback):
             rates = torch.tensor([self.rate], dtype=torch.float64, device=args.device)
             self.rate = float(gather(rates).max())
             self._count_as_others(args.device)
+        rounding = self._rounding(args, model)
+        if self.defense.noise_multiplier is not None:  # a row moves a sum by more than C then
+            self.noise_multiplier = self.defense.noise_multiplier / (1 + rounding)
         if self.defense.target_epsilon is not None:
             assert self.defense.delta is not None  # it was checked with it
             target = self.defense.target_epsilon, self.defense.delta
@@ -182,15 +185,34 @@ class PrivateRows(TrainerCallback):
             hosted = len(self.rows_of_clients) // self._ranks
             agreed = {"the noise multiplier (rows, steps)": multiplier}
             check_agreed(agreed | {"clients_per_process": hosted}, args.device)
-        own_multiplier = multiplier
-        if setting(args, "noise_for") == "sum":  # a rank can take its own out of it
-            own_multiplier /= math.sqrt(
-                len(self.rows_of_clients) - len(self.rows_of_clients) // self._ranks
-            )
+        own_multiplier = multiplier * (1 + rounding) / self._messages_of_sum(args)
+        self._rounding(args, model)  # refuses noise, known only now, that is too fine
         for client in self._clients():
             client.calibrate(own_multiplier, self.batch_size)  # type: ignore[attr-defined]
         if self._rank == 0:
             self._announce(messages, multiplier)
+
+    def _messages_of_sum(self, args: TrainingArguments) -> float:
+        """√n of the n messages that noise is of, if it is of their sum: a rank can take its own out
+        of it.
+        """
+        if setting(args, "noise_for") != "sum":
+            return 1.0
+        return math.sqrt(len(self.rows_of_clients) - len(self.rows_of_clients) // self._ranks)
+
+    def _rounding(self, args: TrainingArguments, model: nn.Module) -> float:
+        """How much further than C a row moves a sum of messages that ranks round before they add
+        them up, relative to C. A message by itself is rounded after its noise, which costs nothing.
+        """
+        if setting(args, "noise_for") != "sum":
+            return 0.0
+        from ...secure.summed_noise import rounding_of_sum
+
+        clients = len(self.rows_of_clients) / self._ranks * args.gradient_accumulation_steps
+        unit = self.defense.clip / (self.batch_size * clients)  # C in what a rank sends
+        least = self.defense.noise_multiplier or self.noise_multiplier or math.inf
+        deviation = least * unit / self._messages_of_sum(args)
+        return rounding_of_sum(args, model, self._ranks, deviation) / unit
 
     def _count_as_others(self, device: torch.device) -> None:
         """Ranks share as many messages, but a kill may leave one of them with a record more. The
