@@ -14,6 +14,7 @@ from .bounds import (
     mse_bound_from_dfil,
     mse_bound_from_norm,
     mse_bound_from_rdp,
+    mse_bound_of_biased,
     mse_bound_with_prior,
     rdp_of_order_two,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "mse_bound_from_dfil",
     "mse_bound_from_norm",
     "mse_bound_from_rdp",
+    "mse_bound_of_biased",
     "mse_bound_with_prior",
     "one_product_bound",
     "rdp_of_order_two",

@@ -5,8 +5,8 @@ One ladder for uniform noise, from loose and cheap to tight and dear:
 
     1/‖FIM‖₂  ≤  m/Tr FIM  ≤  Tr(FIM⁻¹)/m = E[I²]/m
 
-All hold for *unbiased* attackers, but for `mse_bound_with_prior`. An attacker that knows what
-inputs look like is biased, and may do better than any of them.
+All hold for *unbiased* attackers, but for `mse_bound_with_prior` and `mse_bound_of_biased`. An
+attacker that knows what inputs look like is biased, and may do better than any of the others.
 """
 
 from __future__ import annotations
@@ -32,6 +32,34 @@ def mse_bound_from_dfil(dfil: FloatOrTensor) -> FloatOrTensor:
         (0.25, inf)
     """
     return _inverse(dfil, "dfil")
+
+
+def mse_bound_of_biased(dfil: float, bias_slope: float, squared_bias: float = 0.0) -> float:
+    """MSE ≥ (1 + Tr B/m)²/η̄² + ‖b‖²/m: the biased form of `mse_bound_from_dfil`.
+
+    An attacker x̂ with bias b(x) = E x̂ - x and its slope B = ∂b/∂x has a covariance of at least
+    (I + B) FIM⁻¹ (I + B)ᵀ, and Tr(A FIM⁻¹ Aᵀ) ≥ (Tr A)²/Tr FIM. One that always says the same has
+    Tr B = -m: its error is its bias alone.
+
+    Args:
+        dfil: η̄² = Tr FIM/m, in 1/input².
+        bias_slope: Tr B/m, without a unit: 0 of an unbiased attacker, -1 of one that ignores what
+            was shared.
+        squared_bias: ‖b‖²/m, in input².
+
+    Raises:
+        ValueError: For a negative dFIL or squared bias.
+
+    Reference: Guo et al. (2022), Section 2, whose Theorem 2 is of b = 0; van Trees (1968).
+
+    Example:
+        >>> mse_bound_of_biased(4.0, bias_slope=0.0), mse_bound_of_biased(4.0, -0.5, 0.1)
+        (0.25, 0.1625)
+    """
+    if not squared_bias >= 0:
+        raise ValueError(f"squared_bias must be at least 0, but is {squared_bias}.")
+    slope = (1 + bias_slope) ** 2
+    return (slope * mse_bound_from_dfil(dfil) if slope else 0.0) + squared_bias
 
 
 def mse_bound_from_norm(norm: FloatOrTensor) -> FloatOrTensor:

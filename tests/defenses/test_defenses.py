@@ -26,20 +26,21 @@ from hf_gradguard.gradient_map.local_training.update import UpdateMap
 OWN = {"shape": "own", "num_probes": 2}
 """As published: weighed by sensitivities of the batch itself."""
 
+OF_THIS_BATCH = {"relative_scale": 0.1, "strength": "own"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gaussian_noise": ("gaussian_noise", {"relative_scale": 0.1}),
-    "laplace_noise": ("laplace_noise", {"relative_scale": 0.1}),
-    "optimal_noise": ("optimal_noise", {"relative_scale": 0.1, **OWN}),
+    "gaussian_noise": ("gaussian_noise", {**OF_THIS_BATCH}),
+    "laplace_noise": ("laplace_noise", {**OF_THIS_BATCH}),
+    "optimal_noise": ("optimal_noise", {**OF_THIS_BATCH, **OWN}),
     "optimal_noise_layer": (
         "optimal_noise",
-        {"relative_scale": 0.1, "granularity": "layer", **OWN},
+        {**OF_THIS_BATCH, "granularity": "layer", **OWN},
     ),
-    "optimal_noise_public": ("optimal_noise", {"relative_scale": 0.1}),
-    "optimal_noise_past": ("optimal_noise", {"relative_scale": 0.1, "shape": "past"}),
-    "dp_sgd_norm": ("dp_sgd", {"clip": 0.5, "relative_scale": 0.1}),
-    "dp_sgd_coordinate": ("dp_sgd", {"clip": 0.01, "clip_by": "coordinate", "relative_scale": 0.1}),
-    "optimal_dp_sgd": ("optimal_dp_sgd", {"clip": 0.01, "relative_scale": 0.1, **OWN}),
-    "optimal_dp_sgd_public": ("optimal_dp_sgd", {"clip": 0.01, "relative_scale": 0.1}),
+    "optimal_noise_public": ("optimal_noise", {**OF_THIS_BATCH}),
+    "optimal_noise_past": ("optimal_noise", {**OF_THIS_BATCH, "shape": "past"}),
+    "dp_sgd_norm": ("dp_sgd", {"clip": 0.5, **OF_THIS_BATCH}),
+    "dp_sgd_coordinate": ("dp_sgd", {"clip": 0.01, "clip_by": "coordinate", **OF_THIS_BATCH}),
+    "optimal_dp_sgd": ("optimal_dp_sgd", {"clip": 0.01, **OF_THIS_BATCH, **OWN}),
+    "optimal_dp_sgd_public": ("optimal_dp_sgd", {"clip": 0.01, **OF_THIS_BATCH}),
     "pruning": ("pruning", {"ratio": 0.5}),
     "pruning_utility": ("pruning", {"utility": 0.9}),
     "optimal_pruning": ("optimal_pruning", {"ratio": 0.5, **OWN}),
@@ -50,8 +51,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "optimal_pruning_utility": ("optimal_pruning", {"utility": 0.9, **OWN}),
     "optimal_pruning_public": ("optimal_pruning", {"ratio": 0.5}),
     "optimal_pruning_past": ("optimal_pruning", {"ratio": 0.5, "shape": "past"}),
-    "optimal_noise_published": ("optimal_noise_published", {"relative_scale": 0.1}),
-    "optimal_dp_sgd_published": ("optimal_dp_sgd_published", {"clip": 0.01, "relative_scale": 0.1}),
+    "optimal_noise_published": ("optimal_noise_published", {**OF_THIS_BATCH}),
+    "optimal_dp_sgd_published": ("optimal_dp_sgd_published", {"clip": 0.01, **OF_THIS_BATCH}),
     "optimal_pruning_published": ("optimal_pruning_published", {}),
     "quantization": ("quantization", {"bits": 4}),
     "quantization_stochastic": ("quantization", {"bits": 4, "stochastic": True}),
@@ -213,10 +214,12 @@ def test_every_setting_has_its_range_tested() -> None:
     flags = {"stochastic", "sign_only", "error_feedback", "per_sample"}
     # of dp_sgd with per_sample=True: in test_private_sgd.py
     private = {"noise_multiplier", "target_epsilon", "delta", "expected_batch_size"}
-    private.add("strength")  # in test_strength.py
+    correlated = {"correlated", "participations", "min_separation", "factorization"}
+    elsewhere = {"strength", "public_data", *correlated}
     for name, _ in CASES.values():
         for field in fields(DEFENSES[name]):
-            assert field.name in flags | private or (name, field.name) in tested
+            of = name.removesuffix("_published"), field.name
+            assert field.name in flags | private | elsewhere or of in tested
 
 
 @pytest.mark.parametrize(
@@ -267,6 +270,7 @@ def test_settings_that_exclude_each_other(
                 "clip": 1.0,
                 "clip_by": "norm",
                 "per_sample": False,
+                "correlated": False,
             },
         ),
         (
@@ -313,13 +317,13 @@ def test_every_other_defense_changes_the_gradient(case: str) -> None:
     ("defense", "settings"),
     [
         *(
-            (defense, {strength: 0})
+            (defense, {strength: 0, "strength": "own"})
             for defense in ("gaussian_noise", "laplace_noise", "optimal_noise")
             for strength in ("scale", "relative_scale", "utility_budget")
         ),
         ("dp_sgd", {"clip": 1e9, "scale": 0}),
         ("dp_sgd", {"clip": 1e9, "clip_by": "coordinate", "relative_scale": 0}),
-        ("optimal_dp_sgd", {"clip": 1e9, "utility_budget": 0}),
+        ("optimal_dp_sgd", {"clip": 1e9, "utility_budget": 0, "strength": "own"}),
         ("optimal_noise", {"scale": 0.0, "granularity": "layer"}),
         ("pruning", {"ratio": 0}),
         ("pruning", {"ratio": 0.0}),
@@ -421,7 +425,10 @@ def test_zero_sensitivities_get_no_noise_and_one_warning(
         n: torch.zeros_like(g) for n, g in gmap.gradient().items()
     }
     defense = make_defense(
-        name, **{strength: 0.5}, **OWN, **({"clip": 1e9} if name == "optimal_dp_sgd" else {})
+        name,
+        **{strength: 0.5, "strength": "own"},
+        **OWN,
+        **({"clip": 1e9} if name == "optimal_dp_sgd" else {}),
     )
     caplog.clear()
     for _ in range(3):
@@ -578,7 +585,8 @@ def test_own_shapes_measure_every_message(name: str) -> None:
         seen = []
         exact, generator = gmap.squared_sensitivity(), rng()
         gmap.squared_sensitivity = lambda *args, seen=seen, exact=exact: seen.append(args) or exact
-        defense = make_defense(name, shape="own", **settings)
+        strength = {"ratio": 0.9} if name == "optimal_pruning" else {"scale": 1.0}
+        defense = make_defense(name, shape="own", **strength, **settings)
         for _ in range(2):
             defense(gmap, generator)
         assert seen == [(probes, generator)] * 2
@@ -615,7 +623,7 @@ def test_an_estimate_that_is_not_finite_is_not_kept(
 ) -> None:
     """One bad batch must not stop the messages after it, nor leave them without their shape."""
     model, batch = small_convolution()
-    defense = make_defense("optimal_noise", shape=shape, refresh_every=5)
+    defense = make_defense("optimal_noise", shape=shape, refresh_every=5, scale=1.0)
     probe = sensitivity.probe_sums
 
     def overflown(*args: Any) -> Any:
@@ -654,7 +662,8 @@ def test_the_state_is_rows_and_columns(name: str, shape: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(DEFENSES) - set(SENSITIVE) - PUBLISHED - OWN_TESTS))
 def test_the_others_need_no_jacobian_and_keep_nothing(name: str) -> None:
-    defense = make_defense(name, **({"ratio": 0.9} if name == "pruning" else {}))
+    strength = {"pruning": {"ratio": 0.9}, "quantization": {}, "none": {}}.get(name, {"scale": 1.0})
+    defense = make_defense(name, **strength)
     assert not defense.facts.needs_second_order
     defense(GradientMap(*make_task("bert"), second_order=False), rng())
     assert defense.state_dict() == {}
@@ -737,7 +746,7 @@ def test_averages_leave_nothing_bare(name: str) -> None:
     ratio = defense.averaged_ratio(gmap, rng())
     assert all((tensor > 0).all() for tensor in ratio.values())
     if name == "optimal_noise":
-        shape, _ = defense.shaped(gmap, gmap.gradient(), rng())
+        shape = defense.shaped(gmap, gmap.gradient(), rng())
         assert shape[position][3:5].min() >= defense.floor * flat(shape).mean() * (1 - 1e-6)
 
 

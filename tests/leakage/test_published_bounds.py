@@ -18,7 +18,12 @@ from leakage_helpers import perturbation
 from torch import Tensor
 
 from hf_gradguard import GradientMap
-from hf_gradguard.leakage import largest_eigenvalue, mse_bound_from_dfil, mse_bound_from_rdp
+from hf_gradguard.leakage import (
+    largest_eigenvalue,
+    mse_bound_from_dfil,
+    mse_bound_from_rdp,
+    mse_bound_of_biased,
+)
 from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 SIGMA, WIDTH = 0.7, 1.5
@@ -83,6 +88,41 @@ def test_bounds_of_biased_attackers(name: str) -> None:
         assert variance >= gamma**2 * mse_bound_from_rdp(epsilon, WIDTH)
         if name in ("unbiased", "shrunk"):  # linear attackers reach Theorem 2
             assert variance == pytest.approx(slope**2 * SIGMA**2)
+
+
+@pytest.mark.parametrize("name", ATTACKERS)
+def test_the_error_of_a_biased_attacker_is_above_its_bound(name: str) -> None:
+    """Variance and bias together, by integrals; linear attackers reach it."""
+    attacked = Attacked(name)
+    for z in PLACES[::5]:
+        squared_bias = (attacked.mean(z) - z) ** 2
+        error = attacked.variance(z) + squared_bias
+        bound = mse_bound_of_biased(1 / SIGMA**2, attacked.slope(z) - 1, squared_bias)
+        assert error >= bound * (1 - 1e-6)
+        if name in ("unbiased", "shrunk"):
+            assert error == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("ridge", [0.0, 0.3, 5.0])
+def test_ridge_regression_is_above_its_bound(ridge: float) -> None:
+    """Of a linear map by dense matrices: x̂ = (J J^T + ρ I)^-1 J y, whose error is known."""
+    draw = torch_rng(1)
+    for spread in (0.0, 1.0):
+        jacobian = torch.linalg.qr(torch.randn(9, 5, generator=draw).double())[0].T
+        jacobian = torch.diag(1 + spread * torch.rand(5, generator=draw).double()) @ jacobian
+        x = torch.randn(5, generator=draw).double()
+        information = jacobian @ jacobian.T / SIGMA**2
+        inverse = torch.linalg.inv(jacobian @ jacobian.T + ridge * torch.eye(5).double())
+        attacker = inverse @ jacobian
+        slope = attacker @ jacobian.T - torch.eye(5).double()
+        squared_bias = float((slope @ x).square().mean())
+        error = float(SIGMA**2 * attacker.square().sum() / 5) + squared_bias
+        bound = mse_bound_of_biased(
+            float(information.trace()) / 5, float(slope.trace()) / 5, squared_bias
+        )
+        assert error >= bound * (1 - 1e-9)
+        if not spread:  # all directions are seen alike
+            assert error == pytest.approx(bound)
 
 
 def test_how_tight_the_bound_from_rdp_is() -> None:
