@@ -16,7 +16,7 @@ from .cache import DifferencePlan
 from .jacobian import check_names
 from .layers import Pass
 from .map import GradientMap, View
-from .sensitivity import TOLERANCE, keep, plan_of, split_layers, step_size
+from .sensitivity import TOLERANCE, keep, plan_of, precision_root, split_layers, step_size
 from .types import Tensors
 
 REACH = 0.3
@@ -97,7 +97,7 @@ class DifferencedMap(View):
         assert slope is not None
         if not size:
             return torch.zeros_like(slope)
-        root = torch.finfo(slope.dtype).eps ** 0.5
+        root = precision_root(self.base)
         weights = {name: self.parameters[name].detach() for name in delta}
         step = REACH * root * (_size(weights) or 1.0) / size
         # ‖Jδ‖ ≥ ⟨Jδ, v⟩/‖v‖ = ⟨δ, Jᵀv⟩/‖v‖: what is known of it, and what it is compared with.
@@ -118,7 +118,7 @@ class DifferencedMap(View):
         length = float(rows.square().mean(-1).max().sqrt())
         if not length:
             return {name: torch.zeros_like(p) for name, p in self._from.items()}
-        step = self.plan.shrink * step_size(x, None) / (2 * length)
+        step = self.plan.shrink * step_size(self.base) / (2 * length)
         with self.replay.full_precision():
             product = self.base.gradient_at(x + step * v)
         for name, start_gradient in self._from.items():
@@ -137,7 +137,7 @@ class DifferencedMap(View):
             name: normal(stream, p.shape, p.device, p.dtype) for name, p in self.parameters.items()
         }
         weights = {name: p.detach() for name, p in self.parameters.items()}
-        root = torch.finfo(self.input.dtype).eps ** 0.5
+        root = precision_root(self.base)
         step = REACH * root * (_size(weights) or 1.0) / _size(delta)
         long, short = self._shifted(delta, step), 4 * self._shifted(delta, step / 4)
         size = float(long.norm() + short.norm()) / 2

@@ -16,7 +16,7 @@ from ..randomness import Stream, normal
 from .cache import DifferencePlan, cache_of
 from .layers import Change, Layer, Pass, layers_of
 from .replay import nodes_of
-from .types import ClientMap, Shards, Tensors
+from .types import ClientMap, Tensors
 
 STEP = 5.0
 """Of a difference, in square roots of the type's precision, relative to the input's root mean
@@ -102,7 +102,7 @@ def _try_out(gmap: ClientMap) -> DifferencePlan:
     layers = layers_of(gmap.model, gmap.parameters) if is_splittable else {}
     direction = normal(Stream.from_seeds(0), x.shape, x.device, x.dtype)  # hides nothing
     start = Pass.evaluate(gmap, x, layers)
-    full_step = step_size(x, gmap.shards)
+    full_step = step_size(gmap)
     longer = Pass.evaluate(gmap, x + full_step * direction, layers)
     tried: list[tuple[float, float]] = []
     for shrink in SHRINKS:
@@ -151,7 +151,7 @@ def _find_split_layers(
     x, samples = gmap.input, len(gmap.input)
     first_sample = torch.zeros_like(direction)
     first_sample[0] = direction[0]
-    step = step_size(x, gmap.shards)
+    step = step_size(gmap)
     alone = Pass.evaluate(gmap, x + step * first_sample, layers) if samples > 1 else None
     gradient = Pass.evaluate(gmap, x, {}).unsplit
     is_apart: dict[str, bool | None] = {
@@ -220,15 +220,22 @@ def _relative(tensor: Tensor, reference: Tensor) -> float | None:
     return float((tensor - reference).norm()) / size if size else None
 
 
-def step_size(x: Tensor, shards: Shards | None) -> float:
+def step_size(gmap: ClientMap) -> float:
     """How far a difference goes along a standard normal direction, in the input's unit: on all of a
     client's devices as far.
     """
-    precision: float = torch.finfo(x.dtype).eps ** 0.5
-    size = x.square().mean().sqrt()
-    if shards is not None:
-        size = shards.joined({"": size}, "max")[""]
-    return STEP * precision * (float(size) or 1.0)
+    size = gmap.input.square().mean().sqrt()
+    if gmap.shards is not None:
+        size = gmap.shards.joined({"": size}, "max")[""]
+    return STEP * precision_root(gmap) * (float(size) or 1.0)
+
+
+def precision_root(gmap: ClientMap) -> float:
+    """√eps of what differences cancel in: the input's type, or a coarser one of the loss, as of a
+    float64 model whose loss is computed in float32.
+    """
+    is_coarser = gmap.input.dtype == torch.float64 and gmap.loss.dtype != torch.float64
+    return float(torch.finfo(torch.float32 if is_coarser else gmap.input.dtype).eps ** 0.5)
 
 
 Method = Literal["difference", "exact"]
@@ -309,7 +316,7 @@ def _differences(
     start: Pass | None,
     layer_estimate: Callable[[Layer, Change], Iterator[tuple[str, Any]]],
 ) -> Iterator[tuple[str, Any]]:
-    x, step = gmap.input, plan.shrink * step_size(gmap.input, gmap.shards)
+    x, step = gmap.input, plan.shrink * step_size(gmap)
     layers = split_layers(gmap, plan)
     if start is None or start.layers.keys() != layers.keys():
         start = Pass.evaluate(gmap, x, layers)

@@ -102,6 +102,10 @@ class ClientMap(Protocol):
         """The continuous input."""
 
     @property
+    def loss(self) -> Tensor:
+        """The loss at it."""
+
+    @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The shared ones."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 from helpers import TASKS, make_task
@@ -119,3 +122,23 @@ def test_layers_that_run_again_run_at_the_same_weights(name: str) -> None:
     again = by_differences(GradientMap(model, batch, second_order=False))
     assert again is not None
     torch.testing.assert_close(again.vjp(gradient), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_a_loss_in_float32_of_a_float64_model_has_steps_of_its_own_type() -> None:
+    """Steps of float64's length would cancel in it: products were off by a tenth."""
+    model, batch = make_task("bert")
+
+    def loss_fn(module: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+        rest = {name: entry for name, entry in inputs.items() if name != "labels"}
+        return torch.nn.functional.cross_entropy(module(**rest).logits.float(), inputs["labels"])
+
+    gmap = GradientMap(model, batch, loss_fn=loss_fn)
+    assert (gmap.input.dtype, gmap.loss.dtype) == (torch.float64, torch.float32)
+    differences = by_differences(gmap)
+    assert differences is not None
+    v = torch.randn(gmap.input.shape, dtype=torch.float64, generator=torch.manual_seed(1))
+    delta = {name: torch.randn_like(p) for name, p in gmap.parameters.items()}
+    exact, found = flat(gmap.jvp(v)), flat(differences.jvp(v))
+    assert float((found - exact).norm() / exact.norm()) < 5e-3
+    exact, found = gmap.vjp(delta), differences.vjp(delta)
+    assert float((found - exact).norm() / exact.norm()) < 5e-3
