@@ -242,7 +242,7 @@ def noise_of(place: Place, defense: str) -> dict[str, Any]:
     size = sum(g.numel() for g in true.values())
     std = float(sum(g.square().sum() for g in true.values()) / size) ** 0.5
     found: dict[str, list[Tensor]] = {"whole": [], "sharded": [], "factor": [], "both": []}
-    made = make_defense(defense, relative_scale=2.0)
+    made = make_defense(defense, relative_scale=2.0, strength="own")
     for _ in range(DRAWS):
         for kind, model in (("whole", one), ("sharded", two)):
             for parameter in model.parameters():
@@ -300,7 +300,10 @@ def sensitivities(place: Place) -> dict[str, float]:
 def crossing(place: Place) -> dict[str, Any]:
     """What leaves a client in the second step of several: how much, and how like the gradient."""
     found: dict[str, Any] = {}
-    for name, settings in (("none", {}), ("gaussian_noise", {"relative_scale": 30.0})):
+    for name, settings in (
+        ("none", {}),
+        ("gaussian_noise", {"relative_scale": 30.0, "strength": "own"}),
+    ):
         model, defense = shard(full(), place.mesh["shards"]), make_defense(name, **settings)
         protect(model, place.batch(model), "none")
         trained = [p for p in model.parameters() if p.grad is not None]

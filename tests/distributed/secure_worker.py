@@ -36,12 +36,14 @@ RUNS: dict[str, dict[str, Any]] = {
         "secure_aggregation": False,
     },
 }  # fmt: skip
+# a first message of relative noise runs random inputs as well
+STATED: dict[str, Any] = {"defense": "gaussian_noise", "defense_kwargs": {"scale": 0.1}}
 DROPOUT: dict[str, dict[str, Any]] = {
     "none": {"defense": "none"},
-    "private": {"defense": "gaussian_noise"},
-    "private again": {"defense": "gaussian_noise"},
-    "seeded": {"defense": "gaussian_noise", "noise_seed": 3},
-    "seeded again": {"defense": "gaussian_noise", "noise_seed": 3},
+    "private": STATED,
+    "private again": STATED,
+    "seeded": {**STATED, "noise_seed": 3},
+    "seeded again": {**STATED, "noise_seed": 3},
 }
 
 

@@ -74,8 +74,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "config", "defense", "settings"),
     [
-        ("vit", VIT, "optimal_noise", {"relative_scale": 0.3, "num_probes": 2}),
-        ("resnet", RESNET, "gaussian_noise", {"relative_scale": 0.3}),
+        ("vit", VIT, "optimal_noise", {"relative_scale": 0.3, "strength": "own", "num_probes": 2}),
+        ("resnet", RESNET, "gaussian_noise", {"relative_scale": 0.3, "strength": "own"}),
     ],
 )
 def test_two_ranks_learn_and_the_model_loads(

@@ -38,7 +38,7 @@ def recipe(*flags: str) -> subprocess.CompletedProcess[str]:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One epoch of the demo on two ranks."""
     folder = tmp_path_factory.mktemp("demo")
-    settings = '{"relative_scale": 0.5, "refresh_every": 7}'
+    settings = '{"relative_scale": 0.5, "strength": "own", "refresh_every": 7}'
     flags = ["--defense", "optimal_noise", "--defense_kwargs", settings, "--num_train_epochs", "1"]
     done = recipe(*DEMO, *flags, "--output_dir", str(folder))
     assert done.returncode == 0, done.stdout[-4000:]
