@@ -117,6 +117,12 @@ RUNS = [
     ),
     Run("frontier_batches", "frontier_texts:Batches", TEXT, 0.5),
     Run("frontier_heads", "frontier_heads:Texts", f"{TEXT} --public {WIKI}/train.txt {STORED}", 1),
+    Run(
+        "correlated_heads",
+        "correlated_heads:Texts",
+        f"{TEXT} --public {WIKI}/train.txt {STORED}",
+        1,
+    ),
     Run("frontier_images", "frontier_images:Images", FRONTIER, 1),
     Run(
         "frontier_image_heads", "frontier_heads:Images", f"{FRONTIER} --public $TINY_IMAGENET", 1.5
