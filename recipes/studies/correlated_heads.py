@@ -47,7 +47,8 @@ class Row(NamedTuple):
     kinds: tuple[str, ...] = (NONE, CORRELATED, INDEPENDENT)
 
 
-ROWS, LONG_ROWS = [Row(1590), Row(200)], [Row(4090, (NONE, CORRELATED))]  # with --all
+ROWS = [Row(1590, (NONE, CORRELATED))]
+MORE_ROWS = [Row(1590, (INDEPENDENT,)), Row(200), Row(4090, (NONE, CORRELATED))]  # with --all
 
 
 class HeadTask(clients.Client):
@@ -182,12 +183,13 @@ class Texts(Study):
                 cell = self._cell(row, kind) | {"learning_rate": rate}
                 for seed in range(1 if self.quick else SEEDS):
                     cells[name, tables.ACCURACY, str(seed)] = cell | {"seed": seed}
-        return cells
+        # Rates first, then seed by seed: runs that are compared are there together.
+        return dict(sorted(cells.items(), key=lambda cell: _seed_order(cell[0])))
 
     def _rows(self) -> list[Row]:
         if self.quick:
             return [Row(2, (NONE, CORRELATED))]
-        return ROWS + LONG_ROWS * self.args.all
+        return ROWS + MORE_ROWS * self.args.all
 
     def _cell(self, row: Row, kind: str) -> dict:
         noise = NOISE[kind]
@@ -231,6 +233,11 @@ class Texts(Study):
             rows.append(shown + proof)
         header = ["", "rate", "accuracy", "less than none", "ε", "members found at most"]
         write_table(self.output, header, rows)
+
+
+def _seed_order(place: tuple[str, ...]) -> tuple[bool, str]:
+    is_rate = place[1] == tables.RATES
+    return not is_rate, "" if is_rate else place[2]
 
 
 PROOF = ("epsilon", "members_found_at_most")

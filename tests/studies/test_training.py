@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.leakage import dp_sgd_epsilon
+from hf_gradguard.leakage import dp_sgd_epsilon, gaussian_epsilon
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing.small import small_text_task
 from recipes.studies import frontier_rows, frontier_texts
+from recipes.studies.correlated_heads import HeadTask
 from recipes.studies.frontier_attacks import attack_texts, f1_of, messages_of
 from recipes.studies.frontier_clients import Stage, TextTask, next_rate, rates_to_try, row_of
 from recipes.studies.frontier_heads import TextHeadTask
@@ -286,3 +287,22 @@ def test_private_accuracy_asks_for_both_once_a_rate_is_chosen(tmp_path):
 
     first = Accuracy(Args).cells()
     assert [place[0] for place in first] == ["rates"] * len(RATES)
+
+
+def test_correlated_heads(encoder, sentences, public, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr(HeadTask, "HELD_OUT", 20)
+    monkeypatch.setattr(HeadTask, "PUBLIC", 12)
+    monkeypatch.setattr("recipes.studies.correlated_heads.BATCH", 4)
+    data = ("--model", encoder, "--data_dir", sentences, "--public", public)
+    output, models = tmp_path / "correlated_heads", tmp_path / "models"
+    study = quick("correlated_heads", *data, "--models", models, output=output)
+    plain, private = study.figures.values()
+    assert plain.keys() == private.keys() == {"learning rate", "accuracy"}
+    (run,) = private["accuracy"].values()
+    assert run["epsilon"] == pytest.approx(gaussian_epsilon(1.5, 1e-5))
+    assert "epsilon" not in plain["accuracy"]["0"]
+    rows = study.rows()
+    assert [row[0] for row in rows] == ["none, 2 messages of 4", "correlated, 2 messages of 4"]
+    assert rows[1][-1] == "0.048"
+    kept = load_file(models / "correlated-heads" / "features-test.safetensors")
+    torch.testing.assert_close(kept["features"].norm(dim=1), torch.ones(len(kept["labels"])))
