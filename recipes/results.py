@@ -134,6 +134,7 @@ RUNS = [
         f"{TEXT} {TRAINED} {STORED} {ELSEWHERE}",
         2,
     ),
+    Run("recommendations", "recommendations:Recommendations", "", 0.1),
     Run("members", "members:Members", f"{TRAINED} {STORED}", 0.4),
     Run("private_accuracy", "private_accuracy:Accuracy", TEXT, 0.4),
     Run("refiner_sentences", "refiner_texts:Sentences", TEXT, 0.5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from scipy.stats import ttest_1samp
+from scipy.stats import t, ttest_1samp
 
 from ..audit.report.page import template
 from ..audit.report.verdicts import MAIN_SCORES, Estimate, MainScore
@@ -18,6 +19,11 @@ from .settings import WARMUP, TrialSettings
 
 MANY_MEMBERS = 0.05
 """The share of batch members from which the words name a defense against membership inference."""
+
+SAME_LEAK = 0.2
+"""Leaks that differ by no more than this share of `MainScore.clear_margin` count as equal."""
+SAME_ACCURACY = 0.01
+"""So do accuracies."""
 
 _WIDTH, _HEIGHT, _MARGIN, _BOTTOM, _TOP, _RIGHT = 720, 380, 60, 50, 20, 34
 _NUMBER_WIDTH, _NUMBER_HEIGHT = 20, 15  # of a point's number
@@ -40,6 +46,7 @@ class Outcome:
         candidates: How many there were.
         accuracy_by_sample: What the accuracy is a mean of.
         leak_by_message: The mean, for each message, of what `leak` is a mean of.
+        trainings: The accuracy of each training, by seed.
 
     Example:
         >>> accuracy, leak = Estimate(0.8, 0.78, 0.82), Estimate(0.1, 0.0, 0.2)
@@ -59,6 +66,7 @@ class Outcome:
     candidates: int = 0
     accuracy_by_sample: Mapping[int, float] = field(default_factory=dict, repr=False)
     leak_by_message: Mapping[int, float] = field(default_factory=dict, repr=False)
+    trainings: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -67,8 +75,10 @@ class Choice:
 
     Args:
         outcomes: One for every defense that was tried, the undefended first.
-        chosen: The one to train with; `None` if none keeps the accuracy asked for.
+        chosen: The one to train with; `None` if none qualifies.
         words: The same for a person.
+        untrained: Accuracy of the model before any training, on the samples that judge. A defense
+            that loses nothing on a model that knew its task has shown nothing.
 
     Example:
         >>> Choice([], None, "Nothing was tried.").chosen is None
@@ -78,6 +88,7 @@ class Choice:
     outcomes: list[Outcome]
     chosen: Outcome | None
     words: str
+    untrained: Estimate | None = None
 
 
 def choose(
@@ -86,16 +97,18 @@ def choose(
     chance: float,
     score: MainScore = MAIN_SCORES["text"],
 ) -> Choice:
-    """The defense that leaks least among those that lose at most `budget` of accuracy.
+    """The most accurate of the defenses that are shown to leak least, within the budget; or none.
 
-    A mean decides, and the words give its interval: a short training cannot tell single points
-    apart. Several may leak as little, as far as their messages can tell. Of these the most accurate
-    is chosen, and of those as accurate, as far as samples can tell, the one that leaks less. Where
-    no attack reconstructs the undefended gradient above a guess, none says anything. Then
-    membership inference decides, if it identifies clearly fewer behind a defense than undefended.
+    A defense qualifies if an interval shows that the best attack recovers little (its upper end is
+    at most `score.clear_margin` above a guess), and if accuracy loses no more than the budget,
+    but for `SAME_ACCURACY`. Of these, whatever is shown to leak more than the least leaky goes, and
+    then whatever is shown to be less accurate than the most accurate, by margins that matter. If
+    several are left, the first in order is chosen, so that chance does not choose. Where no attack
+    reconstructs the undefended gradient above a guess, membership inference decides, if it
+    identifies clearly fewer behind a defense than undefended.
 
     Args:
-        outcomes: The undefended one first.
+        outcomes: The undefended one first, then in order of preference.
         budget: Accuracy that may be lost, as a share.
         chance: Main score of a guess.
         score: How scores are shown.
@@ -108,7 +121,7 @@ def choose(
         ...     around = Estimate(accuracy, accuracy - 0.01, accuracy + 0.01)
         ...     lost = Estimate(0.9 - accuracy, 0.89 - accuracy, 0.91 - accuracy)
         ...     recovered = Estimate(leak, leak - 0.01, leak + 0.01)
-        ...     details = dict.fromkeys(range(9), accuracy), {0: leak, 1: leak}
+        ...     details = dict.fromkeys(range(9), accuracy), dict.fromkeys(range(16), leak)
         ...     where = "span", "end", None, 0
         ...     return Outcome(name, 1e-3, around, lost, recovered, *where, *details)
         >>> tried = [outcome("none", 0.9, 1.0), outcome("a", 0.7, 0.0), outcome("b", 0.89, 0.1)]
@@ -118,24 +131,113 @@ def choose(
     if len(outcomes) < 2 or outcomes[0].defense != "none":
         raise ValueError("A choice needs the undefended outcome first, and a defense beside it.")
     plain, *defended = outcomes
-    affordable = [outcome for outcome in defended if outcome.lost.mean <= budget]
+    affordable = [outcome for outcome in defended if outcome.lost.mean <= budget + SAME_ACCURACY]
     undefended = f"{plain.attack} {score.verb} {score.format_estimate(plain.leak)} undefended"
-    # Where no defense keeps the budget, leaks do not matter.
-    if not affordable:
-        return _none_affordable(list(outcomes), budget)
-    if _low(plain.leak) <= chance:
+    if affordable and _low(plain.leak) <= chance:
         undefended += f", and a guess {score.format(chance)}"
-        return _by_membership(list(outcomes), affordable, undefended)
-    chosen = _best(affordable)
+        return _by_membership(list(outcomes), affordable, undefended, budget)
+    private = [outcome for outcome in defended if is_shown_private(outcome, chance, score)]
+    qualified = [outcome for outcome in affordable if outcome in private]
+    if not qualified:
+        words = _none_words(plain, affordable, private, budget, chance, score)
+        return Choice(list(outcomes), None, words)
+    chosen = _equals(qualified, chance, score)[0]
     words = (
-        f"Train with {chosen.defense} at a learning rate of {chosen.learning_rate:.2g}. It "
-        f"{_utility(chosen, plain)}. The best attack tried, {chosen.attack} at the {chosen.stage} "
-        f"of its training, {score.verb} {score.format_estimate(chosen.leak)} (a guess: "
-        f"{score.format(chance)}; {undefended})."
+        f"Unprotected: {undefended} (a guess: {score.format(chance)}). "
+        f"With {chosen.defense} at a learning rate of {chosen.learning_rate:.2g}: {chosen.attack} "
+        f"at the {chosen.stage} {score.verb} {score.format_estimate(chosen.leak)}, and at most "
+        f"{score.format(highest_leak(chosen, score))} as far as {len(chosen.leak_by_message)} "
+        f"messages tell. {_cost(chosen, plain, budget)}"
     )
-    if _low(chosen.leak) > chance:
-        words += " That is more than a guess: much is private, and not all."
     return Choice(list(outcomes), chosen, words + _membership_words(chosen))
+
+
+def mean_over_seeds(values: Any) -> Estimate:
+    """With the 95 % interval: over samples, and over trainings where there are several.
+
+    Args:
+        values: `(trainings, samples)`.
+
+    Example:
+        >>> mean_over_seeds([[0.0, 1.0, 1.0, 0.0]])
+        Estimate(mean=0.5, low=-0.065..., high=1.065...)
+    """
+    values = np.asarray(values, dtype=float)
+    samples, trainings = values.mean(0), values.mean(1)
+    half = 1.96 * float(np.std(samples, ddof=1)) / math.sqrt(len(samples))
+    if len(trainings) > 1:
+        spread = float(np.std(trainings, ddof=1)) / math.sqrt(len(trainings))
+        half = math.hypot(half, float(t.ppf(0.975, len(trainings) - 1)) * spread)
+    mean = float(values.mean())
+    return Estimate(mean, mean - half, mean + half)
+
+
+def highest_leak(outcome: Outcome, score: MainScore) -> float:
+    """Upper end of the leak's interval. Of shares it is never below what as many messages without
+    any success leave open: 1 - 0.05^(1/n).
+    """
+    leaks = list(outcome.leak_by_message.values())
+    high = outcome.leak.high if outcome.leak.high is not None else math.inf
+    if len(leaks) > 1:
+        half = t.ppf(0.975, len(leaks) - 1) * np.std(leaks, ddof=1) / math.sqrt(len(leaks))
+        high = max(high, outcome.leak.mean + float(half))
+    if score.axis_limit == 1.0 and leaks:  # a share
+        high = min(1.0, max(high, 1 - 0.05 ** (1 / len(leaks))))
+    return high
+
+
+def is_shown_private(outcome: Outcome, chance: float, score: MainScore) -> bool:
+    """Whether an interval shows that the best attack recovers little."""
+    return highest_leak(outcome, score) <= chance + score.clear_margin
+
+
+def finalists(
+    outcomes: Sequence[Outcome], budget: float, chance: float, score: MainScore, most: int = 3
+) -> list[Outcome]:
+    """Of first trials those that are worth more seeds and messages, in order of preference. None is
+    shown to cost more than the budget, or to leak or cost more than another one.
+
+    Example:
+        >>> finalists([], budget=0.02, chance=0.1, score=MAIN_SCORES["text"])
+        []
+    """
+    possible = [
+        outcome
+        for outcome in outcomes
+        if outcome.defense != "none"
+        and _low(outcome.lost) <= budget
+        and outcome.leak.mean <= chance + score.clear_margin
+    ]
+    # One training's luck is worth a point or so.
+    return _equals(possible, chance, score, 2 * SAME_ACCURACY)[:most]
+
+
+def _equals(
+    outcomes: list[Outcome], chance: float, score: MainScore, same_accuracy: float = SAME_ACCURACY
+) -> list[Outcome]:
+    """Without those that are shown to leak more than the one that leaks least, and then without
+    those that are shown to be less accurate than the most accurate.
+    """
+    if not outcomes:
+        return []
+    # Below a guess nothing is more private.
+    leaks = {
+        outcome.defense: {n: max(leak, chance) for n, leak in outcome.leak_by_message.items()}
+        for outcome in outcomes
+    }
+    least = leaks[min(outcomes, key=lambda outcome: outcome.leak.mean).defense]
+    margin = SAME_LEAK * score.clear_margin
+    private = [o for o in outcomes if not _exceeds(leaks[o.defense], least, margin)]
+    best = max(private, key=lambda outcome: outcome.accuracy.mean)
+    return [o for o in private if not _is_less_accurate(o, best, same_accuracy)]
+
+
+def _is_less_accurate(outcome: Outcome, best: Outcome, margin: float) -> bool:
+    """Whether it is shown by samples, and in each training of the same seed."""
+    pairs = zip(best.trainings, outcome.trainings, strict=False)
+    return all(high - low > margin for high, low in pairs) and _exceeds(
+        best.accuracy_by_sample, outcome.accuracy_by_sample, margin
+    )
 
 
 def _membership_words(chosen: Outcome) -> str:
@@ -153,44 +255,54 @@ def _membership_words(chosen: Outcome) -> str:
     return words
 
 
-def _best(affordable: list[Outcome]) -> Outcome:
-    """Of those that are indistinguishable from the one that leaks least, and of these from the most
-    accurate, the one that leaks least.
-    """
-    # A lower mean may be luck: whatever messages cannot tell from the least counts as private.
-    least = min(affordable, key=lambda outcome: outcome.leak.mean)
-    leaks = least.leak_by_message
-    private = [outcome for outcome in affordable if not _differ(outcome.leak_by_message, leaks)]
-    best = max(private, key=lambda outcome: outcome.accuracy.mean)
-    right = best.accuracy_by_sample
-    accurate = [outcome for outcome in private if not _differ(outcome.accuracy_by_sample, right)]
-    return min(accurate, key=lambda outcome: (outcome.leak.mean, -outcome.accuracy.mean))
-
-
-def _differ(x: Mapping[int, float], y: Mapping[int, float]) -> bool:
-    """Whether a paired t-test at 5 % tells them apart."""
+def _exceeds(x: Mapping[int, float], y: Mapping[int, float], margin: float) -> bool:
+    """Whether x is shown to be more than a margin above y: by a paired, one-sided t-test at 5 %."""
     # Paired: messages differ more among themselves than defenses do on one message.
-    differences = np.array([x[number] - y[number] for number in x if number in y])
+    differences = np.array([x[number] - y[number] - margin for number in x if number in y])
     if len(differences) < 2:
         return False
     if np.ptp(differences) == 0:  # without noise there is no test
-        return bool(differences[0] != 0)
-    return bool(ttest_1samp(differences, 0.0).pvalue < 0.05)
+        return bool(differences[0] > 0)
+    return bool(ttest_1samp(differences, 0.0, alternative="greater").pvalue < 0.05)
 
 
-def _none_affordable(outcomes: list[Outcome], budget: float) -> Choice:
-    plain, *defended = outcomes
-    best = min(defended, key=lambda outcome: outcome.lost.mean)
+def _none_words(
+    plain: Outcome,
+    affordable: list[Outcome],
+    private: list[Outcome],
+    budget: float,
+    chance: float,
+    score: MainScore,
+) -> str:
+    """Why nothing is recommended, with what comes nearest."""
+    limit = score.format(chance + score.clear_margin)
     words = (
-        f"None of the defenses tried kept accuracy within {100 * budget:g} points of the "
-        f"undefended {percent(plain.accuracy)}. The nearest is {best.defense} at a learning rate "
-        f"of {best.learning_rate:.2g}: it loses {percent(best.lost)}. Train longer (--steps), try "
-        "weaker settings, or allow more (--budget)."
+        f"None of these. No defense tried keeps accuracy within {100 * budget:g} points of the "
+        f"undefended {percent(plain.accuracy)} and is shown to leave the best attack at most "
+        f"{limit}."
     )
-    return Choice(outcomes, None, words)
+    if affordable:
+        least = min(affordable, key=lambda outcome: outcome.leak.mean)
+        words += (
+            f" Within the budget {least.defense} leaks least: {least.attack} at the {least.stage} "
+            f"{score.verb} {score.format_estimate(least.leak)}, and maybe "
+            f"{score.format(highest_leak(least, score))}."
+        )
+    if private:
+        best = min(private, key=lambda outcome: outcome.lost.mean)
+        words += (
+            f" Of those that leak less than that limit {best.defense} at a learning rate of "
+            f"{best.learning_rate:.2g} costs least: it loses {percent(best.lost)}."
+        )
+    return (
+        f"{words} Train longer (--steps), attack more samples (--attacked), try others, or allow "
+        "more (--budget)."
+    )
 
 
-def _by_membership(outcomes: list[Outcome], affordable: list[Outcome], undefended: str) -> Choice:
+def _by_membership(
+    outcomes: list[Outcome], affordable: list[Outcome], undefended: str, budget: float
+) -> Choice:
     """Where no attack reconstructs even the undefended gradient: by membership inference, if it can
     tell.
     """
@@ -216,15 +328,20 @@ def _by_membership(outcomes: list[Outcome], affordable: list[Outcome], undefende
         f"Membership inference among {chosen.candidates} candidates identifies "
         f"{percent(identified)} of the batch members undefended, and least under "
         f"{chosen.defense}: {percent(chosen.membership)}. At a learning rate of "
-        f"{chosen.learning_rate:.2g} it {_utility(chosen, plain)}."
+        f"{chosen.learning_rate:.2g}. {_cost(chosen, plain, budget)}"
     )
     return Choice(outcomes, chosen, words)
 
 
-def _utility(chosen: Outcome, plain: Outcome) -> str:
+def _cost(chosen: Outcome, plain: Outcome, budget: float) -> str:
+    lost, count = chosen.lost, len(chosen.accuracy_by_sample)
+    assert lost.low is not None
+    assert lost.high is not None
+    interval = f"{100 * lost.mean:.1f} points [{100 * lost.low:.1f}, {100 * lost.high:.1f}]"
+    trainings = f"{len(chosen.trainings) or 1} training{'s' * (len(chosen.trainings) > 1)}"
     return (
-        f"kept an accuracy of {percent(chosen.accuracy)} in this short training (undefended "
-        f"{percent(plain.accuracy)}; loss {percent(chosen.lost)})"
+        f"Cost: {interval} ({percent(plain.accuracy)} to {percent(chosen.accuracy)}; "
+        f"{trainings}, {count} samples), within {100 * budget:g}."
     )
 
 
@@ -255,6 +372,8 @@ def markdown_table(choice: Choice, score: MainScore) -> str:
         "members identified",
     ]  # fmt: skip
     entries = [_entries(outcome, score) for outcome in choice.outcomes]
+    if choice.untrained is not None:
+        entries.insert(0, ["before training", "", percent(choice.untrained, digits=1), *[""] * 4])
     lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *entries)]
     return "\n".join([choice.words, "", *lines]) + "\n"
 
@@ -329,6 +448,7 @@ def html_report(choice: Choice, chance: float, settings: TrialSettings, score: M
         settings=settings,
         score=score,
         rows=[_entries(outcome, score) for outcome in outcomes],
+        untrained=choice.untrained and percent(choice.untrained, digits=1),
         points=points,
         ticks=[(x(value), label) for value, label in ticks],
         levels=[(y(value), f"{100 * value:.0f} %") for value in levels],

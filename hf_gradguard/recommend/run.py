@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
@@ -23,11 +24,23 @@ from ..data.samples import Sample
 from ..defenses import Defense
 from ..gradient_map.domain import domain_of_model
 from ..models import label_kind
-from .choice import Choice, Outcome, choose, configuration, flags_of, html_report, markdown_table
+from .choice import (
+    Choice,
+    Outcome,
+    choose,
+    configuration,
+    finalists,
+    flags_of,
+    html_report,
+    markdown_table,
+    mean_over_seeds,
+)
 from .settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, WARMUP, CommandSettings, TrialSettings
 from .trials import Split, Trials
 
 logger = logging.get_logger(__name__)
+
+Stages = Mapping[str, Summary]  # what attacks recovered, by stage of a training
 
 _TOKEN_ACCURACY = " Accuracy is the share of tokens that are predicted right, a mean over texts."
 _NO_FLAGS = (
@@ -50,8 +63,9 @@ def recommend(
     """Train a model for a few steps under each defense, attack each, and say which to train with.
 
     Each defense trains at its own best learning rate, and is attacked at both ends of its training.
-    In `output`: `recommend.json`, `.md` and `.html`, the audits, and, if flags can name what is
-    recommended, `recommended.yaml` for the recipes' `--config`. An interrupted run goes on.
+    Up to three finalists are judged on three more seeds. In `output`: `recommend.json`, `.md` and
+    `.html`, the audits, and, if flags can name what is recommended, `recommended.yaml` for the
+    recipes' `--config`. An interrupted run goes on.
 
     It measures short trainings: audit the long one too. Membership inference decides only where
     nothing can be reconstructed.
@@ -70,7 +84,7 @@ def recommend(
         ValueError: If samples are too few, no attack works on `none`, or as `audit` says.
 
     Example:
-        >>> few = {"steps": 1, "batch_size": 4, "attacked": 2, "output": "out"}
+        >>> few = {"steps": 1, "batch_size": 4, "attacked": 4, "output": "out"}
         >>> texts = [("a fine film", 1), ("the plot is long", 0)] * 20
         >>> choice = recommend(model, tokenizer, texts, "pruning", "span", **few)
         >>> [outcome.defense for outcome in choice.outcomes]
@@ -84,19 +98,21 @@ def recommend(
     trials = Trials(model, processing_class, server.modality, split, trial_settings, folder)
     # Attacks meet the noise that the training of this length would add.
     to_compare = {label: trials.calibrated(defense) for label, defense in to_compare.items()}
-    # At the start all defenses share one model, so one audit serves all.
-    start = server.attack(model, to_compare, "start")
-    outcomes, plain = list[Outcome](), list[float]()
-    for number, (label, defense) in enumerate(logging.tqdm(to_compare.items(), desc="defenses")):
-        rate, cell = trials.best(label, defense)
-        plain = plain or cell["judging"]
-        trained_model = trials.trained(label, defense, rate)
-        end = server.attack(trained_model, {label: defense}, f"end{number}")
-        outcomes += _outcome(label, rate, cell["judging"], plain, {"start": start, "end": end})
-    choice = choose(outcomes, trial_settings.budget, start.guess, start.main_score)
+    comparison = _Comparison(to_compare, trials, server, trial_settings)
+    comparison.say_minutes()
+    screened = comparison.screen()
+    guess, score = comparison.guess, comparison.score
+    last = finalists(screened, trial_settings.budget, guess, score)
+    judged = comparison.judge(screened[0], last) if last else screened
+    choice = choose(judged, trial_settings.budget, guess, score)
+    final = {outcome.defense: outcome for outcome in judged}
+    outcomes = [final.get(outcome.defense, outcome) for outcome in screened]
+    words = choice.words + comparison.omitted_words()
     if server.modality.labels in ("text", "token"):
-        choice = dataclasses.replace(choice, words=choice.words + _TOKEN_ACCURACY)
-    return _write(choice, flags, start.guess, trial_settings, folder, start.main_score)
+        words += _TOKEN_ACCURACY
+    untrained = mean_over_seeds([trials.untrained()])
+    choice = dataclasses.replace(choice, outcomes=outcomes, words=words, untrained=untrained)
+    return _write(choice, flags, guess, trial_settings, folder, score)
 
 
 def _to_compare(model: nn.Module, defenses: Spec | Sequence[Spec] | None) -> dict[str, Defense]:
@@ -111,6 +127,105 @@ def _to_compare(model: nn.Module, defenses: Spec | Sequence[Spec] | None) -> dic
     if len(to_compare) == 1:
         raise ValueError("There is nothing to choose from: name a defense beside none.")
     return to_compare
+
+
+class _Comparison:
+    """First trials of all defenses on one seed, then of finalists on others.
+
+    Args:
+        defenses: By label, the undefended first, then in order of preference.
+        trials: Trains them.
+        server: Attacks them.
+        settings: Of all.
+    """
+
+    def __init__(
+        self, defenses: dict[str, Defense], trials: Trials, server: _Server, settings: TrialSettings
+    ) -> None:
+        self._defenses, self._trials, self._server = defenses, trials, server
+        self._settings, self._began = settings, time.monotonic()
+        self._stages = dict[str, list[Stages]]()
+        self._omitted = list[str]()
+        self._attack_seconds = self._step_seconds = 0.0
+
+    def say_minutes(self) -> None:
+        """How long it will take, by a few steps and by attacks on the undefended model, which are
+        needed anyway.
+        """
+        began = time.monotonic()
+        self._start = self._server.attack({"none": self._defenses["none"]}, "undefended")
+        self._attack_seconds = time.monotonic() - began
+        self._step_seconds = self._trials.step_seconds()
+        self.guess, self.score = self._start.guess, self._start.main_score
+        minutes = (len(self._defenses) * self._one_seconds() + self._final_seconds()) / 60
+        limit = self._settings.budget_minutes
+        logger.warning(
+            f"recommend takes about {minutes:.0f} minutes for {len(self._defenses) - 1} defenses, "
+            f"and at most about {limit:g} (budget_minutes); what does not fit is left out. Stop it "
+            "when you like: the same command goes on."
+        )
+
+    def _one_seconds(self) -> float:
+        """Of a defense: a training for each rate, with one beyond an end, and attacks at both."""
+        return 4 * self._settings.steps * self._step_seconds + 2 * self._attack_seconds
+
+    def _final_seconds(self) -> float:
+        """Of three finalists and the undefended one."""
+        trainings = 4 * self._settings.seeds * self._settings.steps * self._step_seconds
+        return trainings + 3 * 2 * self._attack_seconds
+
+    def _fits(self) -> bool:
+        """Whether there is time for one more defense, and for finalists after it."""
+        seconds = time.monotonic() - self._began + self._one_seconds() + self._final_seconds()
+        return seconds <= 60 * self._settings.budget_minutes
+
+    def screen(self) -> list[Outcome]:
+        """Each defense at the best of its rates, on one seed and half of the messages. The first
+        one is always tried.
+        """
+        outcomes, plain = list[Outcome](), list[float]()
+        for number, (label, defense) in enumerate(self._defenses.items()):
+            if number > 1 and not self._fits():
+                self._omitted.append(label)
+                continue
+            one = {label: defense}
+            start = self._start if label == "none" else self._server.attack(one, f"start{number}")
+            rate, cell = self._trials.best(label, defense)
+            plain = plain or cell["judging"]
+            trained = self._trials.trained(label, defense, rate)
+            end = self._server.attack(one, f"end{number}", trained)
+            self._stages[label] = [{"start": start, "end": end}]
+            outcomes += outcome_of(label, rate, [cell["judging"]], [plain], self._stages[label])
+        return outcomes
+
+    def judge(self, plain: Outcome, last: list[Outcome]) -> list[Outcome]:
+        """The undefended training and the finalists, on seeds that chose nothing; finalists on the
+        other half of the messages too.
+        """
+        trials, outcomes, plain_right = self._trials, list[Outcome](), list[list[float]]()
+        for number, outcome in enumerate([plain, *last]):
+            label, rate = outcome.defense, outcome.learning_rate
+            defense, stages = self._defenses[label], self._stages[label]
+            right = trials.again(label, defense, rate)
+            plain_right = plain_right or right
+            if label != "none":
+                one, seed = {label: defense}, trials.final_seeds[0]
+                trained = trials.trained(label, defense, rate, seed)
+                start = self._server.attack(one, f"final_start{number}", half=1)
+                end = self._server.attack(one, f"final_end{number}", trained, half=1)
+                stages = [*stages, {"start": start, "end": end}]
+            outcomes += outcome_of(label, rate, right, plain_right, stages)
+        return outcomes
+
+    def omitted_words(self) -> str:
+        """Which defenses there was no time for."""
+        if not self._omitted:
+            return ""
+        logger.warning(_OMITTED.format(", ".join(self._omitted)))
+        return " " + _OMITTED.format(", ".join(self._omitted))
+
+
+_OMITTED = "Not tried, for lack of time (--budget_minutes): {}."
 
 
 class _Server:
@@ -138,35 +253,60 @@ class _Server:
         # Nothing is trained on them: a trained sample would fit too well to be a decoy.
         decoys = split.choosing[: settings.decoys]
         self._candidates = [*split.attacked, *decoys] if decoys else None
+        self._model = model
 
-    def attack(self, model: nn.Module, defenses: dict[str, Defense], name: str) -> Summary:
+    def attack(
+        self,
+        defenses: dict[str, Defense],
+        name: str,
+        model: nn.Module | None = None,
+        half: Literal[0, 1] = 0,
+    ) -> Summary:
+        """Attack half of the messages, at the start of training or at a trained model."""
         specs = [{label: defense} for label, defense in defenses.items()]
+        middle = len(self._split.attacked) // 2
+        samples = self._split.attacked[half * middle : (half + 1) * middle]
         result = audit(
-            model, self._processing_class, self._split.attacked, specs, self._attacks,
+            model or self._model, self._processing_class, samples, specs, self._attacks,
             candidates=self._candidates, output=self._folder / name,
             **dataclasses.asdict(self._settings),
         )  # fmt: skip
         return summarize(result)
 
 
-def _outcome(
-    label: str, rate: float, accuracies: list[float], plain: list[float], stages: dict[str, Summary]
+def outcome_of(
+    label: str,
+    rate: float,
+    right: list[list[float]],
+    plain_right: list[list[float]],
+    halves: list[Stages],
 ) -> list[Outcome]:
     """One. Or none, with a warning, if no attack could be applied to two messages: then it is
     unknown how private the defense is, and it is not recommended.
+
+    Args:
+        label: Of the defense.
+        rate: Its learning rate.
+        right: Of each training, which judging samples are right.
+        plain_right: The same undefended.
+        halves: Of the messages: what attacks recovered at each stage.
     """
-    leaks = [
-        (row.scores[summary.main_score.name], row, stage)
-        for stage, summary in stages.items()
-        for row in summary.reconstructions(label)
-        if row.has_interval
-    ]
+    leaks = dict[tuple[str, str], dict[int, float]]()
+    for stages in halves:
+        for stage, summary in stages.items():
+            for row in summary.reconstructions(label):
+                if row.has_interval:
+                    by_message = leaks.setdefault((row.attack, stage), {})
+                    first = len(by_message)
+                    recovered = _by_message(summary, row)
+                    by_message |= {first + number: leak for number, leak in recovered.items()}
     if not leaks and label == "none":
         raise ValueError(
             "No attack works on this model's undefended gradient: give others (--attack)"
         )
     if not leaks:
-        rows = [row for summary in stages.values() for row in summary.rows if row.defense == label]
+        summaries = [summary for stages in halves for summary in stages.values()]
+        rows = [row for summary in summaries for row in summary.rows if row.defense == label]
         why = dict.fromkeys(text for row in rows for text in (*row.reasons, *row.crashes))
         logger.warning(
             f"{label} is left out: no attack could be applied to two messages. "
@@ -174,13 +314,16 @@ def _outcome(
         )
         return []
     # The worse stage counts: a server keeps every message.
-    leak, row, stage = max(leaks, key=lambda leak: leak[0].mean)
-    lost = np.array(plain) - np.array(accuracies)
-    membership, candidates = _membership(label, stages)
+    attack, stage = max(leaks, key=lambda place: float(np.mean(list(leaks[place].values()))))
+    by_message = leaks[attack, stage]
+    lost = np.array(plain_right) - np.array(right)
+    membership, candidates = _membership(label, halves)
     return [
         Outcome(
-            label, rate, _mean(accuracies), _mean(lost), leak, row.attack, stage, membership,
-            candidates, dict(enumerate(accuracies)), _by_message(stages[stage], row),
+            label, rate, mean_over_seeds(right), mean_over_seeds(lost),
+            mean_over_seeds([list(by_message.values())]), attack, stage, membership, candidates,
+            dict(enumerate(np.mean(right, axis=0).tolist())), by_message,
+            np.mean(right, axis=1).tolist(),
         )
     ]  # fmt: skip
 
@@ -192,21 +335,13 @@ def _by_message(summary: Summary, row: AttackScores) -> dict[int, float]:
     return {number: float(np.mean(values[score])) for number, values in values_of(cells).items()}
 
 
-def _membership(label: str, stages: Mapping[str, Summary]) -> tuple[Estimate | None, int]:
-    """The share of members identified at the worse stage, and the number of candidates."""
-    rows = [item for summary in stages.values() for item in summary.membership]
-    rows = [item for item in rows if item.defense == label]
+def _membership(label: str, halves: list[Stages]) -> tuple[Estimate | None, int]:
+    """The share of members identified where it is most, and the number of candidates."""
+    summaries = [summary for stages in halves for summary in stages.values()]
+    rows = [row for summary in summaries for row in summary.membership if row.defense == label]
     shares = [(row.scores["top1"], row.candidates) for row in rows]
     inferred = [share for share in shares if share[0].low is not None]
     return max(inferred, key=lambda pair: pair[0].mean, default=(None, 0))
-
-
-def _mean(values: Any) -> Estimate:
-    """Of samples, with the normal 95 % interval."""
-    values = np.asarray(values, dtype=float)
-    half = 1.96 * values.std(ddof=1) / np.sqrt(len(values))
-    mean = values.mean()
-    return Estimate(float(mean), float(mean - half), float(mean + half))
 
 
 def _write(

@@ -7,16 +7,16 @@ from typing import Any
 
 from ..audit.settings import SourceSettings, option
 
-_PRUNING = "pruning:ratio=0.99,optimal_pruning:ratio=0.9,optimal_pruning:ratio="
+_FED_BACK = "optimal_pruning:ratio={},error_feedback=true"
 DEFAULT_DEFENSES = {
-    "text": "gaussian_noise:relative_scale=5,gaussian_noise:relative_scale=20,"
-    "gaussian_noise:relative_scale=50,optimal_noise:relative_scale=5,"
-    "optimal_noise:relative_scale=20," + _PRUNING + "0.97,error_feedback=true",
-    "image": "gaussian_noise:relative_scale=1,gaussian_noise:relative_scale=5,"
-    "gaussian_noise:relative_scale=20,optimal_noise:relative_scale=1,"
-    "optimal_noise:relative_scale=5," + _PRUNING + "0.99,error_feedback=true",
+    "text": "gaussian_noise:relative_scale=20,optimal_noise:relative_scale=20,"
+    f"gradient_sketch:samples=16,{_FED_BACK.format(0.97)},"
+    "gaussian_noise:relative_scale=5,gaussian_noise:relative_scale=50",
+    "image": f"{_FED_BACK.format(0.95)},{_FED_BACK.format(0.99)},"
+    "gaussian_noise:relative_scale=5,gaussian_noise:relative_scale=20,gradient_sketch,"
+    "gaussian_noise:relative_scale=1",
 }
-"""By a domain's name, as for `gradguard audit`."""
+"""By a domain's name, as for `gradguard audit`, in order of preference among equals."""
 DEFAULT_ATTACKS = {"text": "span,tag:steps=300", "image": "inverting_gradients:steps=10"}
 WARMUP = 0.1  # of a training's steps, the recommended one's too
 
@@ -29,12 +29,15 @@ class TrialSettings:
         steps: Optimizer steps of a training.
         batch_size: Samples in a message of training.
         message_size: Samples in a message that is attacked.
-        attacked: Samples that are attacked, of two messages at least. They are never trained on.
+        attacked: Samples that are attacked, of four messages at least, half of them behind
+            finalists alone. They are never trained on.
         decoys: Further samples, which nothing is trained on: candidates for membership inference,
             beside those that are attacked. 0 leaves it out.
-        learning_rate: Undefended rates are tried around it. For noise of r times the gradient,
-            around √(1 + r²) times it, because Adam divides its steps by as much.
+        learning_rate: Undefended rates are tried around it, those behind noise as large as the
+            gradient around twice it, and further where the best is at an end.
         budget: Accuracy that may be lost, as a share.
+        seeds: Trainings of each finalist, beside the one that chose its learning rate.
+        budget_minutes: To take at most. Defenses that do not fit are left out, and named.
         max_length: Longer texts are cut to so many tokens.
         seed: Of the split, the trainings and the attacks.
 
@@ -45,17 +48,27 @@ class TrialSettings:
     steps: int = option(100, "optimizer steps of a training")
     batch_size: int = option(16, "samples in a message of training")
     message_size: int = option(1, "samples in a message that is attacked")
-    attacked: int = option(8, "samples that are attacked")
+    attacked: int = option(16, "samples that are attacked")
     decoys: int = option(
         50, "further samples as candidates for membership inference; 0 leaves it out"
     )
     learning_rate: float = option(2e-4, "learning rate that undefended rates are tried around")
-    budget: float = option(0.02, "accuracy that may be lost, as a share")
+    budget: float = option(0.03, "accuracy that may be lost, as a share")
+    seeds: int = option(3, "trainings of each finalist, beside the one that chose its rate")
+    budget_minutes: float = option(30.0, "minutes to take at most; what does not fit is left out")
     max_length: int = option(64, "most tokens of a text; longer ones are cut")
     seed: int = option(0, "seed of the split, the trainings and the attacks")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "message_size", "attacked", "max_length", "decoys"):
+        for name in (
+            "steps",
+            "batch_size",
+            "message_size",
+            "attacked",
+            "seeds",
+            "max_length",
+            "decoys",
+        ):
             minimum = 0 if name == "decoys" else 1
             if getattr(self, name) < minimum:
                 raise ValueError(
@@ -65,23 +78,25 @@ class TrialSettings:
             raise ValueError(f"learning_rate must be above 0, but is {self.learning_rate}.")
         if not 0 <= self.budget < 1:
             raise ValueError(f"budget must be from 0 to below 1, but is {self.budget}.")
-        if self.attacked % self.message_size:
+        if self.attacked % (2 * self.message_size):
             raise ValueError(
-                f"{self.attacked} samples do not fill messages of {self.message_size}: take a "
-                "multiple."
+                f"attacked={self.attacked} samples do not fill two halves of messages of "
+                f"{self.message_size}: take a multiple of {2 * self.message_size}."
             )
-        if self.attacked < 2 * self.message_size:
+        if self.attacked < 4 * self.message_size:
             raise ValueError(
-                f"{self.attacked} attacked samples are one message, which has no interval: attack "
-                f"{2 * self.message_size} or more."
+                f"attacked={self.attacked} leaves one message in a half, which has no interval: "
+                f"attack {4 * self.message_size} or more."
             )
+        if not self.budget_minutes > 0:
+            raise ValueError(f"budget_minutes must be above 0, but is {self.budget_minutes}.")
 
 
 @dataclass(kw_only=True)
 class CommandSettings(SourceSettings, TrialSettings):
     """What the command takes beside them."""
 
-    rows: int = option(3000, "rows of the data to use at most, drawn at random")
+    rows: int = option(6000, "rows of the data to use at most, drawn at random")
     defense: Any = option(None, "as for `gradguard audit`. Default: noise and pruning")  # noqa: RUF009
     attack: Any = option(None, "as for `gradguard audit`. Default: the strongest that are quick")  # noqa: RUF009
     output: str = option("", "folder to write to; an interrupted run in it goes on")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PrinterCallback
-from transformers.utils import logging
 
 from ..attacks.layer_inputs import is_causal_lm
 from ..audit.cells import Cell, Cells, code_digest, digest
@@ -22,11 +22,16 @@ from ..audit.client import Modality
 from ..audit.texts import IGNORED
 from ..data.samples import Sample
 from ..defenses import Defense
+from ..defenses.base import NoDefense
 from ..defenses.dp import DPSGD
 from ..leakage import dp_sgd_noise_multiplier
 from ..training.config import GradGuardConfig
+from ..training.learning_rate import LearningRateNotice
 from ..training.trainer import GradGuardTrainer
 from .settings import WARMUP, TrialSettings
+
+MOST_RATES = 6
+"""Learning rates that are tried of a defense at most."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +57,24 @@ class Split:
 
     @classmethod
     def draw(cls, samples: Sequence[Sample], attacked: int, batch_size: int) -> Split:
-        """Of samples in random order: a fifth judges, and another chooses, 500 at most each.
+        """Of samples in random order: a fifth judges, 1,000 at most, and another chooses, 500 at
+        most.
 
         Raises:
             ValueError: If too few are left to train on.
         """
         remaining = list(samples[attacked:])
-        # At most 500 each: they are evaluated at every rate of every defense.
-        size = min(500, len(remaining) // 5)
-        if size < 2 or len(remaining) - 2 * size < batch_size:
+        # They are evaluated at every rate of every defense.
+        fifth = len(remaining) // 5
+        choosing, judging = min(500, fifth), min(1000, fifth)
+        if fifth < 2 or len(remaining) - choosing - judging < batch_size:
             raise ValueError(
                 f"{len(samples)} samples are too few: {attacked} are attacked, two fifths of the "
                 f"others choose rates and judge, and the rest must fill a batch of {batch_size}."
             )
         return cls(
-            list(samples[:attacked]), remaining[:size], remaining[size : 2 * size],
-            remaining[2 * size :],
+            list(samples[:attacked]), remaining[:choosing],
+            remaining[choosing : choosing + judging], remaining[choosing + judging :],
         )  # fmt: skip
 
 
@@ -111,54 +118,96 @@ class Trials:
         multiplier = dp_sgd_noise_multiplier(*target, rate, self.settings.steps)
         return dataclasses.replace(defense, target_epsilon=None, noise_multiplier=multiplier)
 
-    def trial(self, label: str, defense: Defense, rate: float) -> Cell:
-        """`choosing`, an accuracy, and `judging`, which of those samples are right."""
-        path = self._weights(label, defense, rate)
-        return self._cells.once(path.stem, lambda: self._run(defense, rate, path))
+    def trial(self, label: str, defense: Defense, rate: float, seed: int | None = None) -> Cell:
+        """`choosing`, an accuracy, and `judging`, which of those samples are right.
+
+        Args:
+            label: Of the defense.
+            defense: Of every message.
+            rate: Learning rate.
+            seed: Of the training; `None` for the one that chooses rates.
+        """
+        path = self._weights(label, defense, rate, seed)
+        return self._cells.once(path.stem, lambda: self._run(defense, rate, path, seed))
 
     def best(self, label: str, defense: Defense) -> tuple[float, Cell]:
-        """The best learning rate of those tried, of equals the smallest, and its cell."""
-        rates = logging.tqdm(self.rates(defense), desc=f"train {label}", leave=False)
-        tried = {rate: self.trial(label, defense, rate) for rate in rates}
-        best = max(tried, key=lambda rate: (tried[rate]["choosing"], -rate))
+        """The best learning rate of those tried, of equals the smallest, and its cell. Where the
+        best is at an end, the next one beyond is tried too.
+        """
+        tried = {rate: self.trial(label, defense, rate) for rate in self.rates(defense)}
+        while True:
+            best = max(tried, key=lambda rate: (tried[rate]["choosing"], -rate))
+            beyond = {min(tried): best / 2, max(tried): best * 2}.get(best)
+            if beyond is None or len(tried) >= MOST_RATES:
+                break
+            tried[beyond] = self.trial(label, defense, beyond)
         # Only the chosen training is attacked at its end.
         for rate in tried:
             if rate != best:
                 self._weights(label, defense, rate).unlink(missing_ok=True)
         return best, tried[best]
 
+    def again(self, label: str, defense: Defense, rate: float) -> list[list[float]]:
+        """Of each seed that did not choose the rate, which judging samples are right."""
+        seeds = self.final_seeds
+        cells = [self.trial(label, defense, rate, seed) for seed in seeds]
+        for seed in seeds[1:]:  # the first one is attacked
+            self._weights(label, defense, rate, seed).unlink(missing_ok=True)
+        return [cell["judging"] for cell in cells]
+
+    @property
+    def final_seeds(self) -> list[int]:
+        """Of the trainings that judge finalists."""
+        return [self.settings.seed + number for number in range(1, self.settings.seeds + 1)]
+
+    def untrained(self) -> list[float]:
+        """Which judging samples the model gets right before any training."""
+        return self._right(copy.deepcopy(self.model), self.split.judging)
+
+    def step_seconds(self, steps: int = 4) -> float:
+        """Of a step without a defense, measured."""
+        model = copy.deepcopy(self.model)
+        began = time.monotonic()
+        self._train(model, NoDefense(), self.settings.learning_rate, self.settings.seed, steps)
+        return (time.monotonic() - began) / steps
+
     def rates(self, defense: Defense) -> list[float]:
-        """Three, in steps of two."""
+        """Three to begin with, in steps of two."""
         # Behind noise the best is 1 to 8 times the undefended one (findings/learning_rates.md).
         ratio = defense.facts.noise_ratio
         middle = self.settings.learning_rate * (2 if ratio is None or ratio >= 1 else 1)
         return [middle / 2, middle, middle * 2]
 
-    def trained(self, label: str, defense: Defense, rate: float) -> nn.Module:
+    def trained(
+        self, label: str, defense: Defense, rate: float, seed: int | None = None
+    ) -> nn.Module:
         """The model after that training."""
-        model, path = copy.deepcopy(self.model), self._weights(label, defense, rate)
+        model, path = copy.deepcopy(self.model), self._weights(label, defense, rate, seed)
         if not path.exists():  # it was removed by hand
-            self._run(defense, rate, path)
+            self._run(defense, rate, path, seed)
         model.load_state_dict(load_file(path), strict=False)
         return model.eval()
 
-    def _weights(self, label: str, defense: Defense, rate: float) -> Path:
-        return self._folder / f"{digest(self._key, label, defense, rate)}.safetensors"
+    def _weights(self, label: str, defense: Defense, rate: float, seed: int | None = None) -> Path:
+        named = (label, defense, rate) if seed is None else (label, defense, rate, seed)
+        return self._folder / f"{digest(self._key, *named)}.safetensors"
 
-    def _run(self, defense: Defense, rate: float, path: Path) -> Cell:
-        model = copy.deepcopy(self.model)
-        self._train(model, defense, rate)
+    def _run(self, defense: Defense, rate: float, path: Path, seed: int | None) -> Cell:
+        model, settings = copy.deepcopy(self.model), self.settings
+        self._train(model, defense, rate, settings.seed if seed is None else seed, settings.steps)
         save_file(_state(model), path)
         choosing = self._right(model, self.split.choosing)
         judging = self._right(model, self.split.judging)
         return {"choosing": sum(choosing) / len(choosing), "judging": judging}
 
-    def _train(self, model: nn.Module, defense: Defense, rate: float) -> None:
+    def _train(
+        self, model: nn.Module, defense: Defense, rate: float, seed: int, steps: int
+    ) -> None:
         settings = self.settings
         with tempfile.TemporaryDirectory() as folder:
             args = GradGuardConfig(
-                folder, max_steps=settings.steps, per_device_train_batch_size=settings.batch_size,
-                learning_rate=rate, warmup_steps=WARMUP, seed=settings.seed,
+                folder, max_steps=steps, per_device_train_batch_size=settings.batch_size,
+                learning_rate=rate, warmup_steps=WARMUP, seed=seed,
                 save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
                 remove_unused_columns=False,
                 use_cpu=next(model.parameters()).device.type == "cpu",
@@ -168,6 +217,7 @@ class Trials:
                 data_collator=self.modality.batch, processing_class=self._processing_class,
             )  # fmt: skip
             trainer.remove_callback(PrinterCallback)
+            trainer.remove_callback(LearningRateNotice)  # rates are what is tried
             trainer.train()
 
     def _right(self, model: nn.Module, samples: Sequence[Sample]) -> list[float]:

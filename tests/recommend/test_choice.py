@@ -10,7 +10,7 @@ import pytest
 
 from hf_gradguard.audit.report.verdicts import MAIN_SCORES, Estimate
 from hf_gradguard.recommend import Outcome, choose
-from hf_gradguard.recommend.choice import html_report
+from hf_gradguard.recommend.choice import finalists, highest_leak, html_report
 from hf_gradguard.recommend.settings import TrialSettings
 
 
@@ -21,7 +21,7 @@ def outcome(name: str, lost: float, leak: float, width: float = 0.01) -> Outcome
     right = varied(f"right {name}", 0.9 - lost, 0.06, 100)
     return Outcome(
         name, 1e-3, accuracy, around, read, "span", "end",
-        accuracy_by_sample=right, leak_by_message=varied(name, leak, 2 * width, 8),
+        accuracy_by_sample=right, leak_by_message=varied(name, leak, 2 * width, MESSAGES),
     )  # fmt: skip
 
 
@@ -33,69 +33,95 @@ def varied(name: str, mean: float, spread: float, count: int) -> dict[int, float
     return dict(enumerate(mean + spread * (found - found.mean()) / found.std(ddof=1)))
 
 
+MESSAGES = 16
 PLAIN = outcome("none", 0.0, 1.0)
 
 
 def test_the_least_leak_within_the_budget() -> None:
-    tried = [PLAIN, outcome("a", 0.05, 0.0), outcome("b", 0.02, 0.2), outcome("c", 0.01, 0.4)]
+    tried = [PLAIN, outcome("a", 0.05, 0.0), outcome("b", 0.02, 0.15), outcome("c", 0.01, 0.22)]
     assert choose(tried, 0.02, 0.05).chosen is tried[2]
     assert choose(tried, 0.05, 0.05).chosen is tried[1]
 
 
-def test_of_equal_leaks_the_most_accurate() -> None:
-    tried = [PLAIN, outcome("a", 0.02, 0.10), outcome("b", -0.01, 0.11), outcome("c", -0.1, 0.5)]
-    assert choose(tried, 0.02, 0.05).chosen is tried[2]
+def test_a_leaky_defense_is_never_chosen() -> None:
+    """Though nothing else keeps the budget, and it costs nothing."""
+    tried = [PLAIN, outcome("a", 0.2, 0.0), outcome("b", 0.0, 0.33)]
+    choice = choose(tried, 0.02, chance=0.05)
+    assert choice.chosen is None
+    assert choice.words.startswith("None of these.")
+    assert "Within the budget b leaks least" in choice.words
+    assert "a at a learning rate of 0.001 costs least: it loses 20 % [19, 21]" in choice.words
 
 
-def test_of_equal_leaks_and_accuracies_the_lower_leak() -> None:
-    """Leaks of 0.08 and 0.05 differ by less than their error, and so do losses of 0.001 and 0.015,
-    but not of 0.03.
-    """
-    tried = [
-        PLAIN,
-        outcome("a", 0.001, 0.08, 0.05),
-        outcome("b", 0.015, 0.05, 0.05),
+def test_few_messages_show_nothing() -> None:
+    """Of 8 without a word 31 % may still be read: 1 - 0.05^(1/8)."""
+    silent = outcome("a", 0.0, 0.0, width=0.0)
+    few = dataclasses.replace(silent, leak_by_message=dict.fromkeys(range(8), 0.0))
+    score = MAIN_SCORES["text"]
+    assert highest_leak(few, score) == pytest.approx(0.3123, abs=1e-3)
+    assert choose([PLAIN, few], 0.02, chance=0.05).chosen is None
+    enough = dataclasses.replace(silent, leak_by_message=dict.fromkeys(range(16), 0.0))
+    assert choose([PLAIN, enough], 0.02, chance=0.05).chosen is enough
+
+
+def test_of_equals_the_first_in_order() -> None:
+    """Leaks that differ by 0.02, and accuracies by half a point, are equal."""
+    pair = [outcome("a", 0.005, 0.02), outcome("b", 0.0, 0.0)]
+    assert choose([PLAIN, *pair], 0.02, chance=0.0).chosen is pair[0]
+    assert choose([PLAIN, *reversed(pair)], 0.02, chance=0.0).chosen is pair[1]
+
+
+def test_below_a_guess_nothing_is_more_private() -> None:
+    pair = [outcome("a", 0.0, 0.1), outcome("b", 0.0, 0.0)]
+    assert choose([PLAIN, *pair], 0.02, chance=0.1).chosen is pair[0]
+    assert choose([PLAIN, *pair], 0.02, chance=0.0).chosen is pair[1]
+
+
+def test_less_accurate_by_samples_and_in_every_training() -> None:
+    worse, better = outcome("a", 0.05, 0.0), outcome("b", 0.0, 0.0)
+    assert choose([PLAIN, worse, better], 0.1, chance=0.05).chosen is better
+    three = [
+        dataclasses.replace(one, trainings=accuracies)
+        for one, accuracies in ((worse, (0.85, 0.91, 0.79)), (better, (0.9, 0.9, 0.9)))
     ]
-    assert choose(tried, 0.02, chance=0.1).chosen == tried[2]
-    sure = dataclasses.replace(
-        tried[1], accuracy_by_sample=dict.fromkeys(range(100), 0.9)
-    )  # all the same
-    assert choose([PLAIN, sure], 0.02, chance=0.1).chosen == sure
-    told_apart = [*tried[:2], outcome("b", 0.03, 0.05, 0.05)]
-    assert choose(told_apart, 0.04, chance=0.1).chosen == tried[1]
+    assert choose([PLAIN, *three], 0.1, chance=0.05).chosen is three[0]
 
 
 def test_paired_messages_differ_where_intervals_overlap() -> None:
-    """Messages differ by 0.5, and behind a each gives away 0.1 to 0.12 more than behind b."""
-    easy, more = [0.1, 0.6, 0.2, 0.5, 0.3, 0.55], [0.1, 0.12, 0.11, 0.1, 0.12, 0.11]
-    b = dataclasses.replace(outcome("b", 0.02, 0.375, 0.2), leak_by_message=dict(enumerate(easy)))
-    worse = [mean + some for mean, some in zip(easy, more, strict=True)]
-    a = dataclasses.replace(outcome("a", -0.05, 0.485, 0.2), leak_by_message=dict(enumerate(worse)))
-    assert choose([PLAIN, a, b], 0.02, chance=0.1).chosen is b
-    # One message alone tells nobody apart.
-    single = [
-        dataclasses.replace(one, leak_by_message={0: one.leak_by_message[0]}) for one in (a, b)
-    ]
-    assert choose([PLAIN, *single], 0.02, chance=0.1).chosen == single[0]
+    """Messages differ by 0.3, and behind a each gives away 0.1 to 0.12 more than behind b."""
+    easy = [0.0, 0.25, 0.05, 0.2, 0.1, 0.15] * 3
+    worse = [mean + (0.1, 0.12, 0.11)[n % 3] for n, mean in enumerate(easy)]
+    b = dataclasses.replace(outcome("b", 0.02, 0.125), leak_by_message=dict(enumerate(easy)))
+    a = dataclasses.replace(outcome("a", 0.0, 0.23), leak_by_message=dict(enumerate(worse)))
+    assert choose([PLAIN, a, b], 0.02, chance=0.05).chosen is b
+
+
+def test_finalists_are_three_and_none_is_ruled_out_yet() -> None:
+    tried = [
+        PLAIN, outcome("costly", 0.2, 0.0), outcome("leaky", 0.0, 0.5),
+        *(outcome(name, 0.02, 0.0) for name in "abcd"),
+    ]  # fmt: skip
+    score = MAIN_SCORES["text"]
+    assert [one.defense for one in finalists(tried, 0.02, 0.05, score)] == ["a", "b", "c"]
+    assert finalists(tried[:3], 0.02, 0.05, score) == []
 
 
 def test_nothing_is_recommended_that_costs_more() -> None:
-    tried = [PLAIN, outcome("a", 0.05, 0.0), outcome("b", 0.04, 0.0)]
+    tried = [PLAIN, outcome("a", 0.06, 0.0), outcome("b", 0.05, 0.0)]
     choice = choose(tried, 0.02, 0.05)
     assert choice.chosen is None
-    assert "None of the defenses tried kept accuracy within 2 points" in choice.words
-    assert "nearest is b at a learning rate of 0.001: it loses 4 % [3, 5]" in choice.words
+    assert "None of these. No defense tried keeps accuracy within 2 points" in choice.words
+    assert "b at a learning rate of 0.001 costs least: it loses 5 % [4, 6]" in choice.words
 
 
-def test_words_say_whether_it_is_more_than_a_guess() -> None:
-    hides = choose([PLAIN, outcome("a", 0.0, 0.05)], 0.02, chance=0.05)
-    leaks = choose([PLAIN, outcome("a", 0.0, 0.30)], 0.02, chance=0.05)
-    assert "not all" not in hides.words
-    assert leaks.words.endswith("much is private, and not all.")
-    assert (
-        "recovers 30 % [29, 31] (a guess: 5 %; span recovers 100 % [99, 101] undefended)"
-        in leaks.words
-    )
+def test_three_sentences() -> None:
+    words = choose([PLAIN, outcome("a", 0.01, 0.0)], 0.02, chance=0.05).words
+    unprotected, protected, cost = words.split(". ", 2)
+    assert unprotected == "Unprotected: span recovers 100 % [99, 101] undefended (a guess: 5 %)"
+    assert protected.startswith("With a at a learning rate of 0.001: span at the end recovers 0 %")
+    assert "at most 17 % as far as 16 messages tell" in protected
+    assert cost.startswith("Cost: 1.0 points [0.0, 2.0]")
+    assert cost.endswith("1 training, 100 samples), within 2.")
 
 
 @pytest.mark.parametrize("tried", [[PLAIN], [outcome("a", 0.0, 0.1), PLAIN]])
