@@ -26,7 +26,7 @@ from ..defenses.base import NoDefense
 from ..defenses.dp import DPSGD
 from ..leakage import dp_sgd_noise_multiplier
 from ..training.config import GradGuardConfig
-from ..training.learning_rate import LearningRateNotice
+from ..training.learning_rate import LearningRateUnderNoise
 from ..training.trainer import GradGuardTrainer
 from .settings import WARMUP, TrialSettings
 
@@ -132,13 +132,14 @@ class Trials:
 
     def best(self, label: str, defense: Defense) -> tuple[float, Cell]:
         """The best learning rate of those tried, of equals the smallest, and its cell. Where the
-        best is at an end, the next one beyond is tried too.
+        best is at an end, and better than its neighbor, the next one beyond is tried too.
         """
         tried = {rate: self.trial(label, defense, rate) for rate in self.rates(defense)}
         while True:
             best = max(tried, key=lambda rate: (tried[rate]["choosing"], -rate))
             beyond = {min(tried): best / 2, max(tried): best * 2}.get(best)
-            if beyond is None or len(tried) >= MOST_RATES:
+            equals = sum(cell["choosing"] == tried[best]["choosing"] for cell in tried.values())
+            if beyond is None or equals > 1 or len(tried) >= MOST_RATES:
                 break
             tried[beyond] = self.trial(label, defense, beyond)
         # Only the chosen training is attacked at its end.
@@ -217,7 +218,7 @@ class Trials:
                 data_collator=self.modality.batch, processing_class=self._processing_class,
             )  # fmt: skip
             trainer.remove_callback(PrinterCallback)
-            trainer.remove_callback(LearningRateNotice)  # rates are what is tried
+            trainer.remove_callback(LearningRateUnderNoise)  # rates are what is tried
             trainer.train()
 
     def _right(self, model: nn.Module, samples: Sequence[Sample]) -> list[float]:

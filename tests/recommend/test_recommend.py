@@ -111,7 +111,8 @@ def test_what_is_recommended_can_be_trained(found: tuple[Path, Choice], tmp_path
     assert choice.chosen is choice.outcomes[1]
     file = folder / "recommended.yaml"
     text = file.read_text()
-    assert text.startswith("# Train with gaussian_noise:relative_scale=20 at a learning rate of")
+    assert text.startswith("# Unprotected: span recovers 100 %")
+    assert "gaussian_noise:relative_scale=20 at a learning rate of" in text.replace("\n# ", " ")
     argv = ["--config", str(file), "--output_dir", str(tmp_path), "--use_cpu"]
     (args,) = parse_arguments(GradGuardConfig, argv=argv)
     assert args.learning_rate == pytest.approx(choice.chosen.learning_rate, rel=1e-2)
@@ -131,14 +132,15 @@ def test_pages_say_the_same(found: tuple[Path, Choice]) -> None:
         assert choice.words in text
         assert all(defense in text for defense in DEFENSES)
     assert (folder / "recommend.html").read_text().count("<circle") == 3
-    private = [folder / "cells", folder / "audits" / "start"]
+    private = [folder / "cells", folder / "audits" / "undefended"]
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in private)
 
 
 def test_it_goes_on_where_it_stopped(found: tuple[Path, Choice]) -> None:
     folder, choice = found
     kept = {path: path.stat().st_mtime_ns for path in folder.rglob("cells/*")}
-    assert sum(path.suffix == ".safetensors" for path in kept) == 3  # each defense's best rate
+    # Each defense's best rate; of finalists and the undefended also the seed that is attacked
+    assert 4 <= sum(path.suffix == ".safetensors" for path in kept) <= 6
     again = run(folder)
     assert again == choice
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("cells/*")} == kept
@@ -299,9 +301,7 @@ def test_too_few_samples_are_refused(tmp_path: Path) -> None:
         recommend(model, tokenizer, TEXTS[:20], output=tmp_path)
     with pytest.raises(ValueError, match="do not fill two halves of messages of 3"):
         recommend(model, tokenizer, TEXTS, output=tmp_path, message_size=3)
-    with pytest.raises(
-        ValueError, match="one message in a half, which has no interval: attack 12 or more"
-    ):
+    with pytest.raises(ValueError, match="one message in a half, which has no interval: attack 12"):
         recommend(model, tokenizer, TEXTS, output=tmp_path, message_size=3, attacked=6)
     with pytest.raises(TypeError, match="no_such"):
         recommend(model, tokenizer, TEXTS, output=tmp_path, no_such=3)
