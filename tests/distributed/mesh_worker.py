@@ -336,7 +336,7 @@ def shaped(place: Place) -> dict[str, Any]:
         protect(model, place.batch(model), "none")
         true = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         size = sum(g.numel() for g in true.values())
-        noise = make_defense("optimal_noise", relative_scale=2.0, shape=shape)
+        noise = make_defense("optimal_noise", relative_scale=2.0, strength="own", shape=shape)
         pruning = make_defense("optimal_pruning", ratio=0.9, shape=shape)
         for _ in range(2):
             grads = []
