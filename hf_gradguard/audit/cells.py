@@ -46,7 +46,9 @@ class Audit:
         chance: Scores of guesses without a gradient: for each of these messages
             `{score: one number per sample}`.
         shared: One entry per message, repeat and defense: `relative_error` ‖shared - g‖/‖g‖ and
-            `cosine` of what was shared; `estimates`, one number per sample for each estimator
+            `cosine` of what was shared; `pairs`, of batches that differ in one word: `[correct,
+            relative_change, direction_ratio]` of each, or `no_pairs`, why there are none;
+            `estimates`, one number per sample for each estimator
             (`None` is infinite), and `no_estimates`, the reasons of the others; `labels`, those
             that were recovered from it, or `no_labels`, why none were. Or `reason`, if the defense
             refused; or `crash`, if it failed.

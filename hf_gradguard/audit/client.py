@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from ..attacks.base import Observation
 from ..attacks.candidates.attack import Candidates, Ranked
+from ..attacks.distinguish import distinguish
 from ..attacks.labels import recover_labels
 from ..attacks.local_training import LocalTraining
 from ..defenses.message import STRENGTH_KEY, Message, Noise
@@ -43,7 +44,7 @@ logger = logging.get_logger(__name__)
 Modality = Texts | Images
 """What texts and images do differently in an audit."""
 
-_DROPOUT, DEFENSE, _ATTACK, _PROBES = 0, 1, 2, 4  # streams of random numbers
+_DROPOUT, DEFENSE, _ATTACK, _PROBES, _PAIRS = 0, 1, 2, 4, 6  # streams of random numbers
 _BOUNDS = ("clip_norm", "clip_coordinate")  # settings of attacks in the message's unit
 
 
@@ -178,6 +179,7 @@ class Upload:
         other_clients: Sequence[Client] = (),
     ) -> None:
         self.client, self.defense, self.state = client, defense, dict(state or {})
+        self._other_clients = other_clients
         warmup = -(-defense.facts.warmup_messages // client.shared.micro_batches)
         self._has_begun = any(not key.endswith(STRENGTH_KEY) for key in self.state)
         self.warmup_clients = list(islice(cycle(other_clients), 0 if self._has_begun else warmup))
@@ -240,6 +242,43 @@ class Upload:
             return {"labels": recover_labels(observation).tolist()}
 
         return _outcome(recover, ValueError, FloatingPointError)
+
+    def distinguish(self, modality: Modality, pairs: int, adaptive: bool) -> Cell:
+        """Pairs of batches that differ in one word, by `Pair`; or why there are none.
+
+        Args:
+            modality: What its inputs ask for.
+            pairs: How many, each with a message of its own.
+            adaptive: Whether the attacker knows the defense.
+        """
+        numbers = count()
+
+        def send(batch: dict[str, Tensor]) -> tuple[Observation, dict[str, Tensor]]:
+            seeds = (*self.client.seeds, _PAIRS, next(numbers))
+            client = Client(self.client.model, batch, self.client.shared, seeds)
+            upload = Upload(client, self.defense, self.state, self._other_clients)
+            grants = upload._granted(frozenset({"mechanism"} if adaptive else ()))
+            observation = upload._observed(**grants, **modality.observed(batch))
+            gradient = client.gradient()
+            if (local := self.client.shared.local) is not None:  # as the message was converted
+                weights = dict(self.client.model.named_parameters())
+                gradient = mean_gradient(
+                    local.optimizer,
+                    local.rates,
+                    {n: weights[n].detach() for n in gradient},
+                    gradient,
+                )
+            return observation, gradient
+
+        def measure() -> Cell:
+            tokenizer = getattr(modality, "tokenizer", None)
+            stream = self.client.generator(_PAIRS)
+            found = distinguish(self.client.batch, tokenizer, send, pairs, stream)
+            return {
+                "pairs": [[p.correct, p.relative_change, _finite(p.direction_ratio)] for p in found]
+            }
+
+        return _outcome(measure, ValueError, FloatingPointError)
 
     def attack(self, attacker: Attacker, modality: Modality) -> Cell:
         """Scores and reconstruction, or why the attack is not applicable."""

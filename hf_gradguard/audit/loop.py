@@ -346,6 +346,12 @@ class _Grid:
                 row["estimates"][name] = cell["values"]
             else:
                 row["no_estimates"][name] = _why(cell)
+        if count := self.settings.word_pairs:
+            terms = self.modality, count, self.settings.adaptive
+            cell = self.cells.once(
+                digest(key, "pairs", *terms[1:]), partial(upload.distinguish, *terms)
+            )
+            row |= {"pairs": cell["pairs"]} if "pairs" in cell else {"no_pairs": _why(cell)}
         recover = partial(upload.recover_labels, self.modality)
         cell = self.cells.once(digest(key, "labels"), recover)
         return row | ({"labels": cell["labels"]} if "labels" in cell else {"no_labels": _why(cell)})

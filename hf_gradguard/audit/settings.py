@@ -22,7 +22,7 @@ def option(default: Any, text: str) -> Any:
 
 _MINIMUM = {
     "batch_size": 1, "accumulation": 1, "repeats": 1, "seed": 0, "max_length": 1,
-    "local_steps": 0, "local_epochs": 1,
+    "local_steps": 0, "local_epochs": 1, "word_pairs": 0,
 }  # fmt: skip
 
 
@@ -52,6 +52,8 @@ class AuditSettings:
             knows. A message is of `local_steps / local_epochs` batches.
         learning_rate: Of the local steps, which it is needed for.
         optimizer: Of the local steps: `"sgd"` or `"adamw"`, without weight decay.
+        word_pairs: Pairs per message that differ in one word (one patch of an image), of which a
+            message may tell which one it is of. 0 leaves that out.
 
     Raises:
         ValueError: For numbers out of range, or local steps without a learning rate.
@@ -78,6 +80,9 @@ class AuditSettings:
     local_epochs: int = option(1, "times that a client goes over its batches in its local steps")
     learning_rate: float | None = option(None, "learning rate of the local steps")
     optimizer: str = option("sgd", "optimizer of the local steps: sgd or adamw")
+    word_pairs: int = option(
+        8, "pairs per message that differ in one word or patch, to be told apart; 0 leaves that out"
+    )
 
     def __post_init__(self) -> None:
         for name, minimum in _MINIMUM.items():

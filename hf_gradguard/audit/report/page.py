@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, Template
 
+from ...attacks.distinguish import Distinguishability
 from ..cells import Audit, Cell, write_text
 from .summary import Membership, Point, Summary
 from .verdicts import (
@@ -214,7 +215,8 @@ def markdown_table(summary: Summary) -> str:
 
 def _score_lines(summary: Summary) -> list[str]:
     audit, score = summary.audit, summary.main_score.name
-    header = ["defense", *audit.attacks, "labels recovered", "relative error", "cosine"]
+    told = f"{summary.main_score.unit_of_change}s told apart"
+    header = ["defense", *audit.attacks, told, "labels recovered", "relative error", "cosine"]
     header += summary.estimator_titles.values()
     rows = []
     for defense, means in summary.shared.items():
@@ -224,12 +226,13 @@ def _score_lines(summary: Summary) -> list[str]:
             for attack in audit.attacks
         ]
         labels = summary.labels[defense]
+        entries.append(show_pairs(summary.distinguishability[defense]))
         entries.append("–" if labels is None else show(labels))
         rows.append([f"`{defense}`", *entries, *map(show_mean, means.values())])
     guess = show(summary.chance.scores[score])
     labels_guess = "–" if summary.chance_labels is None else f"{summary.chance_labels:.2f}"
     blanks = [""] * (2 + len(summary.estimator_titles))
-    rows.append(["chance", *[guess] * len(audit.attacks), labels_guess, *blanks])
+    rows.append(["chance", *[guess] * len(audit.attacks), "0.50", labels_guess, *blanks])
     return _table(header, rows)
 
 
@@ -252,10 +255,39 @@ def _legend(summary: Summary) -> str:
     return (
         f"{summary.main_score.legend}: mean over {summary.samples} samples, with 95 % bootstrap "
         f"intervals over messages of {settings['batch_size']}. Chance: {settings['chance']}. "
-        f"{informed}Labels recovered: the share that is read off the last layer's gradient, also "
-        "where attacks are granted the labels; chance draws classes at random. Relative error and "
+        f"{informed}{pairs_legend(summary)}"
+        "Labels recovered: the share that is read off the last layer's gradient, also where"
+        "  attacks are granted the labels; chance draws classes at random. Relative error and "
         "cosine: of what was shared, to the true gradient. Estimators predict an error of the "
         f"input, here as means over samples. {' '.join(summary.estimator_meanings)}"
+    )
+
+
+def show_pairs(pairs: Distinguishability | None) -> str:
+    """The share of pairs told apart, with its exact interval."""
+    if pairs is None:
+        return "–"
+    low, high = pairs.interval
+    return f"{pairs.rate:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def pairs_legend(summary: Summary) -> str:
+    """What is said of them below a table, with the spread that decides them."""
+    known = {label: p for label, p in summary.distinguishability.items() if p is not None}
+    if not known:
+        return ""
+    score = summary.main_score
+    changes = sorted(pairs.relative_change for pairs in known.values())
+    dials = ", ".join(
+        f"{label} {show_mean(pairs.direction_ratio)}" for label, pairs in known.items()
+    )
+    return (
+        f"{score.unit_of_change.capitalize()}s told apart: of pairs that differ in one "
+        f"{score.unit_of_change}, the share of which the likelihood names the true one, with an "
+        "exact 95 % interval; only at chance (0.50) may a defense be said to hide "
+        f"{score.unit_of_change}s. Such a change moves a gradient by {changes[0]:.0%} to "
+        f"{changes[-1]:.0%} of its norm (medians), and a gradient stands out of the change that "
+        f"its defense made, along its own direction, by a factor of √d‖g‖/‖shared - g‖: {dials}. "
     )
 
 
@@ -282,7 +314,8 @@ def html_report(summary: Summary) -> str:
         headline=headline(summary).replace(" %", "\N{NO-BREAK SPACE}%"),
         worst=worst and originals(audit, worst.shown, score, worst)[0],
         chart=chart(summary), scatters=scatters(summary), samples=originals(audit, pairs, score),
-        show=show, show_mean=show_mean, show_coefficient=show_coefficient,
+        show=show, show_mean=show_mean, show_coefficient=show_coefficient, show_pairs=show_pairs,
+        pairs_legend=pairs_legend(summary),
     )  # fmt: skip
     return page
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import binom, spearmanr
 
+from ...attacks.distinguish import Distinguishability, Pair, summarize_pairs
 from ...metrics import score_candidates
 from ...metrics.scores import bootstrap_intervals
 from ..cells import Audit, Cell
@@ -101,6 +102,8 @@ class Summary:
         verdicts: One for every defense.
         shared: For each defense, means over what it shared of `relative_error`, `cosine` and every
             estimator; `None` where there is none.
+        distinguishability: For each defense, of how many pairs that differ in one word (one patch)
+            a message tells which it is of; `None` where there are none.
         labels: For each defense, the share of labels recovered from what it shared, by
             `recover_labels` and whether or not attacks were granted them; `None` where there are
             none.
@@ -126,6 +129,7 @@ class Summary:
     chance: AttackScores
     verdicts: list[Verdict]
     shared: dict[str, dict[str, float | None]]
+    distinguishability: dict[str, Distinguishability | None]
     labels: dict[str, Estimate | None]
     chance_labels: float | None
     correlations: list[Correlation]
@@ -190,13 +194,15 @@ def summarize(result: Audit) -> Summary:
     samples = sum(len(message["labels"]) for message in result.messages)
     membership = [_membership(pair, pair_cells) for pair, pair_cells in cells.items()]
     defenses = len(result.defenses)
+    distinguishability = {label: _distinguishability(result, label) for label in result.defenses}
     return Summary(
         audit=result,
         main_score=main_score,
         rows=rows,
         chance=chance,
-        verdicts=verdicts(rows, chance, main_score, samples),
+        verdicts=verdicts(rows, chance, main_score, samples, distinguishability),
         shared=_shared_means(result),
+        distinguishability=distinguishability,
         labels={
             label: _estimates(recovered_labels(result, label)).get("labels")
             for label in result.defenses
@@ -400,6 +406,17 @@ def _shared_means(result: Audit) -> dict[str, dict[str, float | None]]:
             numbers = [x for row in rows for x in row.get("estimates", {}).get(name, [])]
             means[defense][name] = _mean([math.inf if x is None else x for x in numbers])
     return means
+
+
+def _distinguishability(result: Audit, defense: str) -> Distinguishability | None:
+    """Of the pairs of all messages: each has a message and a coin of its own."""
+    rows = [row.get("pairs", []) for row in result.shared if row["defense"] == defense]
+    pairs = [
+        Pair(correct, change, math.inf if ratio is None else ratio)
+        for row in rows
+        for correct, change, ratio in row
+    ]
+    return summarize_pairs(pairs) if pairs else None
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from ...attacks.distinguish import Distinguishability
 
 ENOUGH_MESSAGES = 5
 """Failing attacks on fewer messages say nothing. Four messages are all above chance by luck once in
@@ -44,6 +46,7 @@ class MainScore:
             others together.
         clear_margin: How far above chance an attack has to be undefended, so that its failing says
             something of a defense.
+        unit_of_change: In what two samples differ that are to be told apart.
     """
 
     name: str
@@ -59,6 +62,7 @@ class MainScore:
     axis_end: float
     axis_limit: float
     clear_margin: float
+    unit_of_change: str
 
     def format(self, mean: float) -> str:
         """A number in a sentence: `"92 %"`."""
@@ -93,14 +97,14 @@ MAIN_SCORES = {
         scale=100, unit="%", digits=0, legend="token F1, from 0 to 1",
         note="A share of words is the token F1: precision and recall together, special tokens not "
         "counted.",
-        tick_step=0.25, axis_end=1.0, axis_limit=1.0, clear_margin=0.25,
+        tick_step=0.25, axis_end=1.0, axis_limit=1.0, clear_margin=0.25, unit_of_change="word",
     ),
     "image": MainScore(
         name="psnr", sample="image", verb="reaches", amount="PSNR",
         scale=1, unit="dB", digits=1, legend="PSNR in dB",
         note="PSNR in decibels: higher is nearer. Look at the images as well: no number says what "
         "a person recognizes.",
-        tick_step=10.0, axis_end=30.0, axis_limit=40.0, clear_margin=5.0,
+        tick_step=10.0, axis_end=30.0, axis_limit=40.0, clear_margin=5.0, unit_of_change="patch",
     ),
 }  # fmt: skip
 """By a domain's name."""
@@ -254,11 +258,41 @@ def strongest_undefended(
 
 
 def verdicts(
-    rows: Sequence[AttackScores], chance: AttackScores, score: MainScore, samples: int
+    rows: Sequence[AttackScores],
+    chance: AttackScores,
+    score: MainScore,
+    samples: int,
+    distinguishability: Mapping[str, Distinguishability | None],
 ) -> list[Verdict]:
-    """One verdict for each defense. Failing attacks prove nothing, and the words say no more."""
-    judge = _Judge(rows, chance, score, samples)
-    return [judge.verdict(defense) for defense in dict.fromkeys(row.defense for row in rows)]
+    """One verdict for each defense. Failing attacks prove nothing, and the words say no more: no
+    defense is at chance whose messages tell a text from one with another word.
+    """
+    judge, found = _Judge(rows, chance, score, samples), []
+    for defense in dict.fromkeys(row.defense for row in rows):
+        verdict, pairs = judge.verdict(defense), distinguishability.get(defense)
+        if pairs is not None:
+            leaks = verdict.standing == "chance" and not pairs.is_at_chance
+            standing = "reduced" if leaks else verdict.standing
+            text = f"{verdict.text} {told_apart(pairs, score)}"
+            verdict = Verdict(defense, standing, text)
+        found.append(verdict)
+    return found
+
+
+def told_apart(pairs: Distinguishability, score: MainScore) -> str:
+    """How many pairs a message tells apart, in a sentence.
+
+    Example:
+        >>> told_apart(Distinguishability(30, 32, 0.25, 160.0), MAIN_SCORES["text"])[-50:]
+        ' message tells which in 94 % [79, 99] of 32 pairs.'
+        >>> told_apart(Distinguishability(17, 32, 0.25, 0.5), MAIN_SCORES["image"])[-34:]
+        'not distinguishable from chance.'
+    """
+    low, high = pairs.interval
+    rate = f"{100 * pairs.rate:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of {pairs.pairs} pairs"
+    pair = f"two {score.sample}s that differ in one {score.unit_of_change}"
+    text = f"Of {pair}, a message tells which in {rate}"
+    return text + (": not distinguishable from chance." if pairs.is_at_chance else ".")
 
 
 class _Judge:
