@@ -14,8 +14,10 @@ try:
     from .base import Attack, Observation, Reconstruction
     from .labels import recover_labels, recover_labels_below
     from .layer_inputs import observed_length
+    from .likelihood import Distinguishability
     from .matching.attacks import GradientMatching
     from .uploads import average
+    from .words import word_distinguishability
 except ModuleNotFoundError:
     need("attacks", "attacks", "scipy")
     raise
@@ -23,6 +25,7 @@ except ModuleNotFoundError:
 __all__ = [
     "ATTACKS",
     "Attack",
+    "Distinguishability",
     "GradientMatching",
     "Observation",
     "Reconstruction",
@@ -31,6 +34,7 @@ __all__ = [
     "observed_length",
     "recover_labels",
     "recover_labels_below",
+    "word_distinguishability",
 ]
 
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, partial
 from itertools import count, cycle, islice
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,8 @@ from transformers.utils import logging
 
 from ..attacks.base import Observation
 from ..attacks.candidates.attack import Candidates, Ranked
-from ..attacks.distinguish import distinguish
 from ..attacks.labels import recover_labels
+from ..attacks.likelihood import distinguish
 from ..attacks.local_training import LocalTraining
 from ..defenses.message import STRENGTH_KEY, Message, Noise
 from ..gradient_map import GradientMap, UpdateMap
@@ -205,8 +205,7 @@ class Upload:
         """How far what is shared is from the gradient, or why nothing is."""
         gradient = self.client.gradient()
 
-        # A gradient that cannot be taken at all ends the audit; a defense that refuses does not.
-        def measure() -> Cell:
+        def measure() -> Cell:  # a defense may refuse; that no gradient can be taken ends the audit
             started = time.perf_counter()
             shared = dict(self.message)
             seconds = time.perf_counter() - started
@@ -244,39 +243,20 @@ class Upload:
         return _outcome(recover, ValueError, FloatingPointError)
 
     def distinguish(self, modality: Modality, pairs: int, adaptive: bool) -> Cell:
-        """Pairs of batches that differ in one word, by `Pair`; or why there are none.
-
-        Args:
-            modality: What its inputs ask for.
-            pairs: How many, each with a message of its own.
-            adaptive: Whether the attacker knows the defense.
-        """
+        """Pairs that differ in one word, each with a message of its own; or why there are none."""
         numbers = count()
 
-        def send(batch: dict[str, Tensor]) -> tuple[Observation, dict[str, Tensor]]:
+        def send(batch: dict[str, Tensor]) -> Observation:
             seeds = (*self.client.seeds, _PAIRS, next(numbers))
             client = Client(self.client.model, batch, self.client.shared, seeds)
             upload = Upload(client, self.defense, self.state, self._other_clients)
-            grants = upload._granted(frozenset({"mechanism"} if adaptive else ()))
-            observation = upload._observed(**grants, **modality.observed(batch))
-            gradient = client.gradient()
-            if (local := self.client.shared.local) is not None:  # as the message was converted
-                weights = dict(self.client.model.named_parameters())
-                gradient = mean_gradient(
-                    local.optimizer,
-                    local.rates,
-                    {n: weights[n].detach() for n in gradient},
-                    gradient,
-                )
-            return observation, gradient
+            granted = upload._granted(frozenset({"mechanism"} if adaptive else ()))
+            return upload._observed(**granted, **modality.observed(batch))
 
         def measure() -> Cell:
-            tokenizer = getattr(modality, "tokenizer", None)
-            stream = self.client.generator(_PAIRS)
+            stream, tokenizer = self.client.generator(_PAIRS), getattr(modality, "tokenizer", None)
             found = distinguish(self.client.batch, tokenizer, send, pairs, stream)
-            return {
-                "pairs": [[p.correct, p.relative_change, _finite(p.direction_ratio)] for p in found]
-            }
+            return {"pairs": [[*astuple(p)[:2], _finite(p.direction_ratio)] for p in found]}
 
         return _outcome(measure, ValueError, FloatingPointError)
 
@@ -292,20 +272,16 @@ class Upload:
 
     def observation(self, attacker: Attacker, modality: Modality) -> Observation:
         """What an attacker sees of the message, and knows of it."""
-        batch = self.client.batch
-        granted = self._granted(attacker.grants)
+        batch, granted = self.client.batch, self._granted(attacker.grants)
         return self._observed(labels=modality.granted(batch), **granted, **modality.observed(batch))
 
     def _observed(self, **knowledge: Any) -> Observation:
         return observe(self.client.shared.local, self.client.model, self.message, **knowledge)
 
     def score(
-        self,
-        observation: Observation,
-        reconstruction: Reconstruction,
-        attacker: Attacker,
+        self, observation: Observation, reconstruction: Reconstruction, attacker: Attacker,
         modality: Modality,
-    ) -> Cell:
+    ) -> Cell:  # fmt: skip
         """An attack's reconstruction beside the batch that it is of."""
         batch = self.client.batch
         try:
@@ -315,8 +291,8 @@ class Upload:
             raise ValueError(f"What the attack returned cannot be scored. {error}") from error
         knows_defense = attacker.knows_defense
         if "mechanism" in attacker.grants:  # not every defense can state one
-            has_mechanism = observation.mechanism is not None
-            knows_defense &= has_mechanism or observation.noise_variance is not None
+            known = (observation.mechanism, observation.noise_variance)
+            knows_defense &= any(grant is not None for grant in known)
         return {
             **scored,
             **_membership(reconstruction, attacker.attack, modality, batch),

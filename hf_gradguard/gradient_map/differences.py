@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..randomness import Stream, normal
-from .cache import DifferencePlan
-from .jacobian import check_names
+from .inputs import check_names
 from .layers import Pass
 from .map import GradientMap, View
+from .parameters import DifferencePlan
 from .sensitivity import TOLERANCE, keep, plan_of, precision_root, split_layers, step_size
 from .types import Tensors
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from ..randomness import Stream
 from .domain import Domain
-from .inputs import ContinuousInput, find_input, model_loss
-from .jacobian import Jacobian
+from .inputs import ContinuousInput, Jacobian, find_input, model_loss
 from .parameters import check_sharding, find_tables, shared_parameters
 from .replay import Replay, RunWithin, differentiate
 from .sensitivity import Method, estimate_squares

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..randomness import Stream, normal
-from .cache import DifferencePlan, cache_of
 from .layers import Change, Layer, Pass, layers_of
+from .parameters import DifferencePlan, cache_of
 from .replay import nodes_of
 from .types import ClientMap, Tensors
 

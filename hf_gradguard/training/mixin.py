@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import TrainingArguments
 
 from ..defenses import Defense
-from ..gradient_map.cache import forget
-from ..gradient_map.parameters import shared_parameters
+from ..gradient_map.parameters import forget, shared_parameters
 from ..leakage import FisherAccountant, PrivacyAccount
 from .adapter import TrainerAdapter, annotate_errors
 from .card import complete_card, sharing

@@ -11,8 +11,8 @@ import tempfile
 import torch
 
 from hf_gradguard import GradGuardConfig, GradientMap, make_defense
-from hf_gradguard.gradient_map.cache import cache_of
 from hf_gradguard.gradient_map.differences import by_differences
+from hf_gradguard.gradient_map.parameters import cache_of
 from hf_gradguard.randomness import Stream
 from hf_gradguard.training.meter import LeakageMeter
 from recipes.studies.lib.results import named

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from hf_gradguard import GradientMap, chain, make_defense
 from hf_gradguard.attacks import Observation, average, make_attack
 from hf_gradguard.attacks.candidates import regression
-from hf_gradguard.attacks.candidates.likelihood import Likelihood
 from hf_gradguard.attacks.candidates.regression import MatchedFilter, WhitenedMessage
+from hf_gradguard.attacks.likelihood import Likelihood
 from hf_gradguard.attacks.local_training import LocalTraining
 from hf_gradguard.defenses.mechanism import Mechanism
 from hf_gradguard.gradient_map.local_training.optimizers import make_optimizer
@@ -347,6 +347,7 @@ def test_scores_are_the_same_one_by_one() -> None:
     "defense",
     [
         make_defense("gaussian_noise", relative_scale=20),
+        make_defense("gaussian_noise", relative_scale=20, strength="own"),
         make_defense("optimal_noise", relative_scale=5),
         make_defense("dp_sgd", clip=0.1, relative_scale=2),
     ],

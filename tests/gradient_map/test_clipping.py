@@ -19,7 +19,7 @@ from transformers import (
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses import chain
-from hf_gradguard.gradient_map.cache import SamplePlan, cache_of
+from hf_gradguard.gradient_map.parameters import SamplePlan, cache_of
 from hf_gradguard.gradient_map.per_sample import clipping
 from hf_gradguard.gradient_map.per_sample.clipping import SampleMap, clipped_sum
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,25 +16,6 @@ from ...gradient_map.per_sample.products import Products
 from ..base import Observation
 from ..layer_inputs import is_causal_lm
 from .regression import WhitenedMessage
-
-
-def mechanism_of(observation: Observation) -> Mechanism | None:
-    """A message's mechanism as it was granted; of `noise_variance` alone that of Gaussian noise.
-
-    Example:
-        >>> from dataclasses import replace
-        >>> mechanism_of(replace(seen, noise_variance=0.5)).variance, mechanism_of(seen)
-        (0.5, None)
-    """
-    if (
-        observation.mechanism is not None
-        and observation.mechanism.fitted is not None
-        and observation.local is not None
-    ):
-        return None  # an update is in the span of others
-    if observation.mechanism is None and observation.noise_variance is not None:
-        return Mechanism(noise="gaussian", variance=observation.noise_variance)
-    return observation.mechanism
 
 
 def clip_of_samples(mechanisms: Sequence[Mechanism | None]) -> float | None:
@@ -264,131 +244,6 @@ def weigh_beside_others(
     return {name: weight * (observation.gradient[name] != 0) for name, weight in weights.items()}
 
 
-class Likelihood:
-    """log p(message | candidate) of K candidates, up to what is the same for all.
-
-    Where the mechanism says that entries are exact, or in a cell, those that are not count by their
-    distance in units of what evaluations differ in by rounding.
-
-    Args:
-        mechanism: How the message was made.
-        message: What was shared.
-        floor: The variance of that rounding, or of draws that the attacker does not know, a
-            parameter.
-
-    Example:
-        >>> mechanism = Mechanism(noise="gaussian", variance=0.5)
-        >>> likelihood = Likelihood(mechanism, {"w": torch.tensor([1.0])}, {"w": 0.0})
-        >>> likelihood({"w": torch.tensor([[0.0], [1.0]])}).tolist()
-        [-1.0, 0.0]
-    """
-
-    def __init__(self, mechanism: Mechanism, message: Tensors, floor: Mapping[str, float]) -> None:
-        self.mechanism, self.message, self.floor = mechanism, message, floor
-        keeps_all = mechanism.selection == "all"
-        self._is_kept = None if keeps_all else {n: y != 0 for n, y in message.items()}
-        self._least = math.inf
-        if mechanism.selection == "largest":
-            smallest_kept = [y[y != 0].abs().min() for y in message.values() if y.any()]
-            self._least = float(torch.stack(smallest_kept).min())
-        self._noisy = sum(self._noisy_entries(name, y) for name, y in message.items())
-
-    def _noisy_entries(self, name: str, y: Tensor) -> int:
-        is_noisy = torch.as_tensor(self.mechanism.variance_of(name), device=y.device) > 0
-        is_kept = torch.ones_like(y) if self._is_kept is None else self._is_kept[name]
-        return int((is_noisy & is_kept.bool()).sum())
-
-    def __call__(self, gradient: Mapping[str, Tensor]) -> Tensor:
-        """`(K,)` in float64, of gradients `(K, *parameter.shape)`."""
-        gradient = self._as_sent(gradient)
-        count = len(next(iter(gradient.values())))
-        device = next(iter(gradient.values())).device
-        total = torch.zeros(count, dtype=torch.float64, device=device)
-        growth = self._growth_of_noise(gradient)
-        if growth is not None:
-            total -= self._noisy / 2 * growth.log()
-        threshold = self._threshold(gradient) if self.mechanism.selection == "largest" else None
-        for name, y in self.message.items():
-            shape = (count, *[1] * y.dim())
-            limit = None if threshold is None else threshold.view(shape)
-            factor = 1.0 if growth is None else growth.to(y).view(shape)
-            total += self._of_parameter(name, y, gradient[name], limit, factor)
-        return total
-
-    def _growth_of_noise(self, gradient: Mapping[str, Tensor]) -> Tensor | None:
-        """`(K,)`, how many times the variance is what it would be behind each candidate, whose own
-        strength it follows.
-        """
-        if self.mechanism.relative_to is None:
-            return None
-        kept = gradient
-        if self._is_kept is not None:
-            kept = {name: g * self._is_kept[name] for name, g in gradient.items()}
-        powers = torch.stack([_sum(g.square()) for g in kept.values()]).sum(0)
-        return (powers / self.mechanism.relative_to).clamp(min=1e-12)
-
-    def _as_sent(self, gradient: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if (bound := self.mechanism.clip_coordinate) is not None:
-            gradient = {n: g.clamp(-bound, bound) for n, g in gradient.items()}
-        if self.mechanism.clip_norm is not None:
-            gradient = clipped(gradient, self.mechanism.clip_norm)
-        if self.mechanism.scale != 1:
-            gradient = {n: g * self.mechanism.scale for n, g in gradient.items()}
-        return gradient
-
-    def _of_parameter(
-        self, name: str, y: Tensor, g: Tensor, threshold: Tensor | None, growth: Tensor | float
-    ) -> Tensor:
-        mechanism, floor = self.mechanism, self.floor[name]
-        if mechanism.noise is None and mechanism.rounding is not None:
-            return self._rounded(y, g, floor)
-        if mechanism.rounding is not None:  # noise on what was rounded
-            g = _quantized(g, mechanism)
-        variance = mechanism.variance_of(name) * growth + floor
-        if mechanism.noise == "laplace":
-            scale = torch.as_tensor(variance, device=y.device).div(2).sqrt()
-            misfit = (y - g).abs().div_(scale)
-        else:
-            misfit = (y - g).square_().div_(2 * variance)
-        if self._is_kept is not None:
-            is_kept = self._is_kept[name]
-            misfit = misfit.masked_fill_(~is_kept, 0)
-            if threshold is not None:
-                size = g.abs()
-                excess = torch.where(is_kept, threshold - size, size - threshold)
-                misfit = misfit.add_(excess.clamp_(min=0).square_().div_(2 * floor))
-        return -_sum(misfit)
-
-    def _threshold(self, gradient: Mapping[str, Tensor]) -> Tensor:
-        """`(K,)`, the least |g| that is kept: the message's own, or where noise hides that, a
-        candidate's.
-        """
-        assert self._is_kept is not None
-        sizes = next(iter(gradient.values()))
-        if self.mechanism.noise is None:
-            return sizes.new_full((len(sizes),), self._least)
-        flat = torch.cat([g.flatten(1).abs() for g in gradient.values()], 1)
-        kept_count = sum(int(mask.sum()) for mask in self._is_kept.values())
-        return flat.kthvalue(flat.shape[1] - kept_count + 1, dim=1).values
-
-    def _rounded(self, y: Tensor, g: Tensor, floor: float) -> Tensor:
-        """That a candidate's entries are in the cells of the message's."""
-        if self.mechanism.rounding == "sign":
-            size = g.abs()
-            wrong = size.masked_fill(g.sign() == y.sign(), 0)
-            mean = size.flatten(1).mean(1) - y.abs().max()
-            return -(_sum(wrong.square()) + mean.double().square()) / (2 * floor)
-        assert self.mechanism.levels is not None
-        step = (y.max() - y.min()) / (self.mechanism.levels - 1)
-        away = (y - g).abs()
-        if self.mechanism.rounding == "nearest":
-            return -_sum((away - step / 2).clamp_(min=0).square_()) / (2 * floor)
-        outside_cell = _sum((away - step).clamp_(min=0).square_()) / (2 * floor)
-        if not step:
-            return -outside_cell
-        return _sum((1 - away / step).clamp_(min=1e-6).log_()) - outside_cell
-
-
 class ProductLikelihood:
     """`Likelihood` of Gaussian noise from products with candidates' gradients (`GradientProducts`):
     these are not written out.
@@ -423,6 +278,7 @@ class ProductLikelihood:
         )
         is_entrywise = any(weight.numel() > 1 for weight in precision.values())
         self._precision = precision
+        self._noisy = sum(y.numel() for y in message.values())
         self.weights = precision if is_entrywise else None
 
     @staticmethod
@@ -435,7 +291,8 @@ class ProductLikelihood:
         if mechanism.clip_coordinate is not None or mechanism.has_residual or mechanism.fitted:
             return False
         variances = [torch.as_tensor(mechanism.variance_of(name)) for name in message]
-        if mechanism.clip_norm is not None and not all(map(_is_even, variances)):
+        needs_norms = mechanism.clip_norm is not None or mechanism.relative_to is not None
+        if needs_norms and not all(map(_is_even, variances)):
             return False
         power = sum(float(y.square().sum(dtype=torch.float64)) for y in message.values())
         size = sum(y.numel() for y in message.values())
@@ -454,10 +311,15 @@ class ProductLikelihood:
         if self.mechanism.clip_norm is not None:
             norms = torch.stack(list(squares.values())).sum(0).sqrt()
             scale = scale * (self.mechanism.clip_norm / norms).clamp(max=1)
+        growth = torch.ones_like(inner)
+        if self.mechanism.relative_to is not None:  # noise that follows the gradient's own norm
+            powers = scale.square() * torch.stack(list(squares.values())).sum(0)
+            growth = (powers / self.mechanism.relative_to).clamp(min=1e-12)
         if self.weights is None:
             squares = {n: s * self._precision[n].to(s) for n, s in squares.items()}
         quadratic = torch.stack(list(squares.values())).sum(0)
-        return scale * inner - scale.square() * quadratic / 2 + self.constant
+        misfit = scale * inner - scale.square() * quadratic / 2 + self.constant
+        return misfit / growth - self._noisy / 2 * growth.log()
 
 
 def _is_even(variance: Tensor) -> bool:
@@ -465,33 +327,3 @@ def _is_even(variance: Tensor) -> bool:
     return (
         variance.numel() < 2 or not any(variance.stride()) or bool(variance.min() == variance.max())
     )
-
-
-def clipped(gradient: Mapping[str, Tensor], norm: float) -> Tensors:
-    """Each of K gradients `(K, *parameter.shape)`, scaled down to this norm where it is longer."""
-    squares = [g.flatten(1).double().square().sum(1) for g in gradient.values()]
-    scale = (norm / torch.stack(squares).sum(0).sqrt()).clamp(max=1)
-    return {name: scaled(g, scale) for name, g in gradient.items()}
-
-
-def scaled(gradient: Tensor, by: Tensor) -> Tensor:
-    """Each of `(K, *shape)` times one number."""
-    return gradient * by.to(gradient).view(-1, *[1] * (gradient.dim() - 1))
-
-
-def _quantized(g: Tensor, mechanism: Mechanism) -> Tensor:
-    """As a client would round each of several gradients."""
-    flat = g.flatten(1)
-    if mechanism.rounding == "sign":
-        return g.sign() * flat.abs().mean(1).view(-1, *[1] * (g.dim() - 1))
-    if mechanism.rounding == "stochastic":
-        return g  # whose mean it is
-    assert mechanism.levels is not None
-    low, high = flat.min(1).values, flat.max(1).values
-    step = (high - low) / (mechanism.levels - 1)
-    low, step = (column.view(-1, *[1] * (g.dim() - 1)) for column in (low, step))
-    return low + ((g - low) / step.clamp(min=1e-38)).round() * step
-
-
-def _sum(tensor: Tensor) -> Tensor:
-    return tensor.flatten(1).sum(1, dtype=torch.float64)

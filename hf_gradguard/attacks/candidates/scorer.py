@@ -23,17 +23,14 @@ from ...gradient_map.per_sample.products import GradientProducts
 from ...gradient_map.per_sample.span import Powers
 from ...gradient_map.vectorized import ManyGradients, has_draws
 from ..base import Observation
+from ..likelihood import Likelihood, clipped, mechanism_of, scaled
 from ..uploads import single_batch_entries
 from .fitted import Fits, SpanCoordinates, accumulate, draw_span_with_shares, spans_of
 from .inputs import Entries, spread_out
 from .likelihood import (
-    Likelihood,
     ProductLikelihood,
     clip_of_samples,
-    clipped,
-    mechanism_of,
     rescale,
-    scaled,
     to_filter,
     weigh_beside_others,
     weigh_by_noise,

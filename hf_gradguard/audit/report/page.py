@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, Template
 
-from ...attacks.distinguish import Distinguishability
+from ...attacks.likelihood import Distinguishability
 from ..cells import Audit, Cell, write_text
 from .summary import Membership, Point, Summary
 from .verdicts import (
@@ -276,16 +276,15 @@ def pairs_legend(summary: Summary) -> str:
     known = {label: p for label, p in summary.distinguishability.items() if p is not None}
     if not known:
         return ""
-    score = summary.main_score
+    unit = summary.main_score.unit_of_change
     changes = sorted(pairs.relative_change for pairs in known.values())
     dials = ", ".join(
         f"{label} {show_mean(pairs.direction_ratio)}" for label, pairs in known.items()
     )
     return (
-        f"{score.unit_of_change.capitalize()}s told apart: of pairs that differ in one "
-        f"{score.unit_of_change}, the share of which the likelihood names the true one, with an "
-        "exact 95 % interval; only at chance (0.50) may a defense be said to hide "
-        f"{score.unit_of_change}s. Such a change moves a gradient by {changes[0]:.0%} to "
+        f"{unit.capitalize()}s told apart: of pairs that differ in one {unit}, the share of which "
+        "the likelihood names the true one, with an exact 95 % interval; only at chance (0.50) may "
+        f"a defense be said to hide {unit}s. Such a change moves a gradient by {changes[0]:.0%} to "
         f"{changes[-1]:.0%} of its norm (medians), and a gradient stands out of the change that "
         f"its defense made, along its own direction, by a factor of √d‖g‖/‖shared - g‖: {dials}. "
     )

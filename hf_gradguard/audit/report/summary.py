@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import binom, spearmanr
 
-from ...attacks.distinguish import Distinguishability, Pair, summarize_pairs
+from ...attacks.likelihood import Distinguishability, Pair, summarize_pairs
 from ...metrics import score_candidates
 from ...metrics.scores import bootstrap_intervals
 from ..cells import Audit, Cell
@@ -410,12 +410,8 @@ def _shared_means(result: Audit) -> dict[str, dict[str, float | None]]:
 
 def _distinguishability(result: Audit, defense: str) -> Distinguishability | None:
     """Of the pairs of all messages: each has a message and a coin of its own."""
-    rows = [row.get("pairs", []) for row in result.shared if row["defense"] == defense]
-    pairs = [
-        Pair(correct, change, math.inf if ratio is None else ratio)
-        for row in rows
-        for correct, change, ratio in row
-    ]
+    shared = [row.get("pairs", []) for row in result.shared if row["defense"] == defense]
+    pairs = [Pair(p[0], p[1], math.inf if p[2] is None else p[2]) for row in shared for p in row]
     return summarize_pairs(pairs) if pairs else None
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...attacks.distinguish import Distinguishability
+from ...attacks.likelihood import Distinguishability
 
 ENOUGH_MESSAGES = 5
 """Failing attacks on fewer messages say nothing. Four messages are all above chance by luck once in

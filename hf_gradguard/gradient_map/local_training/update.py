@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..domain import Text, embed
-from ..inputs import find_input, model_loss
-from ..jacobian import UnrolledJacobian
+from ..inputs import UnrolledJacobian, find_input, model_loss
 from ..map import GradientMap, check_loss
 from ..parameters import check_sharding, find_tables, shared_parameters
 from ..replay import Replay, RunWithin, differentiate

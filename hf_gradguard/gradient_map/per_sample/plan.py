@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ..cache import SamplePlan, cache_of
 from ..domain import count_rows, ends_of, is_of_targets
 from ..map import GradientMap
+from ..parameters import SamplePlan, cache_of
 from ..replay import differentiate, modes_kept
 from ..sensitivity import code_of
 from ..types import Tensors

@@ -1,0 +1,75 @@
+"""Of texts that differ in one word, how often a message tells which it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..defenses import Defense
+from ..gradient_map import GradientMap
+from ..randomness import Stream
+from .base import Observation
+from .likelihood import Distinguishability, distinguish, summarize_pairs
+
+
+def word_distinguishability(
+    model: nn.Module,
+    tokenizer: Any,
+    texts: Sequence[str],
+    labels: Sequence[int],
+    defense: Defense,
+    pairs: int = 8,
+    *,
+    batch_size: int = 1,
+    generator: Stream | None = None,
+) -> Distinguishability:
+    """How many single-word changes of texts a message tells from the texts themselves.
+
+    The attacker knows the defense, the labels, and both texts. It takes the one under which the
+    message is likelier; where a mechanism has no likelihood, the one whose gradient is nearer, by
+    the cosine of each tensor. Works for classifiers and for language models (labels are ids then).
+
+    Args:
+        model: In the mode in which clients run it.
+        tokenizer: The model's.
+        texts: At least one. Messages are of `batch_size` of them.
+        labels: One class id per text.
+        defense: What clients run.
+        pairs: Per message.
+        batch_size: B. The last texts are left out if they fill no message.
+        generator: Of words, coins and noise. Default: a private one.
+
+    Raises:
+        ValueError: If there are fewer texts than a message has, or no word in one.
+
+    Example:
+        >>> from hf_gradguard.attacks import word_distinguishability
+        >>> found = word_distinguishability(
+        ...     model, tokenizer, ["a fine film"] * 4, [1] * 4, make_defense("none")
+        ... )
+        >>> found.rate, found.pairs
+        (1.0, 32)
+    """
+    stream = generator or Stream()
+    if len(texts) < batch_size or len(texts) != len(labels):
+        raise ValueError(
+            f"There are {len(texts)} texts and {len(labels)} labels for messages of {batch_size}."
+        )
+    outcomes = []
+    for start in range(0, len(texts) - batch_size + 1, batch_size):
+        chosen = slice(start, start + batch_size)
+        encoded = tokenizer(list(texts[chosen]), padding=True, return_tensors="pt")
+        batch = {**encoded, "labels": torch.tensor(list(labels[chosen]))}
+        device = next(model.parameters()).device
+        batch = {key: value.to(device) for key, value in batch.items()}
+
+        def send(sent: dict[str, Any]) -> Observation:
+            message = defense(GradientMap(model, sent), stream)
+            shape, mechanism = tuple(sent["input_ids"].shape), defense.mechanism(message)
+            return Observation(model, message, shape, mechanism=mechanism)
+
+        outcomes += distinguish(batch, tokenizer, send, pairs, stream)
+    return summarize_pairs(outcomes)
