@@ -120,6 +120,8 @@ def learn_strengths(setup: Setup, settings: AuditSettings, defenses: dict[str, D
     }
     if not learning:
         return
+    for defense in learning.values():  # of messages before, as of a training, nothing counts
+        defense.load_state_dict({})
     for number, batch in enumerate(islice(cycle(setup.batches), BURN_IN)):
         client = Client(setup.model, batch, setup.shared, (settings.seed, number, BURN_IN))
         for defense in learning.values():
