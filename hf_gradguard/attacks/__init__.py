@@ -17,7 +17,6 @@ try:
     from .likelihood import Distinguishability
     from .matching.attacks import GradientMatching
     from .uploads import average
-    from .words import word_distinguishability
 except ModuleNotFoundError:
     need("attacks", "attacks", "scipy")
     raise
@@ -34,7 +33,6 @@ __all__ = [
     "observed_length",
     "recover_labels",
     "recover_labels_below",
-    "word_distinguishability",
 ]
 
 

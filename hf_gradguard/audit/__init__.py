@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .report.summary import Summary, summarize
     from .run import audit
     from .settings import AuditSettings
+    from .words import word_distinguishability
 
 __all__ = [
     "Audit",
@@ -27,6 +28,7 @@ __all__ = [
     "audit",
     "markdown_table",
     "summarize",
+    "word_distinguishability",
     "write_report",
 ]
 
@@ -38,6 +40,7 @@ _EXPORTS = {
     "markdown_table": ".report.page",
     "run_audit": ".command",
     "summarize": ".report.summary",
+    "word_distinguishability": ".words",
     "write_report": ".report.page",
 }
 

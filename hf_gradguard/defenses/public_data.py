@@ -19,6 +19,7 @@ from transformers import DataCollatorWithPadding, default_data_collator
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.domain import IMAGE, domains_in
 from ..gradient_map.sensitivity import probe_squares
 from ..randomness import Stream
 from .message import first_not_finite
@@ -51,24 +52,19 @@ class PublicData(list[Any]):
         """Collate rows in batches of eight; batches stay as they are."""
         if self.batches:
             return
-        is_batch = bool(self) and any(
-            isinstance(entry, Tensor) and entry.dim() > 1 and name != "labels"
-            for name, entry in dict(self[0]).items()
-        )
-        # A row's pixels have three dimensions, a batch's four.
-        pixels = dict(self[0]).get("pixel_values") if self else None
-        if pixels is not None:
-            is_batch = isinstance(pixels, Tensor) and pixels.dim() == 4
-        if is_batch:
-            self.batches = [dict(batch) for batch in self]
-        else:
-            has_padding = hasattr(processing_class, "pad") and pixels is None
+        entries = [dict(entry) for entry in self]
+        # Plain modules may take neither: those have batches of their own making.
+        domains = domains_in(entries[0]) if entries else []
+        main_input = entries[0][domains[0].key] if domains else None
+        if domains and (not isinstance(main_input, Tensor) or main_input.dim() < domains[0].dims):
+            has_padding = hasattr(processing_class, "pad") and domains[0] is not IMAGE
             collate: Any = (
                 DataCollatorWithPadding(processing_class) if has_padding else default_data_collator
             )
-            rows = [dict(row) for row in self]
-            places = range(0, len(rows), ROWS_OF_A_BATCH)
-            self.batches = [collate(rows[place : place + ROWS_OF_A_BATCH]) for place in places]
+            starts = range(0, len(entries), ROWS_OF_A_BATCH)
+            self.batches = [collate(entries[start : start + ROWS_OF_A_BATCH]) for start in starts]
+        else:
+            self.batches = entries
         if len(self.batches) < 2:
             raise ValueError(
                 "public_data must hold two batches at least: a shape is made of some, and tried on "

@@ -65,10 +65,7 @@ def recommend(
     Each defense trains at its own best learning rate, and is attacked at both ends of its training.
     Up to three finalists are judged on three more seeds. In `output`: `recommend.json`, `.md` and
     `.html`, the audits, and, if flags can name what is recommended, `recommended.yaml` for the
-    recipes' `--config`. An interrupted run goes on.
-
-    It measures short trainings: audit the long one too. Membership inference decides only where
-    nothing can be reconstructed.
+    recipes' `--config`. An interrupted run goes on. Trainings are short: audit the long one too.
 
     Args:
         model: A classifier of texts, words or images, or a language model, as its training starts.
@@ -96,9 +93,8 @@ def recommend(
     split = Split.draw(samples, trial_settings.attacked, trial_settings.batch_size)
     server = _Server(model, processing_class, split, trial_settings, attacks, folder / "audits")
     trials = Trials(model, processing_class, server.modality, split, trial_settings, folder)
-    # Attacks meet the noise that the training of this length would add.
-    to_compare = {label: trials.calibrated(defense) for label, defense in to_compare.items()}
-    comparison = _Comparison(to_compare, trials, server, trial_settings)
+    calibrated = {label: trials.calibrated(defense) for label, defense in to_compare.items()}
+    comparison = _Comparison(calibrated, trials, server, trial_settings)
     comparison.say_minutes()
     screened = comparison.screen()
     guess, score = comparison.guess, comparison.score
@@ -110,8 +106,9 @@ def recommend(
     words = choice.words + comparison.omitted_words()
     if server.modality.labels in ("text", "token"):
         words += _TOKEN_ACCURACY
-    untrained = mean_over_seeds([trials.untrained()])
-    choice = dataclasses.replace(choice, outcomes=outcomes, words=words, untrained=untrained)
+    choice = dataclasses.replace(
+        choice, outcomes=outcomes, words=words, untrained=mean_over_seeds([trials.untrained()])
+    )
     return _write(choice, flags, guess, trial_settings, folder, score)
 
 

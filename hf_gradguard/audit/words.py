@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..attacks.base import Observation
+from ..attacks.likelihood import Distinguishability, distinguish, summarize_pairs
 from ..defenses import Defense
 from ..gradient_map import GradientMap
 from ..randomness import Stream
-from .base import Observation
-from .likelihood import Distinguishability, distinguish, summarize_pairs
 
 
 def word_distinguishability(
@@ -46,7 +46,7 @@ def word_distinguishability(
         ValueError: If there are fewer texts than a message has, or no word in one.
 
     Example:
-        >>> from hf_gradguard.attacks import word_distinguishability
+        >>> from hf_gradguard.audit import word_distinguishability
         >>> found = word_distinguishability(
         ...     model, tokenizer, ["a fine film"] * 4, [1] * 4, make_defense("none")
         ... )

@@ -11,8 +11,9 @@ from helpers import make_task, word_tokenizer
 from scipy.stats import binom
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.attacks import Distinguishability, word_distinguishability
+from hf_gradguard.attacks import Distinguishability
 from hf_gradguard.attacks.likelihood import Pair, change, summarize_pairs
+from hf_gradguard.audit import word_distinguishability
 from hf_gradguard.defenses import Defense, Message
 from hf_gradguard.randomness import Stream
 
