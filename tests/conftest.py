@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hf_gradguard.attacks.matching.problem import OPTIMIZERS
+from hf_gradguard.audit.settings import AuditSettings
 from hf_gradguard.leakage.fisher import DFILBound
 
 
@@ -37,5 +38,8 @@ def few_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An audit's dFIL takes two probes, and not fifty: for tests that look at no estimate."""
+    """An audit's dFIL takes two probes, and not fifty, and one pair of words a message is told
+    apart, and not eight: for tests that look at neither.
+    """
     monkeypatch.setattr(DFILBound, "probes", 2)
+    monkeypatch.setitem(AuditSettings.__init__.__kwdefaults__, "word_pairs", 1)

@@ -181,7 +181,7 @@ def warn_of_noise(defense: Defense) -> None:
 
 _FACTOR = "gradguard_noise_factor"
 _SCALED = (
-    "scale_learning_rate: the learning rate is {factor:.3g} times as high, {rate:.3g}. In four of "
+    "scale_learning_rate: the learning rate is {factor:.3g} times as high, {rate:.3g}. In three of "
     "six tasks this was too high (docs/findings/learning_rates.md)."
 )
 _GIVEN = (

@@ -64,7 +64,7 @@ def test_runs_are_of_the_defense_with_their_settings(tmp_path: Any) -> None:
 
     audited = make_defenses(["none", "pruning:ratio=0.9", "pruning:ratio=0.99", "gaussian_noise"])
     plain, weak = trained("none", 0.9), trained("pruning", 0.8, ratio=0.9)
-    strong = trained("gaussian_noise", 0.7, relative_scale=20)
+    strong = trained("gaussian_noise", 0.7, relative_scale=5)
     with mock.patch.object(run.logger, "warning") as warning:
         found = read_metrics([plain, weak, strong], audited)
     assert found == {"none": 0.9, "pruning:ratio=0.9": 0.8}

@@ -17,6 +17,8 @@ from hf_gradguard.audit import word_distinguishability
 from hf_gradguard.defenses import Defense, Message
 from hf_gradguard.randomness import Stream
 
+SCALE = 0.25
+"""Of noise that leaves between one and two standard deviations between both texts."""
 WORDS = [f"w{i}" for i in range(20)]
 TEXTS = ["w1 w2 w3 w7", "w2 w3 w4 w5", "w7 w8 w3 w3", "w1 w9 w10 w11"]
 
@@ -76,8 +78,8 @@ def test_a_message_of_nothing_is_at_chance() -> None:
 
 def test_noise_beyond_all_is_at_chance_and_its_rate_is_by_the_formula() -> None:
     assert measure(make_defense("gaussian_noise", scale=1e6), 30).is_at_chance
-    # Φ(‖g - g'‖/2σ) of pairs are told right.
-    found = measure(make_defense("gaussian_noise", relative_scale=60.0, strength="own"), 100)
+    # Φ(‖g - g'‖/2σ) of pairs are told right, where noise does not follow the gradient's norm.
+    found = measure(make_defense("gaussian_noise", scale=SCALE), 100)
     z = found.relative_change * found.direction_ratio
     expected = float(torch.distributions.Normal(0, 1).cdf(torch.tensor(z / 2)))
     assert abs(found.rate - expected) < 0.12, (found, expected)
