@@ -51,7 +51,7 @@ from .sensitivity import (
     sensitivity_ratio,
 )
 from .shape_information import own_shape_trace, strength_trace
-from .strength import random_power
+from .strength import is_anything_left, random_power
 
 logger = logging.get_logger(__name__)
 
@@ -174,7 +174,8 @@ class NoiseDefense(Defense):
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         undefended, shards = true_gradient(gmap), gmap.shards
         gradient = self.clipped(undefended, shards)
-        if self.follows_transcript and not self._usual.mean:
+        has_strength = self.follows_transcript and is_anything_left(gmap)
+        if has_strength and not self._usual.mean:
             self._usual.begin(random_power(gmap, generator, lambda g: self.clipped(g, shards)))
         shape = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape, shards)
@@ -184,7 +185,7 @@ class NoiseDefense(Defense):
         for group, stream in groups:
             noisy.update(add_noise(group, deviations, entries, stream, self.distribution))
         shared, metrics = cast_like(noisy, gmap), {}
-        if self.follows_transcript:
+        if has_strength:
             noise_power = float(total(variance, shards))
             metrics["noise_scale"] = math.sqrt(noise_power / entries)
             message_power, squares = (float(power(t, shards)) for t in (shared, variance))

@@ -56,6 +56,15 @@ def random_power(
     return mean
 
 
+def is_anything_left(gmap: GradientMap) -> bool:
+    """Whether a defense before this one left an entry to transmit. One that waits for more batches
+    leaves none.
+    """
+    masks, shards = gmap.transmitted, gmap.shards
+    is_here = masks is None or any(bool(mask.any()) for mask in masks.values())
+    return is_here if shards is None else shards.any(is_here)
+
+
 def _on_public_data(client: GradientMap, generator: Stream) -> GradientMap:
     """Texts have a length of their own, which is not the batch's. Models of one length alone are
     given theirs.

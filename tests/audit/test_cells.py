@@ -176,7 +176,9 @@ def test_a_defense_that_crashes_stops_nothing_else(
             raise KeyError("weight")
 
     monkeypatch.setitem(DEFENSES, "broken", Broken)
-    result = audit(*text_model(), TEXTS[:1], ["broken", "pruning"], "spy", output=tmp_path)
+    result = audit(
+        *text_model(), TEXTS[:1], ["broken", "pruning:ratio=0.9"], "spy", output=tmp_path
+    )
     assert [cell.get("crash") for cell in result.cells] == [None, "KeyError: 'weight'", None]
     summary = summarize(result)
     assert [row.silence for row in summary.rows if not row.scores] == ["crashed"]

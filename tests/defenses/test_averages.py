@@ -174,7 +174,10 @@ def test_a_public_mask_is_the_same_for_every_batch(name: str) -> None:
     for shape in ("public", "own"):
         masks[shape] = []
         for batch in (one, other):
-            defense, gmap = make_defense("optimal_pruning", shape=shape), GradientMap(model, batch)
+            defense, gmap = (
+                make_defense("optimal_pruning", ratio=0.9, shape=shape),
+                GradientMap(model, batch),
+            )
             both = flat(gmap.gradient()) != 0
             masks[shape].append((flat(defense(gmap, rng(1))) != 0, both))
     shown = masks["public"][0][1] & masks["public"][1][1]  # zeros of a gradient look pruned

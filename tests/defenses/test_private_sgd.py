@@ -84,7 +84,8 @@ def test_as_before_without_per_sample() -> None:
     assert message.noise is not None
     assert message.metrics == {"client_noise_multiplier": pytest.approx(0.01 / (2 * CLIP))}
     for settings in ({"relative_scale": 1.0}, {"scale": 0.1, "clip_by": "coordinate"}):
-        assert make_defense("dp_sgd", clip=CLIP, **settings)(gmap).metrics == {}
+        metrics = make_defense("dp_sgd", clip=CLIP, **settings)(gmap).metrics
+        assert metrics.keys() <= {"noise_scale"}
 
 
 def test_a_clients_multiplier_is_the_worst_case() -> None:

@@ -281,9 +281,9 @@ def test_variances_of_a_defense() -> None:
     leaks = []
     for name in ("gaussian_noise", "optimal_noise"):
         own = {"shape": "own"} if name == "optimal_noise" else {}
-        defense = make_defense(name, utility_budget=1e-4, **own)
+        defense = make_defense(name, utility_budget=1e-4, strength="own", **own)
         gmap.squared_sensitivity = lambda *_args, **_kwargs: squares
-        variance = defense.variance(gradient, defense.shaped(gmap, gradient, rng())[0], None)
+        variance = defense.variance(gradient, defense.shaped(gmap, gradient, rng()), None)
         leaks.append(dfil(gmap, variance, None).value)
     assert torch.isfinite(leaks[1]).all()
     assert leaks[1].sum() < 0.6 * leaks[0].sum()

@@ -50,7 +50,8 @@ FAMILIES = [
 def test_every_family_of_defense_protects(
     tmp_path: Path, folder: Path, defense: str, name: str
 ) -> None:
-    at_once = {"min_batches": 1} if defense in ("gradient_sketch", "refiner") else None
+    waits = defense in ("gradient_sketch", "refiner", "pruning", "optimal_pruning")
+    at_once = {"min_batches": 1, "error_feedback": True} if waits else None
     settings = {"defense": defense, "defense_kwargs": at_once, "max_steps": 1}
     trainer = named(name, folder).run(tmp_path, settings)
     (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)

@@ -121,7 +121,7 @@ TRAINERS: dict[str, tuple[type[GradGuardTrainer], dict[str, Any], str]] = {
     "own step": (OwnStep, {}, r"will not step: the .grad of \S+ is not its own work"),
     "after": (AfterOurs, {}, "will not clip"),
     "before": (BeforeOurs, {}, "will not share a message"),
-    "in the loss": (InTheLoss, {}, "will not share a message"),
+    "in the loss": (InTheLoss, {"defense_kwargs": {"scale": 1e-3}}, "will not share a message"),
 }
 
 

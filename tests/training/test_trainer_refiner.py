@@ -127,7 +127,7 @@ def test_by_name_alone_it_needs_no_network(
     args.defense_kwargs = None
     trainer = GradGuardTrainer(bert(), args, train_dataset=data, processing_class=tokenizer)
     trainer.train()
-    assert (trainer.defense.objective, trainer.defense.factors) == ("cosine", "token")
+    assert (trainer.defense.objective, trainer.defense.factors) == ("cosine", "sample")
     first, second = trainer.state.log_history[:2]
     assert first["defense/left_out"] == pytest.approx(1)  # nothing was sent
     assert 0 < second["defense/cosine"] < 1
