@@ -54,7 +54,8 @@ def protect_update(
         FloatingPointError: If training diverged.
 
     Example:
-        >>> sent = protect_update(model, [batch] * 4, "pruning", learning_rate=0.1)
+        >>> pruning = make_defense("pruning", ratio=0.9)
+        >>> sent = protect_update(model, [batch] * 4, pruning, learning_rate=0.1)
         >>> sent.exact, sent.keys() == GradientMap(model, batch).gradient().keys()
         (True, True)
     """

@@ -160,7 +160,7 @@ class PrecomputedGradient(GradientMap):
         >>> given = PrecomputedGradient({"w": torch.tensor([3.0, 0.1])})
         >>> make_defense("pruning", ratio=0.5)(given)["w"]
         tensor([3., 0.])
-        >>> make_defense("optimal_noise")(given)  # doctest: +ELLIPSIS
+        >>> make_defense("optimal_noise", scale=0.1)(given)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         RuntimeError: This defense asks for the client's data...
     """

@@ -83,9 +83,9 @@ def recommend(
     Example:
         >>> few = {"steps": 1, "batch_size": 4, "attacked": 4, "output": "out"}
         >>> texts = [("a fine film", 1), ("the plot is long", 0)] * 20
-        >>> choice = recommend(model, tokenizer, texts, "pruning", "span", **few)
+        >>> choice = recommend(model, tokenizer, texts, "pruning:ratio=0.5", "span", **few)
         >>> [outcome.defense for outcome in choice.outcomes]
-        ['none', 'pruning']
+        ['none', 'pruning:ratio=0.5']
     """
     trial_settings, folder = TrialSettings(**settings), Path(output)
     to_compare = _to_compare(model, defenses)

@@ -36,7 +36,8 @@ class GradGuardTrainer(GradGuardMixin):
 
     Example:
         >>> settings = {"max_steps": 1, "logging_steps": 1, "use_cpu": True, "save_strategy": "no"}
-        >>> args = GradGuardConfig("out", disable_tqdm=True, defense="pruning", **settings)
+        >>> settings |= {"defense": "pruning", "defense_kwargs": {"ratio": 0.9}}
+        >>> args = GradGuardConfig("out", disable_tqdm=True, **settings)
         >>> rows = [{name: entry[i] for name, entry in batch.items()} for i in range(2)]
         >>> result = GradGuardTrainer(model, args, train_dataset=rows).train()
         {'defense/relative_error': ..., 'defense/cosine': ...}

@@ -159,7 +159,7 @@ def observe(
     generator = Stream.from_seeds(1000 + number)
     if covariance:
         gradient = defense.clipped(gmap.gradient(), None)
-        shape, _ = defense.shaped(gmap, gradient, generator)
+        shape = defense.shaped(gmap, gradient, generator)
         grants = grants | {"noise_variance": defense.variance(gradient, shape, None)}
     messages = [defense(gmap, generator=generator) for _ in range(uploads)]
     return average([Observation(gmap.model, message, **grants) for message in messages])

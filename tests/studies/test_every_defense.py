@@ -9,7 +9,9 @@ from recipes.studies.every_defense import IMAGES, TEXT, cells_of
 
 def test_all_defenses_are_in_the_tables():
     for defenses in (TEXT["defenses"], IMAGES["defenses"]):
-        assert set(defenses) == set(DEFENSES)
+        others = {"gradient_sketch"}  # these tables are of the papers' defenses
+        others |= {name for name in DEFENSES if name.endswith("_published")}  # settings of theirs
+        assert set(defenses) == set(DEFENSES) - others
         assert {len(some) for name, some in defenses.items() if name != "none"} == {3}
 
 

@@ -285,7 +285,7 @@ def told_apart(pairs: Distinguishability, score: MainScore) -> str:
     Example:
         >>> told_apart(Distinguishability(30, 32, 0.25, 160.0), MAIN_SCORES["text"])[-50:]
         ' message tells which in 94 % [79, 99] of 32 pairs.'
-        >>> told_apart(Distinguishability(17, 32, 0.25, 0.5), MAIN_SCORES["image"])[-34:]
+        >>> told_apart(Distinguishability(17, 32, 0.25, 0.5), MAIN_SCORES["image"])[-32:]
         'not distinguishable from chance.'
     """
     low, high = pairs.interval
