@@ -194,7 +194,7 @@ def test_a_defense_without_scores_is_left_out_with_a_reason(
     monkeypatch.setattr(Span, "reconstruct", dense_alone)
     choice = run(tmp_path, decoys=0)
     assert [one.defense for one in choice.outcomes] == ["none", DEFENSES[0]]
-    (said,) = {text for text in caplog.messages if "left out" in text}
+    (said,) = {text for text in caplog.messages if "is left out: no" in text}
     pruning = f"{DEFENSES[1]} is left out: no attack could be applied to two messages. "
     assert said == f"{pruning}Too much is zero."
 
