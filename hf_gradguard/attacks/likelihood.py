@@ -299,11 +299,18 @@ def distinguish(
         pairs: How many.
         stream: Of changes and coins.
     """
-    outcomes = []
+    outcomes: list[Pair] = []
+    of_batch: dict[float | None, tuple[Tensors, dict[str, float]]] = {}  # the same for all pairs
     for _ in range(pairs):
         both = [batch, change(batch, tokenizer, stream)]
         true = int(stream.integers(2, (1,))[0])  # the coin
-        outcomes.append(_choose(send(both[true]), both[true], both[1 - true]))
+        observation = send(both[true])
+        mechanism = mechanism_of(observation)
+        clip = None if mechanism is None else mechanism.clip_sample
+        if clip not in of_batch:
+            of_batch[clip] = _gradient(observation, batch, clip)
+        gradients = of_batch[clip], _gradient(observation, both[1], clip)
+        outcomes.append(_choose(observation, gradients[true], gradients[1 - true][0]))
     return outcomes
 
 
@@ -365,13 +372,18 @@ def _move_patch(images: Tensor, row: int, stream: Stream) -> Tensor:
     return changed
 
 
-def _choose(observation: Observation, batch: dict[str, Any], other_batch: dict[str, Any]) -> Pair:
-    """Whether the message is likelier of the batch than of the other one, which it is not of."""
+def _choose(
+    observation: Observation, true: tuple[Tensors, dict[str, float]], other_gradient: Tensors
+) -> Pair:
+    """Whether the message is likelier of the batch than of the other one, which it is not of.
+
+    Args:
+        observation: What the server sees.
+        true: `_gradient` of the batch that was sent.
+        other_gradient: Of the other one.
+    """
     message, mechanism = observation.gradient, mechanism_of(observation)
-    clip = None if mechanism is None else mechanism.clip_sample
-    (gradient, spread), (other_gradient, _) = (
-        _gradient(observation, rows, clip) for rows in (batch, other_batch)
-    )
+    gradient, spread = true
     if mechanism is None or mechanism.fitted is not None or mechanism.has_residual:
         score, other_score = (_cosines(message, g) for g in (gradient, other_gradient))
     else:

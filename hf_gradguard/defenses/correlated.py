@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 
@@ -112,7 +113,15 @@ class NoiseStream:
 
     def sensitivity(self, participations: int, min_separation: int | None) -> float:
         """See `factorization.sensitivity`."""
-        return sensitivity(self.factor.column(self.messages), participations, min_separation)
+        return _sensitivity(self.factor, self.messages, participations, min_separation)
+
+
+@functools.lru_cache(maxsize=16)
+def _sensitivity(
+    factor: Factor, messages: int, participations: int, min_separation: int | None
+) -> float:
+    """The same at every message of a plan."""
+    return sensitivity(factor.column(messages), participations, min_separation)
 
 
 def add_on_grid(values: Tensor, noise: Tensor, deviation: float, entries: int) -> Tensor:

@@ -389,7 +389,7 @@ class SensitivityDefense(Defense):
         A coordinate that is not zero never counts as insensitive because its estimate underflowed.
         """
         squares = gmap.squared_sensitivity(self.num_probes or _own_probes(gmap), generator)
-        check_squares(squares, gmap.shards)
+        _check_squares(squares, gmap.shards)
         squares = gmap.restrict(squares)
         if total(squares, gmap.shards):
             tiny = {name: torch.finfo(square.dtype).tiny for name, square in squares.items()}
@@ -458,7 +458,7 @@ class SensitivityDefense(Defense):
             name: torch.cat([marginal.flatten() for marginal in sums])
             for name, sums in squares.items()
         }
-        check_squares(estimates, shards)
+        _check_squares(estimates, shards)
         self._averages.add(squares.items(), gradient, powers, shards)
 
 
@@ -469,7 +469,7 @@ def _own_probes(gmap: GradientMap) -> int:
     return max(LEAST_PROBES, -(-OWN_PROBES // samples)) if is_split else OWN_PROBES
 
 
-def check_squares(squares: Tensors, shards: Shards | None) -> None:
+def _check_squares(squares: Tensors, shards: Shards | None) -> None:
     if name := first_not_finite(squares, shards):
         raise FloatingPointError(
             f"The sensitivity of {name} is not finite: the loss has no second derivative there."

@@ -21,9 +21,9 @@ from hf_gradguard.leakage import gaussian_epsilon, membership_power
 from ..study import Study
 from . import frontier_clients as clients
 from . import frontier_tables as tables
-from .frontier_heads import Rows
+from .frontier_heads import FeaturesTask
 from .frontier_rows import DELTA, RATES_SEED
-from .lib.device import DEVICE, on_device
+from .lib.device import DEVICE
 from .lib.results import Results
 from .lib.tables import write_table
 from .lib.text import load_tokenizer, sst2
@@ -51,7 +51,7 @@ ROWS = [Row(1590, (NONE, CORRELATED))]
 MORE_ROWS = [Row(1590, (INDEPENDENT,)), Row(200), Row(4090, (NONE, CORRELATED))]  # with --all
 
 
-class HeadTask(clients.Client):
+class HeadTask(FeaturesTask):
     """Trainings of a head on features of sentences, which are made once and kept in `folder`."""
 
     HELD_OUT, LENGTH, PUBLIC, DIRECTIONS = 500, 64, 4000, 1400
@@ -84,7 +84,7 @@ class HeadTask(clients.Client):
         public, _ = self.sentences("public")
         return head_of(encoder, public, self.DIRECTIONS, 2, tokenizer, self.LENGTH)
 
-    def features(self, name: str) -> dict[str, Tensor]:
+    def rows_of(self, name: str) -> dict[str, Tensor]:
         """`features` (N, directions) and `labels` (N,)."""
         size = f"-{self._count}" if name == "train" else ""
         assert self.folder is not None
@@ -95,29 +95,10 @@ class HeadTask(clients.Client):
             save_file({"features": self.full_head.features_of(texts), "labels": labels}, path)
         return load_file(path)
 
-    @functools.cached_property
-    def train_rows(self) -> dict[str, Tensor]:
-        return self.features("train")
-
-    @functools.cached_property
-    def test_rows(self) -> dict[str, Tensor]:
-        return self.features("test")
-
-    def rows_to_learn(self) -> Rows:
-        return Rows({name: rows[self.HELD_OUT :] for name, rows in self.train_rows.items()})
-
-    def held_out(self) -> dict[str, Tensor]:
-        return {name: rows[: self.HELD_OUT] for name, rows in self.train_rows.items()}
-
     def start(self, seed: int) -> FeatureHead:
         """At zero, without the encoder: features are made."""
         width = self.train_rows["features"].shape[1]
         return FeatureHead(LayerFeatures(nn.Identity()), nn.Linear(width, width), 2)
-
-    @torch.no_grad()
-    def right(self, model: nn.Module, rows: dict[str, Tensor]) -> np.ndarray:
-        classes = model.to(DEVICE)(**on_device(rows)).logits.argmax(1)
-        return (classes.cpu() == rows["labels"]).numpy()
 
     def trainer(self, model: nn.Module, rows: Any, cell: dict) -> GradGuardTrainer:
         """One client, by SGD with a rate that falls to zero."""

@@ -47,26 +47,18 @@ class Rows(Dataset):
         return {name: tensor[row] for name, tensor in self.tensors.items()}
 
 
-class EmbeddingsTask(clients.Client):
-    """Trainings of heads, on embeddings that are made once and kept. A subclass has `whitening`,
-    and `embed(name)`: `embeddings` (N, width) and `labels` (N,) of the rows of that name.
-
-    Args:
-        folder: Keeps what was trained.
-        embeddings: Keeps embeddings as the encoder makes them, before they are whitened.
+class FeaturesTask(clients.Client):
+    """Trainings of heads, on features that are made once and kept. A subclass has `HELD_OUT` and
+    `rows_of(name)`: features (N, width) and `labels` (N,) of the rows of that name.
     """
-
-    def __init__(self, folder: Path, embeddings: Path) -> None:
-        super().__init__(folder)
-        self._embeddings = embeddings
 
     @functools.cached_property
     def train_rows(self) -> dict[str, Tensor]:
-        return self._whitened("train")
+        return self.rows_of("train")
 
     @functools.cached_property
     def test_rows(self) -> dict[str, Tensor]:
-        return self._whitened("test")
+        return self.rows_of("test")
 
     def rows_to_learn(self) -> Rows:
         return Rows({name: rows[self.HELD_OUT :] for name, rows in self.train_rows.items()})
@@ -79,8 +71,22 @@ class EmbeddingsTask(clients.Client):
         classes = model.to(DEVICE)(**on_device(rows)).logits.argmax(1)
         return (classes.cpu() == rows["labels"]).numpy()
 
+
+class EmbeddingsTask(FeaturesTask):
+    """Features are whitened embeddings. A subclass has `whitening`, and `embed(name)`: `embeddings`
+    (N, width) and `labels` (N,) of the rows of that name.
+
+    Args:
+        folder: Keeps what was trained.
+        embeddings: Keeps embeddings as the encoder makes them, before they are whitened.
+    """
+
+    def __init__(self, folder: Path, embeddings: Path) -> None:
+        super().__init__(folder)
+        self._embeddings = embeddings
+
     @torch.no_grad()
-    def _whitened(self, name: str) -> dict[str, Tensor]:
+    def rows_of(self, name: str) -> dict[str, Tensor]:
         rows = self.stored(name)
         return rows | {"embeddings": self.whitening(rows["embeddings"])}
 
