@@ -48,6 +48,11 @@ class DPSGD(NoiseDefense):
     `factorization.py`). A message is (Σ_b clip(g_b) + σC‖C‖ (C⁻¹ z)_t)/B. It needs an optimizer
     that adds messages up: SGD, with momentum or without.
 
+    `correlated=True` without `per_sample` is for updates of several local steps, and for batches
+    that are clipped as a whole: what is in one message (or in `participations`) may be replaced,
+    and all messages together are a Gaussian mechanism with the multiplier scale/(2C). It gains
+    where a row is in few messages. A client whose data is the same in all of them gains nothing.
+
     Args:
         clip: The bound C.
         clip_by: `"norm"` scales the whole gradient down to norm C; `"coordinate"` clips every
@@ -56,12 +61,12 @@ class DPSGD(NoiseDefense):
         noise_multiplier: σ, with `per_sample`.
         target_epsilon: ε that a whole training may spend, with `per_sample` and `delta` in place of
             σ: the Trainer, who knows steps and sampling rate, finds σ.
-        delta: δ, well below one over the number of rows. With it the Trainer logs
-            `defense/epsilon`.
+        delta: δ, well below one over the number of rows, with `per_sample` or `correlated`. With
+            it the Trainer logs `defense/epsilon`.
         expected_batch_size: B. Default: the rows that there are, which is right where their number
             is no secret. The Trainer sets it.
-        correlated: Whether noise is correlated over messages, with `per_sample`. σ is then relative
-            to what a row in all of its messages can move.
+        correlated: Whether noise is correlated over messages. σ or `scale` is then relative to what
+            a row in all of its messages can move.
         factorization: By which factor: `"blt"` (default), `"banded"` or `"square_root"`; see
             `factorization.make_factor`.
         participations: In how many messages a row may be.
@@ -94,7 +99,9 @@ class DPSGD(NoiseDefense):
         if self.clip_by not in ("norm", "coordinate"):
             raise ValueError(f"clip_by must be 'norm' or 'coordinate', but is {self.clip_by!r}.")
         if not self.per_sample:
-            private = ("noise_multiplier", "target_epsilon", "delta", "expected_batch_size")
+            private = ["noise_multiplier", "target_epsilon", "delta", "expected_batch_size"]
+            if self.correlated:  # one mechanism, whose ε is known
+                private.remove("delta")
             if unusable := [name for name in private if getattr(self, name) is not None]:
                 raise ValueError(f"{' and '.join(unusable)} of dp_sgd: set per_sample=True too.")
             super().__post_init__()
@@ -112,11 +119,11 @@ class DPSGD(NoiseDefense):
             if unusable := [name for name in _CORRELATED if getattr(self, name) is not None]:
                 raise ValueError(f"{' and '.join(unusable)} of dp_sgd: set correlated=True too.")
             return
-        if not self.per_sample:
+        if not self.per_sample and not (self.scale and self.clip_by == "norm"):
             raise ValueError(
-                "dp_sgd with correlated=True needs per_sample=True: a client's data as a whole is "
-                "in all of its messages, and what correlated noise saves in their sum it costs "
-                "there. A row can be in few."
+                "dp_sgd with correlated=True needs per_sample=True and noise_multiplier, or scale "
+                "(above 0) and clip_by='norm' for updates as a whole: noise relative to a gradient "
+                "has no sensitivity that a factor could be planned for."
             )
         if self.factorization not in (None, "blt", "banded", "square_root"):
             raise ValueError(
@@ -184,15 +191,24 @@ class DPSGD(NoiseDefense):
         return replace(
             super().facts,
             needs_samples=self.per_sample,
-            adds_gaussian_noise=not self.per_sample,
-            post_processes=not self.per_sample,
+            adds_gaussian_noise=not (self.per_sample or self.correlated),
+            post_processes=not (self.per_sample or self.correlated),
             follows_transcript=not self.per_sample and self.follows_transcript,
-            sharded_refusal=_NO_SAMPLES if self.per_sample else None,
+            sharded_refusal=self._sharded_refusal,
         )
+
+    @property
+    def _sharded_refusal(self) -> str | None:
+        if self.per_sample:
+            return _NO_SAMPLES
+        return _NO_STREAMS if self.correlated else None
 
     def _mechanism(self, message: Message) -> Mechanism | None:
         """Of a clipped gradient, or of a sum of samples' clipped gradients."""
         if not self.per_sample:
+            if self.correlated:
+                std = (self.scale or 0.0) * message.metrics.get("correlated_noise", 1.0)
+                return Mechanism(noise="gaussian", variance=std**2, **self.informed())
             mechanism = super()._mechanism(message)
             return None if mechanism is None else replace(mechanism, **self.informed())
         samples = message.metrics.get("samples", 1.0)
@@ -212,8 +228,9 @@ class DPSGD(NoiseDefense):
         """Take σ and B as a Trainer found them, and of correlated noise `messages`,
         `participations` and `min_separation`.
         """
-        self.noise_multiplier, self.target_epsilon = noise_multiplier, None
-        self.expected_batch_size = expected_batch_size
+        if self.per_sample:  # of updates as a whole `scale` says it
+            self.noise_multiplier, self.target_epsilon = noise_multiplier, None
+            self.expected_batch_size = expected_batch_size
         for name, number in plan.items():
             setattr(self, name, number)
 
@@ -258,11 +275,7 @@ class DPSGD(NoiseDefense):
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         if not self.per_sample:
-            message = super().protect(gmap, generator)
-            multiplier = self.client_noise_multiplier
-            if multiplier is not None and gmap.transmitted is None:
-                message.metrics["client_noise_multiplier"] = multiplier
-            return message
+            return self._protect_whole(gmap, generator)
         true_gradient(gmap)  # refuses one that is not finite
         clipped = clipped_sum(gmap, self.clip)
         if name := first_not_finite(clipped.total, gmap.shards):
@@ -276,6 +289,18 @@ class DPSGD(NoiseDefense):
         }
         return self._noisy(gmap, clipped.total, len(clipped.norms), generator, metrics)
 
+    def _protect_whole(self, gmap: GradientMap, generator: Stream) -> Message:
+        """The client's gradient, or its update, clipped as one."""
+        multiplier = self.client_noise_multiplier
+        metrics = {} if multiplier is None else {"client_noise_multiplier": multiplier}
+        if not self.correlated:
+            message = super().protect(gmap, generator)
+            if gmap.transmitted is None:
+                message.metrics.update(metrics)
+            return message
+        clipped = self.clipped(true_gradient(gmap), gmap.shards)
+        return self._correlated(gmap, clipped, self.scale or 0.0, 1.0, generator, metrics)
+
     def _noisy(
         self, gmap: GradientMap, total: Tensors, samples: int, generator: Stream,
         metrics: Mapping[str, float],
@@ -288,7 +313,8 @@ class DPSGD(NoiseDefense):
             )
         size = self.expected_batch_size or samples
         if self.correlated:
-            return self._correlated(gmap, total, size, generator, metrics)
+            std = self.noise_multiplier * self.clip
+            return self._correlated(gmap, total, std, size, generator, metrics)
         std = torch.tensor(self.noise_multiplier * self.clip, dtype=torch.float64)
         entries = sum(tensor.numel() for tensor in total.values())
         noisy = add_noise(total, lambda name: std.expand_as(total[name]), entries, generator)
@@ -296,7 +322,7 @@ class DPSGD(NoiseDefense):
         return Message(cast_like(shared, gmap), metrics=metrics)
 
     def _correlated(
-        self, gmap: GradientMap, total: Tensors, size: float, generator: Stream,
+        self, gmap: GradientMap, total: Tensors, std: float, size: float, generator: Stream,
         metrics: Mapping[str, float],
     ) -> Message:  # fmt: skip
         from .correlated import add_on_grid
@@ -305,7 +331,6 @@ class DPSGD(NoiseDefense):
         values = torch.cat([tensor.flatten() for tensor in total.values()])
         noise = stream.draw(len(values), values.device, generator)
         strength = stream.sensitivity(self.participations or 1, self.min_separation)
-        std = (self.noise_multiplier or 0.0) * self.clip
         noisy = add_on_grid(values, noise.mul_(std * strength), std, len(values)).div_(size)
         sizes = [tensor.numel() for tensor in total.values()]
         shared = {
@@ -437,6 +462,10 @@ def _check_clip(clip: float) -> None:
 
 _CORRELATED = ("factorization", "participations", "min_separation", "bands", "messages")
 _STREAM = "noise_stream/"
+_NO_STREAMS = (
+    "with correlated=True its noise is one stream of the whole message, which no device holds. "
+    "Leave correlated out, or give each rank the whole model."
+)
 _NO_SAMPLES = (
     "with per_sample=True it needs samples' gradients, which no device holds. Leave per_sample "
     "out, or give each rank the whole model."

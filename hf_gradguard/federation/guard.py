@@ -23,6 +23,7 @@ from ..data.private import make_private_folder, write_private
 from ..defenses import Defense, make_defense
 from ..gradient_map import Tensors
 from ..gradient_map.views import PrecomputedGradient
+from ..leakage import gaussian_epsilon
 from ..randomness import Stream
 from ..registry import DEFENSES
 
@@ -155,6 +156,8 @@ class Guard:
         self.defense: Defense = make_defense(settings.defense, **settings.settings)
         if not settings.on:
             logger.warning_once("gradguard.defense is 'none': what clients train is sent as it is.")
+        if getattr(self.defense, "correlated", False):
+            logger.warning_once(_protection_of_transcript(self.defense))
 
     @property
     def kind(self) -> dict[str, str]:
@@ -279,6 +282,26 @@ class Guard:
             elif self.settings.withheld == "zeros":
                 answer[name] = start if sends_weights else torch.zeros_like(start)
         return answer
+
+
+def _protection_of_transcript(defense: Any) -> str:
+    """What `dp_sgd` with correlated noise says of all of a client's updates together."""
+    if defense.messages is None:
+        raise ValueError(
+            f"{PREFIX}dp_sgd.messages is missing: in how many rounds at most this client trains, "
+            "for which correlated noise is planned."
+        )
+    often = defense.participations or 1
+    apart = f", {defense.min_separation} apart or more" if defense.min_separation else ""
+    text = (
+        f"dp_sgd with correlated=True hides data that is in {often} of at most {defense.messages} "
+        f"updates{apart}, and it is up to the app to train on no row more often: noise multiplier "
+        f"{defense.client_noise_multiplier:.4g} of all updates together"
+    )
+    if defense.delta is None:
+        return f"{text}."
+    epsilon = gaussian_epsilon(defense.client_noise_multiplier, defense.delta)
+    return f"{text}, ε = {epsilon:.4g} at δ = {defense.delta:g}."
 
 
 def tied_names(received: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> dict[str, str]:

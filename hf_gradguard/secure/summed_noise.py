@@ -49,7 +49,7 @@ def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Def
             f"GradGuardTrainer does not support noise_for='sum' with {defense}: its messages carry "
             "no Gaussian noise of a stated scale, which alone adds up as is known. Use "
             "gaussian_noise, optimal_noise, dp_sgd or optimal_dp_sgd with scale=, not in a chain, "
-            "or noise_for='message'."
+            "or noise_for='message'; of correlated noise dp_sgd with per_sample=True."
         )
     if settings.leakage_limit is not None:
         raise NotImplementedError(

@@ -42,6 +42,11 @@ def flat(message: Message | dict[str, Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in message.values()]).double()
 
 
+def dense(column: Tensor) -> Tensor:
+    place = torch.arange(len(column))
+    return torch.where(place[:, None] >= place, column[(place[:, None] - place).clamp(min=0)], 0.0)
+
+
 @pytest.mark.parametrize("kind", ["blt", "banded", "square_root"])
 def test_keeps_the_contract(kind: str) -> None:
     check_defense(private(messages=64, factorization=kind, bands=3 if kind == "banded" else None))
@@ -57,12 +62,44 @@ def test_noise_of_all_messages_is_white_behind_the_factor(kind: str) -> None:
     noises = torch.stack([flat(defense(gmap)) - clipped for _ in range(MESSAGES)])
     factor = make_factor(kind, MESSAGES, bands=settings["bands"])  # type: ignore[arg-type]
     column = factor.column(MESSAGES)
-    place = torch.arange(MESSAGES)
-    dense = torch.where(place[:, None] >= place, column[(place[:, None] - place).clamp(min=0)], 0.0)
-    white = dense @ noises / (SIGMA * CLIP * sensitivity(column) / ROWS)
+    white = dense(column) @ noises / (SIGMA * CLIP * sensitivity(column) / ROWS)
     covariance = white @ white.T / white.shape[1]
     error = (covariance - torch.eye(MESSAGES)).abs().max()
     assert float(error) < 6 * math.sqrt(2 / white.shape[1])
+
+
+def whole(**settings: Any) -> DPSGD:
+    """Clips the gradient or update as one."""
+    defense = make_defense(
+        "dp_sgd",
+        **{"clip": CLIP, "scale": 0.3, "messages": MESSAGES, "correlated": True, **settings},
+    )
+    assert isinstance(defense, DPSGD)
+    return defense
+
+
+def test_noise_of_whole_updates_is_white_behind_the_factor() -> None:
+    """As of samples, with σC in the place of scale: what is in two messages of eight, three apart,
+    moves all of them together by 2C times the sensitivity at most.
+    """
+    gmap = task()
+    defense = whole(participations=2, min_separation=3)
+    check_defense(copy.deepcopy(defense))
+    gradient = flat(Message(gmap.gradient()))
+    clipped = gradient * min(1.0, CLIP / float(gradient.norm()))
+    messages = [defense(gmap) for _ in range(MESSAGES)]
+    noises = torch.stack([flat(message) - clipped for message in messages])
+    column = make_factor("blt", MESSAGES, 2, 3).column(MESSAGES)
+    white = dense(column) @ noises / (0.3 * sensitivity(column, 2, 3))
+    covariance = white @ white.T / white.shape[1]
+    error = (covariance - torch.eye(MESSAGES)).abs().max()
+    assert float(error) < 6 * math.sqrt(2 / white.shape[1])
+    assert messages[0].metrics["client_noise_multiplier"] == pytest.approx(0.3 / (2 * CLIP))
+    mechanism = defense.mechanism(messages[-1])
+    assert mechanism is not None
+    assert float(noises[-1].var()) == pytest.approx(
+        mechanism.variance, rel=5 * math.sqrt(2 / white.shape[1])
+    )
 
 
 def test_prefix_sums_have_little_noise() -> None:
@@ -129,8 +166,7 @@ def test_a_one_run_audit_of_the_transcript() -> None:
     """
     messages, canaries = 64, 4096
     column = make_factor("blt", messages).column(messages)
-    place = torch.arange(messages)
-    dense = torch.where(place[:, None] >= place, column[(place[:, None] - place).clamp(min=0)], 0.0)
+    matrix = dense(column)
     stream = NoiseStream(make_factor("blt", messages), messages)
     noise = torch.stack([stream.draw(canaries, "cpu", Stream()) for _ in range(messages)])
     generator = torch.Generator().manual_seed(0)
@@ -138,8 +174,8 @@ def test_a_one_run_audit_of_the_transcript() -> None:
     members = torch.rand(canaries, generator=generator) < 0.5
     shared = SIGMA * sensitivity(column) * noise  # canary i has direction i, of norm C = 1
     shared[positions[members], torch.arange(canaries)[members]] += 1
-    filters = torch.stack([dense[:, position] for position in positions.tolist()], 1)
-    scores = ((dense @ shared) * filters).sum(0) / filters.square().sum(0).sqrt()
+    filters = torch.stack([matrix[:, position] for position in positions.tolist()], 1)
+    scores = ((matrix @ shared) * filters).sum(0) / filters.square().sum(0).sqrt()
     scores = scores / (SIGMA * sensitivity(column))
     # the first messages' rows move the transcript by all of ‖C‖, the last ones' by less
     moved = filters.square().sum(0).sqrt() / (SIGMA * sensitivity(column))
@@ -205,7 +241,10 @@ def test_no_message_more_than_planned() -> None:
 
 def test_settings_are_checked() -> None:
     for settings, name in [
-        ({"messages": 3}, "correlated"), ({"correlated": True, "scale": 1.0}, "per_sample"),
+        ({"messages": 3}, "correlated"), ({"correlated": True}, "per_sample"),
+        ({"correlated": True, "relative_scale": 1.0}, "scale"),
+        ({"correlated": True, "scale": 1.0, "clip_by": "coordinate"}, "clip_by"),
+        ({"scale": 1.0, "delta": 1e-5}, "per_sample"),
         ({"per_sample": True, "noise_multiplier": 1.0, "participations": 2}, "correlated"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=name):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
+from hf_gradguard.defenses.factorization import make_factor, sensitivity
 from hf_gradguard.federation.guard import TABLES, Guard, GuardSettings, check_tables
+from hf_gradguard.leakage import gaussian_epsilon
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3}, 5),
@@ -244,3 +248,42 @@ def test_noise_of_an_update_has_a_stated_strength() -> None:
             Guard(GuardSettings(settings=settings)).protect(before, after)
     published = GuardSettings(settings={"relative_scale": 1.0, "strength": "own"})
     assert Guard(published).protect(before, after).keys() == before.keys()
+
+
+def correlated(**settings: Any) -> GuardSettings:
+    noise = {"correlated": True, "scale": 0.3, "clip": 0.1, "messages": 6, "delta": 1e-5}
+    return GuardSettings("dp_sgd", {**noise, **settings}, tables="-")
+
+
+def test_updates_with_correlated_noise_go_on_after_a_kill(tmp_path: Path) -> None:
+    """A client's rounds are one transcript: behind the factor their noise is white, also where
+    another process takes up what the last one left.
+    """
+    size, rounds = 20_000, 6
+    received = {"w": torch.zeros(size)}
+    update = {"w": torch.full((size,), 1e-3)}  # of norm 0.14, clipped to 0.1
+    noises = []
+    for _ in range(rounds):
+        guard = Guard(correlated())  # as after a kill
+        guard.load_state(tmp_path, "client")
+        sent = guard.protect(received, update)["w"]
+        guard.save_state(tmp_path, "client")
+        noises.append(sent.double() - update["w"] * 0.1 / update["w"].norm())
+    column = make_factor("blt", rounds).column(rounds)
+    place = torch.arange(rounds)
+    matrix = torch.where(place[:, None] >= place, column[(place[:, None] - place).clamp(min=0)], 0)
+    white = matrix @ torch.stack(noises) / (0.3 * sensitivity(column))
+    covariance = white @ white.T / size
+    assert float((covariance - torch.eye(rounds)).abs().max()) < 6 * (2 / size) ** 0.5
+    guard = Guard(correlated())
+    guard.load_state(tmp_path, "client")
+    with pytest.raises(RuntimeError, match="messages=6"):
+        guard.protect(received, update)
+
+
+def test_correlated_noise_says_what_it_protects(caplog: pytest.LogCaptureFixture) -> None:
+    logging.enable_propagation()
+    Guard(correlated(participations=2, min_separation=3, messages=7))
+    assert f"ε = {gaussian_epsilon(1.5, 1e-5):.4g}" in caplog.text
+    with pytest.raises(ValueError, match="messages"):
+        Guard(correlated(messages=None))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import make_task
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses.dp import DPSGD
@@ -228,10 +228,46 @@ def test_arguments_are_checked(
         trainer(tmp_path, **settings)
 
 
-def test_noise_of_the_sum_is_refused(tmp_path: Path) -> None:
-    args = GradGuardConfig(str(tmp_path), secure_aggregation=True, noise_for="sum", use_cpu=True)
-    with pytest.raises(NotImplementedError, match="noise_for"):
-        CorrelatedRows(private(), args, rows=ROWS, rank=0, ranks=3, clients=lambda: [])
+@pytest.mark.parametrize(("noise_for", "each"), [("message", 3.0), ("sum", 3.0 / 6**0.5)])
+def test_noise_for_a_sum_is_shared_among_clients(
+    noise_for: str, each: float, tmp_path: Path
+) -> None:
+    """Nine clients on three ranks: of a sum, what is not a rank's own has the multiplier."""
+    calibrated = [private(noise_multiplier=3.0) for _ in range(3)]
+    args = GradGuardConfig(
+        str(tmp_path), secure_aggregation=True, secure_aggregation_range=1.0, use_cpu=True,
+        noise_for=noise_for, clients_per_process=3, per_device_train_batch_size=3, optim="sgd",
+        max_grad_norm=0.0,
+    )  # fmt: skip
+    rows = CorrelatedRows(calibrated[0], args, rows=90, rank=0, ranks=3, clients=lambda: calibrated)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state = TrainerState(max_steps=8)
+    rows.on_train_begin(args, state, model=model, optimizer=optimizer)
+    # 2^-30 or so of a step is what ranks round
+    multipliers = {client.noise_multiplier for client in calibrated}
+    assert multipliers.pop() == pytest.approx(each, rel=1e-4)
+    assert not multipliers
+    assert rows.noise_multiplier == 3.0
+
+
+def test_batches_that_are_clipped_as_a_whole(tmp_path: Path) -> None:
+    """Their rows are placed alike, and ε is of scale/(2C), whatever a batch is replaced by."""
+    settings = {"correlated": True, "scale": 0.9, "clip": 0.3, "delta": 1e-5}
+    trained = trainer(tmp_path, make_defense("dp_sgd", **settings))
+    trained.train()
+    assert set(times(trained.taken).values()) == {1}
+    assert trained.private_rows is not None
+    expected = gaussian_epsilon(1.5, 1e-5)
+    assert trained.private_rows.epsilon == pytest.approx(expected, rel=2e-3)
+    logged = [row["defense/epsilon"] for row in trained.state.log_history if "loss" in row]
+    assert logged == [pytest.approx(expected, rel=2e-3)] * PASS
+    trained.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert "Each message as a whole" in card
+    assert "client-level noise" not in card
+    with pytest.raises(ValueError, match="participations"):
+        trainer(tmp_path, make_defense("dp_sgd", **settings), max_steps=PASS + 1).train()
 
 
 def test_other_rows_are_refused(tmp_path: Path) -> None:

@@ -74,12 +74,15 @@ class PlacedRows(RowSampler):
 
 
 class CorrelatedRows(PrivateRows):
-    """Of a Trainer with `dp_sgd(per_sample=True, correlated=True)`.
+    """Of a Trainer with `dp_sgd(correlated=True)`, which clips rows or, without `per_sample`, the
+    gradient of a batch as a whole.
 
     A pass goes through all rows in one order, B rows a message, and leaves out what is no full
     message. Later passes keep the order, so that a row's messages are a whole pass apart. ε is of
     data sets of which one has a row whose gradient counts as zero, for whoever knows the order and
-    sees all messages: nothing is gained by sampling.
+    sees all messages: nothing is gained by sampling. With `noise_for="sum"` it is for whoever sees
+    all sums of the clients' messages, and has one rank's noise: noises of the others add up to one
+    of the same factor.
 
     Args:
         *args: As for `PrivateRows`.
@@ -93,12 +96,6 @@ class CorrelatedRows(PrivateRows):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         arguments = self._args
-        if setting(arguments, "noise_for") == "sum":
-            raise NotImplementedError(
-                f"{_SAY} and noise_for='sum': after a kill a client may pass over messages that "
-                "others share, and their noise would no longer add up to what was stated. Use "
-                "noise_for='message': each client then has all of its noise."
-            )
         if arguments.ignore_data_skip:
             raise NotImplementedError(
                 f"{_SAY} and ignore_data_skip, under which a resumed run begins with the first "
@@ -158,9 +155,12 @@ class CorrelatedRows(PrivateRows):
             logger.warning(_LOST.format(lost, -(-lost // accumulation)))
         self._shift = plan.position - state.global_step * accumulation
         self.noise_multiplier, self._orders = plan.noise_multiplier, {}
+        # A row is in one of the sums, and moves it by the clip and what ranks round.
+        rounding = self._rounding(args, model)
+        own_multiplier = plan.noise_multiplier * (1 + rounding) / self._messages_of_sum(args)
         for client in self._clients():
             client.calibrate(  # type: ignore[attr-defined]
-                plan.noise_multiplier, self.batch_size, messages=plan.messages,
+                own_multiplier, self.batch_size, messages=plan.messages,
                 min_separation=self._rounds if plan.messages > self._rounds else None,
             )  # fmt: skip
         if self._rank == 0:
@@ -184,7 +184,7 @@ class CorrelatedRows(PrivateRows):
             )
 
     def _new_transcript(self, messages: int) -> Transcript:
-        multiplier = self.defense.noise_multiplier
+        multiplier = self._requested_multiplier
         if multiplier is None:
             assert self.defense.target_epsilon is not None  # one of both was asked for
             assert self.defense.delta is not None
@@ -193,6 +193,11 @@ class CorrelatedRows(PrivateRows):
         seed = setting(self._args, "noise_seed")
         stream = Stream() if seed is None else Stream.from_seeds(seed, self._rank, 0, 3)
         return Transcript(secrets.token_hex(4), messages, multiplier, stream.bytes(KEY_BYTES).hex())
+
+    @property
+    def _requested_multiplier(self) -> float | None:
+        """σ, or scale/(2C) of a batch that is clipped as a whole; `None` with `target_epsilon`."""
+        return self.defense.noise_multiplier or self.defense.client_noise_multiplier
 
     def _order(self, client: int) -> np.ndarray:
         """A client's rows, `(rounds, B)`: those of each message of a pass."""
@@ -271,11 +276,11 @@ class CorrelatedRows(PrivateRows):
         if saved is None:
             return
         plan = Transcript(**saved)
-        asked = self.defense.noise_multiplier
-        if asked is not None and asked != plan.noise_multiplier:
+        requested = self._requested_multiplier
+        if requested is not None and requested != plan.noise_multiplier:
             raise ValueError(
-                f"noise_multiplier is {asked:g}, and the noise of the run to resume was planned "
-                f"with {plan.noise_multiplier:g}. Set it as it was, or begin a new run."
+                f"noise_multiplier is {requested:g}, and the noise of the run to resume was "
+                f"planned with {plan.noise_multiplier:g}. Set it as it was, or begin a new run."
             )
         self._saved_position = plan.position
         for record in records:
@@ -288,8 +293,9 @@ class CorrelatedRows(PrivateRows):
         assert plan is not None
         passes = math.ceil(plan.messages / self._rounds)
         often = "one message" if passes == 1 else f"up to {passes} messages"
+        clipped = "Each row's gradient" if self.defense.per_sample else "Each message as a whole"
         return (
-            f"Each row's gradient was clipped, and each row was in {often} at most: "
+            f"{clipped} was clipped, and each row was in {often} at most: "
             f"{plan.position} messages of each client, with correlated noise "
             f"(`{self.defense.factorization or 'blt'}`, multiplier {plan.noise_multiplier:.4g} for "
             "all of them together). ε takes the order of rows for known; nothing is gained by "
@@ -303,8 +309,12 @@ class CorrelatedRows(PrivateRows):
             planned.add(multiplier, 1.0, int(self._transcript_is_new))
             text = (
                 f"ε = {planned.epsilon(delta):.4g} at δ = {delta:g} for one row of the training "
-                "data, whose gradient counts or is zero"
+                "data, "
             )
+            text += (
+                "whose gradient counts or is zero" if self.defense.per_sample
+                else "and all that is in its messages, whatever they are replaced by"
+            )  # fmt: skip
         passes = math.ceil(messages / self._rounds)
         logger.warning(
             f"{text}: its gradients in all messages, and not logged losses, evaluation, or other "

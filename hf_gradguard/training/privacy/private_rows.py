@@ -149,7 +149,7 @@ class PrivateRows(TrainerCallback):
         ]
         self.rate = max(self._rates)
         self._clients = clients
-        self.noise_multiplier = defense.noise_multiplier
+        self.noise_multiplier = defense.noise_multiplier or defense.client_noise_multiplier
         self.account, self._account_file = account or PrivacyAccount(), account_file
 
     def sampler(self) -> RowSampler:
@@ -359,7 +359,7 @@ def is_client_level(defense: Defense) -> bool:
     from ...defenses.dp import DPSGD, OptimalDPSGD
 
     if isinstance(defense, DPSGD):
-        return not defense.per_sample
+        return not (defense.per_sample or defense.correlated)
     return isinstance(defense, OptimalDPSGD)
 
 

@@ -40,7 +40,7 @@ def private_rows_of(
         True
     """
     links = list(chained_defenses(trainer.defense))
-    if not any(getattr(link, "per_sample", False) for link in links):
+    if not any(getattr(link, n, False) for link in links for n in ("per_sample", "correlated")):
         return None
     _refuse(trainer, len(links) > 1, own_batches)
     if own_batches or trainer.train_dataset is None:
