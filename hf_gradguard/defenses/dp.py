@@ -313,8 +313,8 @@ class DPSGD(NoiseDefense):
             )
         size = self.expected_batch_size or samples
         if self.correlated:
-            std = self.noise_multiplier * self.clip
-            return self._correlated(gmap, total, std, size, generator, metrics)
+            noise_std = self.noise_multiplier * self.clip
+            return self._correlated(gmap, total, noise_std, size, generator, metrics)
         std = torch.tensor(self.noise_multiplier * self.clip, dtype=torch.float64)
         entries = sum(tensor.numel() for tensor in total.values())
         noisy = add_noise(total, lambda name: std.expand_as(total[name]), entries, generator)
