@@ -23,7 +23,6 @@ from ..data.private import make_private_folder, write_private
 from ..defenses import Defense, make_defense
 from ..gradient_map import Tensors
 from ..gradient_map.views import PrecomputedGradient
-from ..leakage import gaussian_epsilon
 from ..randomness import Stream
 from ..registry import DEFENSES
 
@@ -286,6 +285,8 @@ class Guard:
 
 def _protection_of_transcript(defense: Any) -> str:
     """What `dp_sgd` with correlated noise says of all of a client's updates together."""
+    from ..leakage import gaussian_epsilon
+
     if defense.messages is None:
         raise ValueError(
             f"{PREFIX}dp_sgd.messages is missing: in how many rounds at most this client trains, "
