@@ -42,6 +42,10 @@ def _run(command: str, flags: dict[str, Any]) -> None:
         from .audit import run_audit
 
         run_audit(flags)
+    elif command == "demo":
+        from .demo import run_demo
+
+        run_demo(**flags)
     else:
         from .recommend import run_recommend
 
@@ -68,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         help="short trainings under several defenses, attacked: which one to train with",
     )
     add_fields(recommend, CommandSettings, TrialSettings)
+    _add_demo(commands)
     return parser
 
 
@@ -86,6 +91,25 @@ def describe(registry: Registry[Any]) -> str:
             f"{heading}\n  {description.summary}\n  settings: {', '.join(settings) or 'none'}"
         )
     return "\n\n".join(paragraphs)
+
+
+def _add_demo(commands: Any) -> None:
+    demo = commands.add_parser(
+        "demo", help="train an encoder with and without protection, attack it, and show both"
+    )
+    demo.add_argument(
+        "--model", help="folder or Hub name of a text encoder. Default: MiniLM, by the extra demo"
+    )
+    demo.add_argument("--output", default="runs/demo", help="folder of the audit (%(default)s)")
+    counts = {
+        "steps": (40, "optimizer steps of each training"),
+        "attacked": (6, "sentences that are attacked, each alone in its message"),
+        "seed": (0, "seed of trainings and attacks"),
+    }
+    for name, (default, text) in counts.items():
+        demo.add_argument(
+            f"--{name}", type=int, default=default, help=f"{text} (default: {default})"
+        )
 
 
 def _add_evalnet(commands: Any) -> None:

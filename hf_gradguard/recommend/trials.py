@@ -163,13 +163,14 @@ class Trials:
 
     def untrained(self) -> list[float]:
         """Which judging samples the model gets right before any training."""
-        return self._right(copy.deepcopy(self.model), self.split.judging)
+        return right_shares(copy.deepcopy(self.model), self.modality, self.split.judging)
 
     def step_seconds(self, steps: int = 4) -> float:
         """Of a step without a defense, measured."""
         model = copy.deepcopy(self.model)
         began = time.monotonic()
-        self._train(model, NoDefense(), self.settings.learning_rate, self.settings.seed, steps)
+        settings = dataclasses.replace(self.settings, steps=steps)
+        self._train(model, NoDefense(), settings.learning_rate, settings.seed, settings)
         return (time.monotonic() - began) / steps
 
     def rates(self, defense: Defense) -> list[float]:
@@ -195,43 +196,69 @@ class Trials:
 
     def _run(self, defense: Defense, rate: float, path: Path, seed: int | None) -> Cell:
         model, settings = copy.deepcopy(self.model), self.settings
-        self._train(model, defense, rate, settings.seed if seed is None else seed, settings.steps)
+        self._train(model, defense, rate, settings.seed if seed is None else seed, settings)
         save_file(_state(model), path)
-        choosing = self._right(model, self.split.choosing)
-        judging = self._right(model, self.split.judging)
+        choosing = right_shares(model, self.modality, self.split.choosing)
+        judging = right_shares(model, self.modality, self.split.judging)
         return {"choosing": sum(choosing) / len(choosing), "judging": judging}
 
     def _train(
-        self, model: nn.Module, defense: Defense, rate: float, seed: int, steps: int
+        self, model: nn.Module, defense: Defense, rate: float, seed: int, settings: TrialSettings
     ) -> None:
-        settings = self.settings
-        with tempfile.TemporaryDirectory() as folder:
-            args = GradGuardConfig(
-                folder, max_steps=steps, per_device_train_batch_size=settings.batch_size,
-                learning_rate=rate, warmup_steps=WARMUP, seed=seed,
-                save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
-                remove_unused_columns=False,
-                use_cpu=next(model.parameters()).device.type == "cpu",
-            )  # fmt: skip
-            trainer = GradGuardTrainer(
-                model, args, defense=copy.deepcopy(defense), train_dataset=self.split.training,
-                data_collator=self.modality.batch, processing_class=self._processing_class,
-            )  # fmt: skip
-            trainer.remove_callback(PrinterCallback)
-            trainer.remove_callback(LearningRateUnderNoise)  # rates are what is tried
-            trainer.train()
+        rows, processing_class = self.split.training, self._processing_class
+        train(model, defense, rows, self.modality, settings, rate, seed, processing_class)
 
-    def _right(self, model: nn.Module, samples: Sequence[Sample]) -> list[float]:
-        """Of each sample whether its class was predicted right, or which share of its tokens."""
-        model.eval()
-        device, shares = next(model.parameters()).device, list[float]()
-        for start in range(0, len(samples), 32):
-            batch = self.modality.batch(samples[start : start + 32])
-            inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-            with torch.no_grad():
-                predicted = model(**inputs).logits.argmax(-1).cpu()
-            shares += share_right(predicted, batch["labels"], is_causal_lm(model))
-        return shares
+
+def train(
+    model: nn.Module,
+    defense: Defense,
+    rows: Sequence[Sample],
+    modality: Modality,
+    settings: TrialSettings,
+    rate: float,
+    seed: int,
+    processing_class: Any = None,
+) -> None:
+    """Train a model in place, in one process, without output and checkpoints.
+
+    Args:
+        model: To train.
+        defense: Of every message. A copy is used.
+        rows: Samples to train on.
+        modality: Makes batches of them.
+        settings: Their `steps` and `batch_size` are used.
+        rate: Peak learning rate.
+        seed: Of the order of rows, of dropout and of the defense.
+        processing_class: Goes to the Trainer.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        args = GradGuardConfig(
+            folder, max_steps=settings.steps, per_device_train_batch_size=settings.batch_size,
+            learning_rate=rate, warmup_steps=WARMUP, seed=seed,
+            save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
+            remove_unused_columns=False,
+            use_cpu=next(model.parameters()).device.type == "cpu",
+        )  # fmt: skip
+        trainer = GradGuardTrainer(
+            model, args, defense=copy.deepcopy(defense), train_dataset=rows,
+            data_collator=modality.batch, processing_class=processing_class,
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.remove_callback(LearningRateUnderNoise)  # rates are what is tried
+        trainer.train()
+
+
+def right_shares(model: nn.Module, modality: Modality, samples: Sequence[Sample]) -> list[float]:
+    """Of each sample whether its class was predicted right, or which share of its tokens."""
+    model.eval()
+    device, shares = next(model.parameters()).device, list[float]()
+    for start in range(0, len(samples), 32):
+        batch = modality.batch(samples[start : start + 32])
+        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        with torch.no_grad():
+            predicted = model(**inputs).logits.argmax(-1).cpu()
+        shares += share_right(predicted, batch["labels"], is_causal_lm(model))
+    return shares
 
 
 def share_right(predicted: torch.Tensor, labels: torch.Tensor, shifted: bool) -> list[float]:

