@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import transformers
@@ -36,9 +37,11 @@ _WAY_OUT = (
     "Face Hub, like distilbert/distilbert-base-uncased."
 )
 _FILE = re.compile(
-    r"\.(csv|tsv|txt|jsonl?|parquet|arrow|np[yz]|gz|bz2|xz|zip|xlsx?|safetensors|bin|pth?|onnx|gguf)$",
+    r"\.(csv|tsv|txt|jsonl?|ndjson|ya?ml|xml|html?|parquet|pq|arrow|feather|pkl|np[yz]|h5|gz|bz2|xz|zst"
+    r"|zip|tar|xlsx?|ods|db|sqlite|png|jpe?g|gif|bmp|tiff?|webp|safetensors|bin|pth?|onnx|gguf|ckpt)$",
     re.IGNORECASE,
 )
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 class ModelError(ValueError):
@@ -46,12 +49,14 @@ class ModelError(ValueError):
 
 
 def is_written_as_path(name: str) -> bool:
-    """Whether a name cannot be one on the Hub: it begins like a path, ends like a file, has several
-    slashes, or what it begins with is a folder here.
+    """Whether a name cannot be one on the Hub: it begins like a path, ends like a file, holds
+    what no name there does, or begins with a folder that is here.
 
     Example:
         >>> is_written_as_path("./runs/model"), is_written_as_path("my/train.CSV")
         (True, True)
+        >>> is_written_as_path("C:/model")
+        True
         >>> is_written_as_path("distilbert/distilbert-base-uncased")
         False
     """
@@ -59,7 +64,7 @@ def is_written_as_path(name: str) -> bool:
     return (
         os.path.isabs(name)
         or name.startswith((".", "~"))
-        or name.count("/") > 1
+        or _HUB_NAME.fullmatch(name) is None
         or _FILE.search(name) is not None
         or (slash != "" and os.path.isdir(folder))
     )
@@ -115,7 +120,7 @@ def explain_missing_model(name: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except (FileNotFoundError, NotADirectoryError, ModelError):
         raise
-    except (OSError, ValueError, ImportError, SafetensorError, RuntimeError, EOFError) as error:
+    except Exception as error:  # a broken file makes libraries raise whatever they stumble over
         why = " ".join(str(error).split("\n\n")[0].split())
         if "trust_remote_code" in why:
             raise ModelError(
@@ -125,26 +130,36 @@ def explain_missing_model(name: str | os.PathLike[str]) -> Iterator[None]:
         if isinstance(error, OSError) and not os.path.isdir(path):
             raise FileNotFoundError(
                 f"There is no folder {path}, and the Hub gave no model of that name "
-                f"({str(error).splitlines()[0]}). {_WAY_OUT}"
+                f"({str(error).splitlines()[0]}). {_WAY_OUT} For a gated one accept its terms on "
+                "its page, and run `hf auth login`."
             ) from error
-        if (cut := _cut_file(path)) is not None:
-            raise ModelError(f"{cut} is cut or damaged: copy it again.") from error
-        if isinstance(error, OSError | ValueError | ImportError):
-            raise type(error)(why) from error
+        if (damaged := _damaged_file(path)) is not None:
+            raise ModelError(f"{damaged} is cut or damaged: copy it again.") from error
+        if isinstance(error, UnpicklingError):
+            raise ModelError(
+                f"{path} has pickled weights that could run code: save them as safetensors."
+            ) from error
+        if not isinstance(error, OSError | ValueError | ImportError):
+            why = f"{type(error).__name__}: {why}"
+        if "ignore_mismatched_sizes" in why:
+            why = "config.json and the weights are of different sizes: take both from one model"
+        if "no file named" in why or "Repo id" in why:  # PEFT looks for adapters on the Hub then
+            why = f"it has no weights. {_WAY_OUT}"
         raise ModelError(f"{path} cannot be loaded: {why}") from error
 
 
-def _cut_file(folder: str) -> str | None:
-    """A file of weights in a folder that cannot be read to its end."""
-    for file in sorted(Path(folder).glob("*.safetensors")):
+def _damaged_file(folder: str) -> str | None:
+    """A file in a folder that cannot be read to its end."""
+    for file in sorted(Path(folder).glob("*")):
         try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError):
+            if file.suffix == ".json":
+                json.loads(file.read_bytes())
+            elif file.suffix == ".safetensors":
+                safe_open(file, framework="pt")
+            elif file.suffix == ".bin" and file.name != "training_args.bin":
+                zipfile.ZipFile(file).close()  # an older form was read without an error
+        except (ValueError, SafetensorError, OSError, zipfile.BadZipFile):
             return str(file)
-    for file in sorted(Path(folder).glob("*.bin")):
-        if file.name != "training_args.bin" and not zipfile.is_zipfile(file):
-            return str(file)  # an older file has another form, and was read without an error
     return None
 
 
@@ -427,7 +442,7 @@ def _adapted(name: str, task: Task) -> tuple[nn.Module, Any]:
 
 def _base_of(folder: str) -> tuple[str, str | None]:
     """The model that a folder's adapters are for, and what PEFT calls its task."""
-    with open(os.path.join(folder, ADAPTER), encoding="utf-8") as file:
+    with explain_missing_model(folder), open(os.path.join(folder, ADAPTER), "rb") as file:
         adapter = json.load(file)
     base: str | None = adapter.get("base_model_name_or_path")
     if not base:

@@ -18,6 +18,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
@@ -76,11 +77,12 @@ def main() -> None:
     command_line.check_ranks(state, recipe.num_ranks)
     data, column = command_line.load_classes(recipe.source, "image", recipe, args.seed, state)
     head = classifier_head(data["train"].features["labels"].names)
+    folder = Path(recipe.dataset).parent  # of a table that names files
 
     # Model: a pretrained one with a new head, or one from its configuration, for images in [-1, 1].
     set_seed(args.seed)
     if recipe.from_scratch:
-        image = read_image(data["train"][0][column], recipe.dataset)
+        image = read_image(data["train"][0][column], recipe.dataset, folder)
         sizes = {"num_channels": 1 if image.mode == "L" else 3, "image_size": max(image.size)}
         sizes |= json.loads(recipe.model_config)
         config = AutoConfig.for_model(recipe.from_scratch, **sizes, **head)
@@ -94,7 +96,8 @@ def main() -> None:
     mode = mode_of(model.config)
 
     def to_pixels(rows: dict[str, list]) -> dict[str, Any]:
-        images = [to_pil(read_image(stored, recipe.dataset), mode) for stored in rows[column]]
+        images = [read_image(stored, recipe.dataset, folder) for stored in rows[column]]
+        images = [to_pil(image, mode) for image in images]
         pixels = processor(images, return_tensors="pt")["pixel_values"]
         return {"pixel_values": list(pixels), "labels": rows["labels"]}
 

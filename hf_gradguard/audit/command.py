@@ -81,6 +81,14 @@ def load(
         OSError: If something cannot be read.
     """
     set_seed(seed)
+    device = source.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(
+            f"--device {device} cannot be used here ({str(error).splitlines()[0][:80]}): give cpu, "
+            "or leave it out."
+        ) from error
     head = find_head(source.model, source.task)
     columns = Labeled(
         load_rows(source.dataset, source.split, source.dataset_config), source.dataset,
@@ -93,7 +101,6 @@ def load(
     classes: Any = model.config.label2id  # type: ignore[union-attr]
     show_rows(columns, classes)
     samples = columns.samples(classes, columns.draw(count, decoys, seed))
-    device = source.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return model.to(device), processing_class, samples
 
 

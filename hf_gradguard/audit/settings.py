@@ -263,8 +263,18 @@ def check_required(settings: Any) -> None:
 def _read_mapping(path: str) -> dict[str, Any]:
     import yaml
 
-    with open(path, encoding="utf-8") as file:
-        values = json.load(file) if os.path.splitext(path)[1] == ".json" else yaml.safe_load(file)
+    try:
+        with open(path, encoding="utf-8") as file:
+            is_json = os.path.splitext(path)[1] == ".json"
+            values = json.load(file) if is_json else yaml.safe_load(file)
+    except OSError as error:
+        raise type(error)(
+            f"{path} cannot be read ({error.strerror}): name a YAML or JSON file."
+        ) from error
+    except (ValueError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = getattr(error, "lineno", mark.line + 1 if mark else "unknown")
+        raise ValueError(f"{path} is no YAML or JSON: mend line {line}.") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of settings.")
     return values

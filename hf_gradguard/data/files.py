@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import bz2
 import contextlib
-import csv
-import gzip
-import io
-import json
-import lzma
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +12,7 @@ import numpy as np
 
 from ..models import is_written_as_path
 from ..registry import need
+from .tables import COMPRESSIONS, READERS, DataError, format_of, read_table
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -27,18 +23,16 @@ COLUMNS = {
 }
 """The usual names of the column that holds the inputs, by the name of their domain."""
 
-_BOMS = {
-    b"\xef\xbb\xbf": "utf-8", b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32",
-    b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16",
+_ARROW_FORMATS = {
+    ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow"
 }  # fmt: skip
-_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+"""Which builder of `datasets` reads a file, by its ending."""
 _WAY_OUT = "Give a file, a folder, or a name as the Hub has it, like stanfordnlp/imdb."
 _SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 """What the files of a split may be called."""
-
-
-class DataError(ValueError):
-    """What cannot be read, in one line: the file, the row, the way out. Never what a row says."""
+_SAVED = ("dataset_dict.json", "state.json", "dataset_info.json")
+"""Files of which `save_to_disk` writes one at least."""
+_IMAGE_NAME = re.compile(r"\.(png|jpe?g|gif|bmp|webp|tiff?|pp?gm|ico)$", re.IGNORECASE)
 
 
 def load_rows(dataset: str, split: str = "train", config: str | None = None) -> Dataset:
@@ -48,8 +42,8 @@ def load_rows(dataset: str, split: str = "train", config: str | None = None) -> 
     was read, where that was not plain, is in `rows.info.description`.
 
     Args:
-        dataset: A csv, tsv, txt (a text a line), json, jsonl, parquet or npz file, the first five
-            also compressed; a folder of such tables, one a split, of images, or of
+        dataset: A csv, tsv, txt (a text a line), json, jsonl, parquet, arrow or npz file, the first
+            five also compressed; a folder of such tables, one a split, of images, or of
             `save_to_disk`; or a Hub name.
         split: Of a folder or a Hub data set.
         config: Of a Hub data set with several.
@@ -66,9 +60,6 @@ def load_rows(dataset: str, split: str = "train", config: str | None = None) -> 
         ({'sentence': 'a fine film', 'label': '1'}, "separated by ';'")
     """
     need("data", "data", "datasets")
-    # An extra: training needs this room's private files and not this library.
-    from datasets import load_dataset
-
     path = Path(dataset)
     check_data_name(dataset)
     with explain_unreadable(dataset):
@@ -76,7 +67,7 @@ def load_rows(dataset: str, split: str = "train", config: str | None = None) -> 
             return _read_file(path)
         if splits := _saved(path) or _tables_of(path):
             return _split_of(splits, split, dataset)
-        return load_dataset(dataset, config, split=split)
+        return _load_by_library(dataset, config, split)
 
 
 def load_splits(dataset: str, config: str | None = None, seed: int = 0) -> DatasetDict:
@@ -98,7 +89,8 @@ def load_splits(dataset: str, config: str | None = None, seed: int = 0) -> Datas
         {'train': 18, 'validation': 2}
     """
     need("data", "data", "datasets")
-    from datasets import DatasetDict, load_dataset
+    # An extra: training needs this room's private files and not this library.
+    from datasets import DatasetDict
 
     path = Path(dataset)
     check_data_name(dataset)
@@ -106,11 +98,15 @@ def load_splits(dataset: str, config: str | None = None, seed: int = 0) -> Datas
         if path.is_file():
             splits: Mapping[str, Any] = {"train": _read_file(path)}
         else:
-            splits = _saved(path) or _tables_of(path) or load_dataset(dataset, config)
+            splits = _saved(path) or _tables_of(path) or _load_by_library(dataset, config)
         train = _split_of(splits, "train", dataset)
         judging = next((name for name in ("validation", "test") if name in splits), None)
         if judging is not None:
             return DatasetDict(train=train, validation=_split_of(splits, judging, dataset))
+        if len(train) < 2:
+            raise DataError(
+                f"{dataset} has 1 row, of which none can be held out: give two or more."
+            )
         held_out = train.train_test_split(0.1, seed=seed)
         return DatasetDict(train=held_out["train"], validation=held_out["test"])
 
@@ -145,7 +141,7 @@ def explain_unreadable(dataset: str) -> Iterator[None]:
         >>> with explain_unreadable("rows.parquet"):
         ...     raise OSError("'a secret text' cannot be parsed")
         Traceback (most recent call last):
-        hf_gradguard.data.files.DataError: rows.parquet cannot be read (OSError): it is cut ...
+        hf_gradguard.data.tables.DataError: rows.parquet cannot be read (OSError): it is cut ...
     """
     try:
         yield
@@ -153,11 +149,16 @@ def explain_unreadable(dataset: str) -> Iterator[None]:
         raise
     except Exception as error:
         path = Path(dataset)
+        if isinstance(error, PermissionError):
+            raise DataError(
+                f"{dataset} may not be read by you: ask for the right, or copy it."
+            ) from None
         if not path.exists():
             raise _of_hub(dataset, error) from None
         if path.is_dir() and "split" in str(error):  # names the splits that there are
             raise DataError(f"{dataset}: {_one_line(error)} Choose with --split.") from None
-        way_out = "cut or damaged: copy it again" if path.is_file() else (
+        is_whole = path.is_dir() and not any((path / name).is_file() for name in _SAVED)
+        way_out = "cut or damaged: copy it again" if not is_whole else (
             "neither tables called train, images, nor what save_to_disk wrote: name a file"
         )  # fmt: skip
         kind = type(error).__name__
@@ -185,14 +186,15 @@ def _tables_of(folder: Path) -> dict[str, Any]:
     """Loaders of a folder's tables by split; none where it holds no tables."""
     if not folder.is_dir():
         return {}
-    files = [f for f in sorted(folder.iterdir()) if _format(f) in _READERS and f.stem != "metadata"]
+    files = [f for f in sorted(folder.iterdir()) if format_of(f) in READERS]
+    files = [f for f in files if f.stem != "metadata"]  # of images
     tables = {
         split: file
         for split, stems in _SPLITS.items()
         for file in files
         if file.name.lower().split(".")[0] in stems
     }
-    if len(files) == 1 and not tables:
+    if len(files) == 1 and not tables and len(_image_classes(folder)) < 2:
         tables = {"train": files[0]}
     if files and not tables and not any(f.is_dir() for f in folder.iterdir()):
         names = ", ".join(file.name for file in files[:5])
@@ -200,9 +202,28 @@ def _tables_of(folder: Path) -> dict[str, Any]:
     return tables
 
 
+def _image_classes(folder: Path) -> list[Path]:
+    """Subfolders that hold images."""
+    folders = [f for f in sorted(folder.iterdir()) if f.is_dir() and f.name[0] not in "._"]
+    return [f for f in folders if any(_IMAGE_NAME.search(file.name) for file in f.iterdir())]
+
+
+def _load_by_library(dataset: str, config: str | None, split: str | None = None) -> Any:
+    """A folder of other forms, or a Hub data set: one split, or all by name."""
+    from datasets import load_dataset
+
+    path = Path(dataset)
+    if path.is_dir() and not any(_IMAGE_NAME.search(file.name) for file in path.iterdir()):
+        classes = _image_classes(path)
+        # The library takes one subfolder for no class.
+        if len(classes) == 1 and classes[0].name.lower() not in sum(_SPLITS.values(), ("val",)):
+            return load_dataset("imagefolder", data_dir=dataset, split=split, drop_labels=False)
+    return load_dataset(dataset, config, split=split)
+
+
 def _saved(folder: Path) -> Mapping[str, Any]:
     """What `save_to_disk` wrote into a folder, by split; none if it is no such folder."""
-    if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+    if not any((folder / name).is_file() for name in _SAVED):
         return {}
     from datasets import Dataset, load_from_disk
 
@@ -222,55 +243,72 @@ def _split_of(splits: Mapping[str, Any], split: str, dataset: str) -> Any:
 # --- files
 
 
-def _format(path: Path) -> str:
-    """The ending that says how a file is read, without that of its compression."""
-    suffixes = [suffix.lower() for suffix in path.suffixes] or [""]
-    is_compressed = suffixes[-1] in _OPENERS and len(suffixes) > 1
-    return suffixes[-2] if is_compressed else suffixes[-1]
-
-
 def _read_file(path: Path) -> Any:
-    kind, name = _format(path), str(path)
-    if kind in (".parquet", ".npz") or kind not in _READERS:
-        return _read_binary(path, kind)
-    opener = _OPENERS.get(path.suffix.lower(), open)
-    with explain_unreadable(name), opener(path, "rb") as file:
-        text, note = _decode(name, file.read())
-        columns, separator = _READERS[kind](name, text)
-    notes = [note, separator and f"separated by {separator!r}"]
-    return _rows_of(name, columns, ", ".join(filter(None, notes)))
-
-
-def _read_binary(path: Path, kind: str) -> Any:
+    kind, name = format_of(path), str(path)
+    if kind in READERS:
+        with explain_unreadable(name):
+            return _rows_of(name, *read_table(path))
     if kind == ".npz":
-        with np.load(path, allow_pickle=False) as arrays:
-            return Arrays(dict(arrays))
-    if kind != ".parquet":
+        return _read_arrays(path)
+    if kind not in _ARROW_FORMATS or path.suffix.lower() in COMPRESSIONS:
         raise DataError(
-            f"{path} is none of {', '.join(_READERS)} (also with {', '.join(_OPENERS)}), .parquet "
-            "and .npz (images). Save it as one of them."
+            f"{path} is none of {', '.join(READERS)} (also with {', '.join(COMPRESSIONS)}), "
+            f"{', '.join(_ARROW_FORMATS)} and .npz (images). Save it as one of them."
         )
-    from datasets import load_dataset
+    with explain_unreadable(name):
+        if not _count_arrow_rows(path, _ARROW_FORMATS[kind]):
+            raise DataError(f"{path} has no rows.")
+        from datasets import load_dataset
 
-    rows = load_dataset("parquet", data_files=str(path), split="train")
-    if not len(rows):
-        raise DataError(f"{path} has no rows.")
-    return rows
+        return load_dataset(_ARROW_FORMATS[kind], data_files=str(path), split="train")
+
+
+def _count_arrow_rows(path: Path, builder: str) -> int:
+    """Counted before the library reads the file, as it logs what it cannot read."""
+    import pyarrow as pa
+    from pyarrow import ipc, parquet
+
+    if builder == "parquet":
+        return int(parquet.ParquetFile(path).metadata.num_rows)
+    with pa.memory_map(str(path)) as file:
+        try:
+            reader = ipc.open_stream(file)
+            return sum(batch.num_rows for batch in reader)
+        except pa.ArrowInvalid:
+            stored = ipc.open_file(file)
+            batches = range(stored.num_record_batches)
+            return sum(stored.get_batch(number).num_rows for number in batches)
+
+
+def _read_arrays(path: Path) -> Arrays:
+    with np.load(path, allow_pickle=False) as arrays:
+        try:
+            return Arrays(dict(arrays))
+        except ValueError:
+            raise DataError(
+                f"{path} holds objects, which may run code: save arrays of numbers."
+            ) from None
 
 
 class Arrays:
     """The arrays of an npz file, as far as a data set is read: its columns, by name.
 
     Args:
-        arrays: By name.
+        arrays: By name. Those without rows are left out.
 
     Example:
-        >>> Arrays({"x": np.zeros((2, 4, 4))}).column_names
-        ['x']
+        >>> Arrays({"x": np.zeros((2, 4, 4)), "y": np.zeros((2, 1))})["y"].shape
+        (2,)
     """
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
-        self._arrays, self.column_names = arrays, list(arrays)
+        # Keras keeps labels as a column.
+        self._arrays = {
+            name: array[:, 0] if array.shape[1:] == (1,) else array
+            for name, array in arrays.items()
+            if array.ndim
+        }
+        self.column_names = list(self._arrays)
         self.features: dict[str, Any] = {}
 
     def __getitem__(self, column: str) -> Any:
@@ -280,8 +318,6 @@ class Arrays:
 def _rows_of(name: str, columns: Mapping[str, Sequence[Any]], note: str) -> Dataset:
     from datasets import Dataset, DatasetInfo
 
-    if not any(map(len, columns.values())):
-        raise DataError(f"{name} has no rows.")
     try:
         return Dataset.from_dict(dict(columns), info=DatasetInfo(description=note))
     except Exception:
@@ -294,135 +330,11 @@ def _rows_of(name: str, columns: Mapping[str, Sequence[Any]], note: str) -> Data
                         f"{name}, row {row}: column {column!r} holds {kind} there and {usual_kind} "
                         "before. Give all rows the same."
                     ) from None
+            try:
+                Dataset.from_dict({column: cells})
+            except Exception as error:
+                raise DataError(
+                    f"{name}: column {column!r} holds {usual_kind} that is no column "
+                    f"({type(error).__name__}). Correct it, or leave it out."
+                ) from None
         raise
-
-
-def _decode(name: str, content: bytes) -> tuple[str, str]:
-    """A file's text, and how it was read where it is not UTF-8."""
-    if not content.strip():
-        raise DataError(f"{name} is empty.")
-    encoding = next((code for bom, code in _BOMS.items() if content.startswith(bom)), None)
-    if encoding is None and b"\0" in content[:1000]:  # UTF-16 that does not say so
-        encoding = "utf-16-le" if content[1:2] == b"\0" else "utf-16-be"
-    try:
-        # UTF-8 drops the mark that others need to know their order of bytes.
-        text = content.decode("utf-8-sig" if encoding in (None, "utf-8") else encoding)
-        return text, "" if encoding in (None, "utf-8") else f"read as {encoding}"
-    except UnicodeDecodeError as error:
-        if encoding is not None:
-            raise DataError(f"{name} is not the {encoding} that it begins as.") from None
-        line = content.count(b"\n", 0, error.start) + 1
-    from charset_normalizer import from_bytes
-
-    lines = [line_of for line_of in content.split(b"\n") if not line_of.isascii()]
-    matches = from_bytes(b"\n".join(lines)[:100_000])
-    if {"cp1252", "latin_1"} & {c for m in matches for c in (m.encoding, *m.could_be_from_charset)}:
-        with contextlib.suppress(UnicodeDecodeError):
-            return content.decode("cp1252"), "read as Windows-1252 (Latin-1), as it is not UTF-8"
-    best = matches.best()
-    source = best.encoding if best is not None else "ENCODING"
-    raise DataError(
-        f"{name} is not UTF-8 (line {line}), perhaps {source}: convert it by "
-        f"`iconv -f {source} -t utf-8`."
-    )
-
-
-def _separated(name: str, text: str, separator: str = "") -> tuple[dict[str, list[Any]], str]:
-    """Columns of a table with a line of names, and the separator if it is not the usual one."""
-    counts = {mark: text.partition("\n")[0].count(mark) for mark in ",;\t|"}
-    between = separator or max(counts, key=lambda mark: counts[mark])
-    lines = csv.reader(
-        io.StringIO(text, newline=""),
-        delimiter=between,
-        # Data sets in .tsv files hold bare quotation marks, so quoting is off there.
-        quoting=csv.QUOTE_NONE if separator else csv.QUOTE_MINIMAL,
-        strict=True,
-    )
-    longest_field = csv.field_size_limit(len(text) + 1)
-    header: list[str] = []
-    rows: list[list[str]] = []
-    try:
-        for fields in lines:
-            if not fields:
-                continue
-            if not header:
-                header = _header(name, fields)
-            elif len(fields) == len(header):
-                rows.append(fields)
-            else:
-                raise DataError(_other_count(name, len(rows) + 1, lines.line_num, fields, header))
-    except csv.Error:
-        raise DataError(
-            f"{name}, row {len(rows) + 1} (to line {lines.line_num}): a field that begins with a "
-            'quotation mark must end with one, and inner ones are doubled ("").'
-        ) from None
-    finally:
-        csv.field_size_limit(longest_field)
-    columns = zip(*rows, strict=True) if rows else [[] for _ in header]
-    cells = {name: [cell or None for cell in c] for name, c in zip(header, columns, strict=True)}
-    return cells, between if between != (separator or ",") else ""
-
-
-def _header(name: str, fields: Sequence[str]) -> list[str]:
-    header = [field.strip() or f"column{number}" for number, field in enumerate(fields, 1)]
-    if len(set(header)) < len(header):
-        raise DataError(f"{name}: two columns of its first line have one name. Rename one.")
-    return header
-
-
-def _other_count(
-    name: str, row: int, line: int, fields: Sequence[str], header: Sequence[str]
-) -> str:
-    row_name = f"{name}, row {row} (line {line}): {len(fields)} fields for {len(header)} columns. "
-    if len(fields) < len(header):
-        return row_name + "Complete the row, or delete it."
-    return row_name + 'Put texts that hold the separator in quotation marks ("...").'
-
-
-def _tabbed(name: str, text: str) -> tuple[dict[str, list[Any]], str]:
-    return _separated(name, text, "\t")
-
-
-def _lines(name: str, text: str) -> tuple[dict[str, list[Any]], str]:
-    return {"text": [line for line in text.splitlines() if line.strip()]}, ""
-
-
-def _objects(name: str, text: str) -> tuple[dict[str, list[Any]], str]:
-    """Columns of one JSON document, or of one object a line."""
-    try:
-        document = json.loads(text)
-    except json.JSONDecodeError:
-        document = _object_lines(name, text)
-    if isinstance(document, dict):
-        tables = [v for v in document.values() if isinstance(v, list) and v and _are_objects(v)]
-        if not tables and all(isinstance(v, list) for v in document.values()):
-            return document, ""  # a list a column
-        document = tables[0] if tables else [document]
-    if not isinstance(document, list) or not _are_objects(document):
-        raise DataError(f"{name} holds no rows: give a list of objects, or an object a line.")
-    names = dict.fromkeys(key for row in document for key in row)
-    return {key: [row.get(key) for row in document] for key in names}, ""
-
-
-def _are_objects(document: Sequence[Any]) -> bool:
-    return all(isinstance(row, dict) for row in document)
-
-
-def _object_lines(name: str, text: str) -> list[Any]:
-    rows = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{name}, row {len(rows) + 1} (line {number}): no JSON from character {error.pos} "
-                "on. Mend the line, or delete it."
-            ) from None
-    return rows
-
-
-_READERS: dict[str, Callable[[str, str], tuple[dict[str, list[Any]], str]]] = {
-    ".csv": _separated, ".tsv": _tabbed, ".txt": _lines, ".json": _objects, ".jsonl": _objects,
-}  # fmt: skip

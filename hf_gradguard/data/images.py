@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from .files import DataError
+from .tables import DataError
 
 
-def read_image(stored: Any, row_name: str) -> Any:
-    """An image as one cell of a data set: a PIL image, or the array of pixels that it is.
+def read_image(stored: Any, row_name: str, folder: Path | None = None) -> Any:
+    """An image as one cell of a data set: a PIL image, gray or in color.
 
     Args:
-        stored: `{"bytes": ..., "path": ...}`, bytes, a PIL image or an array.
+        stored: `{"bytes": ..., "path": ...}`, bytes or an array.
         row_name: The file's name and the row's number, for an error.
+        folder: Where a path leads that leads nowhere from here.
 
     Raises:
         DataError: If it is cut, or no image of such pixels.
@@ -25,19 +26,28 @@ def read_image(stored: Any, row_name: str) -> Any:
     Example:
         >>> read_image({"bytes": b"no image", "path": "cat.png"}, "pets, row 3")
         Traceback (most recent call last):
-        hf_gradguard.data.files.DataError: pets, row 3 (cat.png): no image of 8 or 16 bits that ...
+        hf_gradguard.data.tables.DataError: pets, row 3 (cat.png): no image of 8 or 16 bits that ...
     """
     stored = {"bytes": stored} if isinstance(stored, bytes) else stored
     if not isinstance(stored, dict):
-        return stored
-    path, content = stored.get("path") or "", stored.get("bytes")
+        try:
+            return to_pil(stored, "RGB" if np.shape(stored)[2:] in ((3,), (4,)) else "L")
+        except ValueError as error:
+            raise DataError(f"{row_name}: {error}") from None
+    path, content = Path(stored.get("path") or ""), stored.get("bytes")
+    if content is None and folder is not None and not path.is_file():
+        path = folder / path
+    # What is no name of an image is a text, which no error says.
+    is_named = path.suffix.lower() in Image.registered_extensions()
+    named = f" ({path.name})" if is_named else ""
+    if content is None and not path.is_file():
+        raise DataError(f"{row_name}{named}: no such image. Correct the row, or delete it.")
     try:
         image: Image.Image = Image.open(path if content is None else io.BytesIO(content))
         image.load()
         image = ImageOps.exif_transpose(image)  # as cameras mean it
-        return to_pil(image, "L") if image.mode[0] in "IF" else image
+        return to_pil(image, "L" if image.mode[0] in "1LIF" and image.mode != "LAB" else "RGB")
     except Exception:
-        named = f" ({Path(path).name})" if path else ""
         raise DataError(
             f"{row_name}{named}: no image of 8 or 16 bits that can be read whole. Copy the file "
             "again, or delete it."

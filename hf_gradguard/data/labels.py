@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from .files import DataError
+from .tables import DataError
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -37,11 +37,51 @@ def sorted_classes(labels: Sequence[Any]) -> list[str]:
         (['9', '10'], [])
     """
     distinct = {_plain(label) for label in labels}
-    try:
-        is_whole = all(float(label).is_integer() for label in distinct)
-    except ValueError:
+    if not all(map(_is_number, distinct)):
         return sorted(distinct)
+    is_whole = all(float(label).is_integer() for label in distinct)
     return sorted(distinct, key=float) if is_whole else []
+
+
+_MISSING = {"nan", "null", "na", "n/a", "#n/a", "<na>", "none"}
+"""How tables write an empty cell. A class may be called so too, among other words."""
+
+
+def check_classes(names: Sequence[str], where: str) -> None:
+    """Refuse what is no set of classes. The message does not say their names.
+
+    Args:
+        names: Of the classes that labels are.
+        where: The data set's name and the column.
+
+    Raises:
+        DataError: For fewer than two, for two that differ in case alone, and for numbers among
+            which is one without a value.
+
+    Example:
+        >>> check_classes(["Good", "bad", "good"], "rows.csv: column 'label'")
+        Traceback (most recent call last):
+        hf_gradguard.data.tables.DataError: rows.csv: column 'label' has two classes that ...
+    """
+    if len(names) < 2:
+        raise DataError(f"{where} has one class alone. A classifier needs two or more.")
+    if len({name.lower() for name in names}) < len(names):
+        raise DataError(
+            f"{where} has two classes that differ in nothing but case. Write them alike."
+        )
+    missing = [name for name in names if name.lower() in _MISSING]
+    others = [name for name in names if name not in missing]
+    if missing and ("nan" in map(str.lower, missing) or all(map(_is_number, others))):
+        raise DataError(f"{where} has rows without a value (NaN). Fill them, or delete the rows.")
+    if all("," in name and _is_number(name.replace(",", ".", 1)) for name in names):
+        raise DataError(f"{where} has numbers with a comma in them. Write a point.")
+
+
+def _is_number(name: str) -> bool:
+    try:
+        return math.isfinite(float(name))
+    except ValueError:
+        return False
 
 
 def _plain(label: Any) -> str:
@@ -68,6 +108,7 @@ def find_class(label: Any, classes: Mapping[str, int] | None) -> int:
     in_any_case = [number for other, number in numbers.items() if other.lower() == name.lower()]
     if len(in_any_case) == 1:
         return in_any_case[0]
+    name = {"true": "1", "false": "0"}.get(name.lower(), name)
     # Where a class is called "5", a number is its name and not its place.
     is_place = name.isdigit() and not any(map(str.isdigit, numbers))
     if is_place and (not numbers or int(name) in numbers.values()):
@@ -150,17 +191,20 @@ def number_classes(splits: DatasetDict, column: str) -> DatasetDict:
     from datasets import ClassLabel, DatasetDict
 
     feature = splits["train"].features[column]
+    where = f"Column {column!r} of the training split"
     names = class_names(feature)
     train = [label for label in splits["train"][column][:] if label is not None]
-    names = names or sorted_classes(train) or sorted(set(map(str, train)))
-    if len(names) < 2:
-        raise DataError(
-            f"Column {column!r} of the training split has {len(names)} class(es). A classifier "
-            "needs two or more."
-        )
-    if class_names(feature):
-        return splits
+    if not names:
+        names = sorted_classes(train)
+        if train and not names:
+            raise DataError(
+                f"{where} holds numbers with a point, which are no classes: name another "
+                "(--label_column)."
+            )
+    check_classes(names, where)
     numbers = {name: number for number, name in enumerate(names)}
+    if is_numbered := bool(class_names(feature)):  # of which -1 stands for none
+        numbers = {str(number): number for number in range(len(names))}
     coded = DatasetDict()
     for split, rows in splits.items():
         labels = []
@@ -171,6 +215,9 @@ def number_classes(splits: DatasetDict, column: str) -> DatasetDict:
                     f"split, which has {len(names)}. Correct the row, or leave it out."
                 )
             labels.append(number)
+        if is_numbered:
+            coded[split] = rows
+            continue
         kind = ClassLabel(names=names)
         coded[split] = rows.remove_columns(column).add_column(column, labels, feature=kind)
     return coded
@@ -192,10 +239,9 @@ def _class_flags(label: Any, classes: Mapping[str, int] | None) -> list[float]:
 
 
 def _number(label: Any, classes: Mapping[str, int] | None) -> float:
-    try:
-        return float(label)
-    except ValueError:
-        raise ValueError("It is no number.") from None
+    if not _is_number(label):
+        raise ValueError("It is no number.")
+    return float(label)
 
 
 CONVERTERS: dict[str, Callable[..., Any]] = {

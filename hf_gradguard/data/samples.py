@@ -7,13 +7,15 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..models import classifier_head
-from .files import COLUMNS, Arrays, DataError, load_rows
-from .labels import CONVERTERS, check_names, class_names, name_class, sorted_classes
+from .files import COLUMNS, Arrays, load_rows
+from .labels import CONVERTERS, check_classes, check_names, class_names, name_class, sorted_classes
+from .tables import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -172,7 +174,7 @@ class Labeled:
         ({'bad': 0, 'good': 1}, ['a fine film'])
         >>> list(source.inputs([0, 1]))
         Traceback (most recent call last):
-        hf_gradguard.data.files.DataError: few.csv, row 2: column 'text' is empty. ...
+        hf_gradguard.data.tables.DataError: few.csv, row 2: column 'text' is empty. ...
     """
 
     def __init__(
@@ -184,7 +186,7 @@ class Labeled:
         column: str | None = None,
         label_column: str | None = None,
     ) -> None:
-        self.rows, self.dataset, self.labels = rows, dataset, labels
+        self.rows, self.dataset, self.kind, self.labels = rows, dataset, kind, labels
         usual = _WORDS if labels == "token" else COLUMNS[kind]
         usual += _SOURCES if labels == "text" else ()
         feature = "Image" if kind == "image" else ""
@@ -197,6 +199,11 @@ class Labeled:
             flag = "--label_column"
             feature = "ClassLabel" if labels == "class" else ""
             self.label_column = pick_column(rows, label_column, usual, dataset, flag, feature)
+            if self.label_column == self.input_column:
+                raise DataError(
+                    f"{dataset}: {self.input_column} cannot be input and label. Choose with "
+                    "--column and --label_column."
+                )
 
     def __len__(self) -> int:
         return len(self.rows[self.input_column])
@@ -223,17 +230,31 @@ class Labeled:
             DataError: If there is none, or an image is cut.
         """
         for row, stored in zip(rows, self._cells(self.input_column, rows), strict=True):
-            if isinstance(stored, dict | bytes):
+            row_name = f"{self.dataset}, row {row + 1}"
+            if self.kind == "image":
                 from .images import read_image
 
-                stored = read_image(stored, f"{self.dataset}, row {row + 1}")
+                yield read_image(stored, row_name, Path(self.dataset).parent)
+                continue
+            is_sequence = isinstance(stored, list | dict | bytes)
+            if is_sequence and not (self.labels == "token" and isinstance(stored, list)):
+                raise DataError(
+                    f"{row_name}: column {self.input_column!r} holds {type(stored).__name__} and "
+                    "no text. Choose with --column."
+                )
             yield str(stored) if isinstance(stored, int | float) else stored
 
     def _cells(self, column: str, rows: Sequence[int]) -> Iterator[Any]:
         is_array = isinstance(self.rows, Arrays)
+        if is_array and len(self.rows[column]) != len(self):
+            raise DataError(
+                f"{self.dataset}: {column!r} has {len(self.rows[column])} rows, and "
+                f"{self.input_column!r} {len(self)}. Give one label for each."
+            )
         cells = self.rows[column][list(rows)] if is_array else self.rows.select(rows)[column][:]
         for row, cell in zip(rows, cells, strict=True):
-            if cell is None or (isinstance(cell, str) and not cell.strip()):
+            is_nan = isinstance(cell, float) and cell != cell
+            if cell is None or is_nan or (isinstance(cell, str) and not cell.strip()):
                 raise DataError(
                     f"{self.dataset}, row {row + 1}: column {column!r} is empty. Fill it, or "
                     "delete the row."
@@ -288,11 +309,7 @@ class Labeled:
                     f"entries in {len(self)} rows, which are no classes. Choose with "
                     "--label_column."
                 )
-        if len(names) < 2:
-            raise DataError(
-                f"{self.dataset}: column {self.label_column!r} has one class alone. A classifier "
-                "needs two or more."
-            )
+        check_classes(names, f"{self.dataset}: column {self.label_column!r}")
         is_several = has_lists and self.labels == "class"
         problem = {"problem_type": "multi_label_classification"} if is_several else {}
         return classifier_head(names) | problem
@@ -385,6 +402,9 @@ def pick_column(
     for name in columns:
         if name in names:
             return name
+        in_any_case = [other for other in names if other.lower() == name.lower()]
+        if len(in_any_case) == 1:
+            return in_any_case[0]
     typed = [name for name, kind in rows.features.items() if type(kind).__name__ == feature]
     if column is None and len(typed) == 1:
         return typed[0]

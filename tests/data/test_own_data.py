@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from peft import LoraConfig, get_peft_model
 from PIL import Image
+from pyarrow import ipc
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -34,7 +36,10 @@ from transformers import (
 )
 
 from hf_gradguard.cli import main
-from hf_gradguard.data.images import to_pil
+from hf_gradguard.data.files import load_splits
+from hf_gradguard.data.images import read_image, to_pil
+from hf_gradguard.data.labels import number_classes
+from hf_gradguard.data.tables import DataError
 from hf_gradguard.testing.small import small_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +128,12 @@ def dataset(path: Path) -> Dataset:
     return Dataset.from_dict({"text": [SECRET, "word3 word4"], "label": [1, 0]})
 
 
+def write_arrow(path: Path, writer: Any) -> None:
+    table = dataset(path).data.table
+    with pa.OSFile(str(path), "wb") as file, writer(file, table.schema) as stream:
+        stream.write_table(table)
+
+
 # Each reads as ROWS, by a model with the classes "bad" and "good".
 READS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "csv": ("a.csv", write(TABLE)),
@@ -139,6 +150,24 @@ READS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "xz": ("a.jsonl.xz", write(lzma.compress(b'{"text": "word1 word2", "label": 1}\n'
                                              b'{"text": "word3 word4", "label": 0}\n'))),
     "empty lines": ("a.csv", write(TABLE.replace("\n", "\n\n"))),
+    "Excel's separator": ("a.csv", write("sep=;\n" + TABLE.replace(",", ";"))),
+    "names of columns in capitals": ("a.csv", write(TABLE.replace("text,label", "Text,LABEL"))),
+    "rows of separators alone": ("a.csv", write(TABLE + ",\n,\n")),
+    "gzip that no ending says": ("a.csv", write(gzip.compress(TABLE.encode()))),
+    "an ending of gzip alone": ("a.csv.gz", write(TABLE)),
+    "words for truth": ("a.csv", write(TABLE.replace(",1", ",True").replace(",0", ",False"))),
+    "ndjson": ("a.ndjson", write('{"text": "word1 word2", "label": 1}\n'
+                                 '{"text": "word3 word4", "label": 0}\n')),
+    "json as pandas has it": (
+        "a.json", write('{"text": {"0": "word1 word2", "1": "word3 word4"},'
+                        ' "label": {"0": 1, "1": 0}}')
+    ),
+    "json of pandas by split": (
+        "a.json", write('{"columns": ["text", "label"], "index": [0, 1],'
+                        ' "data": [["word1 word2", 1], ["word3 word4", 0]]}')
+    ),
+    "arrow": ("a.arrow", lambda path: write_arrow(path, ipc.new_stream)),
+    "feather": ("a.feather", lambda path: write_arrow(path, ipc.new_file)),
     "an index as pandas has it": (
         "a.csv", write(f",text,label\n0,{SECRET},1\n1,word3 word4,0\n")
     ),
@@ -224,6 +253,27 @@ TABLES: dict[str, tuple[str, str | bytes, str]] = {
     "a text as a label": (
         "a.csv", f"text,label\nword1,{SECRET}\nword1,1\n", ", row 1: column 'label'.* bad, good"
     ),
+    "a zero byte": ("a.csv", "text,label\nword1\0word2,1\n", ", line 2: a zero byte"),
+    "a web page": ("a.csv", "<!DOCTYPE html><html>", " is a web page"),
+    "a workbook": ("a.csv", b"PK\3\4\24\0", " is a zip archive or a workbook"),
+    "a pointer": ("a.csv", "version https://git-lfs.github.com/spec/v1\n", " .* `git lfs pull`"),
+    "columns of two lengths": ("a.json", '{"text": ["a", "b"], "label": [1]}', ": .* 1 rows to 2"),
+    "a number beyond all": (
+        "a.json", '[{"text": "a", "label": 99999999999999999999999}]', ": column 'label' holds int"
+    ),
+    "a text that is none": (
+        "a.json", f'[{{"text": {{"en": "{SECRET}"}}, "label": 1}}, {{"text": null, "label": 1}}]',
+        ", row 1: column 'text' holds dict",
+    ),
+    "a text of NaN": (
+        "a.json", '[{"text": NaN, "label": 1}, {"text": NaN, "label": 0}]', ".*'text' is empty"
+    ),
+    "a label of NaN": (
+        "a.json", '[{"text": "a", "label": NaN}, {"text": "b", "label": 1}]',
+        ", row 1: .*'label' is empty",
+    ),
+    "an empty parquet": ("a.parquet", b"", " .*cut or damaged"),
+    "two columns of a name": ("a.csv", "text,label,text\na,1,b\n", ": two columns of its first"),
     "a class too many": ("a.csv", "text,label\nword1,2\nword1,1\n", ", row 1: .*no class of the"),
 }  # fmt: skip
 
@@ -256,6 +306,10 @@ def test_folders_of_tables(read: Callable[..., Read], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "line"),
     [
+        ("C:/rows/data", "no file or folder C:/rows"),
+        ("my data/rows", "no file or folder my data/rows"),
+        ("rows/", "no file or folder rows/"),
+        ("me/trian.feather", "no file or folder me/trian.feather"),
         ("trian.csv", r"no file or folder trian\.csv\. Give a file, a folder, or a name"),
         ("data/rows", "no file or folder data/rows"),  # data is a folder here
         ("rows", "no file or folder rows"),
@@ -338,6 +392,39 @@ def test_an_encoder_of_images_gets_a_head_too(read: Callable[..., Read], tmp_pat
     assert sorted(label for _, label in got["samples"]) == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("labels", "line"),
+    [
+        (("1", "NaN", "0"), r"rows without a value \(NaN\)"),
+        (("1", "NA", "0"), r"rows without a value \(NaN\)"),
+        (("good", "nan", "bad"), r"rows without a value \(NaN\)"),
+        (("good", "Good", "bad"), "two classes that differ in nothing but case"),
+        (("0,5", "1,5", "2,5"), "numbers with a comma"),
+    ],
+)
+@pytest.mark.parametrize("command", ["audit", "recommend"])
+def test_labels_that_are_no_classes(
+    command: str, labels: tuple[str, ...], line: str, read: Callable[..., Read], tmp_path: Path
+) -> None:
+    (tmp_path / "a.csv").write_text(
+        "".join(f"word;{x}\n" for x in ("label", *labels)).replace("word", "text", 1)
+    )
+    assert re.search(
+        rf"a\.csv: column 'label' .*{line}", read("encoder", "a.csv", command=command)["error"]
+    )
+    splits = load_splits("a.csv")
+    with pytest.raises(DataError, match=line):
+        number_classes(DatasetDict(train=Dataset.from_dict({"label": list(labels)})), "label")
+    assert splits
+
+
+def test_a_row_without_a_class_is_not_trained_on() -> None:
+    features = Features(label=ClassLabel(names=["bad", "good"]))
+    splits = DatasetDict(train=Dataset.from_dict({"label": [0, 1, -1]}, features))
+    with pytest.raises(DataError, match="row 3: no class"):
+        number_classes(splits, "label")
+
+
 def test_what_is_no_class_makes_no_head(read: Callable[..., Read], tmp_path: Path) -> None:
     texts = "\n".join(f"word{n},{SECRET} {n}" for n in range(40))
     (tmp_path / "a.csv").write_text(f"text,label\n{texts}\n")
@@ -381,6 +468,75 @@ def test_a_cut_image(form: str, read: Callable[..., Read], tmp_path: Path) -> No
     assert re.search(rf"{name}, row 2{where}: no image .* whole", read("images", name)["error"])
 
 
+def save_classes(folder: Path, save: Callable[[Path], object], *names: str) -> None:
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        save(folder / name / "0.png")
+
+
+def test_images_of_one_class(read: Callable[..., Read], tmp_path: Path) -> None:
+    save_classes(tmp_path / "photos", Image.new("RGB", (8, 8)).save, "good")
+    assert [label for _, label in read("images", "photos", 1)["samples"]] == [1]
+    assert "one class alone" in read("image-encoder", "photos", 1)["error"]
+
+
+def test_other_files_among_images(read: Callable[..., Read], tmp_path: Path) -> None:
+    save_classes(tmp_path / "photos", Image.new("RGB", (8, 8)).save, "bad", "good")
+    (tmp_path / "photos" / "labels.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "photos" / "bad" / "notes.txt").write_text(SECRET)
+    (tmp_path / "photos" / "good" / ".DS_Store").write_bytes(b"\0")
+    assert [label for _, label in read("images", "photos")["samples"]] == [0, 1]
+
+
+@pytest.mark.parametrize("mode", ["1", "LA", "P", "RGBA", "CMYK", "LAB", "YCbCr", "HSV"])
+def test_images_of_other_modes(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / ("a.tif" if mode in ("CMYK", "LAB", "YCbCr") else "a.png")
+    colors = np.random.default_rng(0).integers(0, 255, (8, 8, 3), dtype=np.uint8)
+    image = Image.fromarray(colors)
+    image = Image.fromarray(colors, "LAB") if mode == "LAB" else image.convert(mode)
+    if mode == "HSV":
+        path = tmp_path / "a.gif"
+        image = image.convert("RGB")
+    image.save(path)
+    assert read_image({"path": str(path)}, "row 1").mode == ("L" if mode in ("1", "LA") else "RGB")
+
+
+def test_a_table_that_names_images(read: Callable[..., Read], tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for name in "ab":
+        Image.new("RGB", (8, 8)).save(tmp_path / "photos" / f"{name}.png")
+    table = tmp_path / "photos" / "labels.csv"
+    table.write_text("image,label\na.png,good\nb.png,bad\n")
+    assert {label for _, label in read("images", "photos/labels.csv")["samples"]} == {0, 1}
+    table.write_text(f"image,label\n{SECRET},good\n")
+    assert "row 1: no such image" in read("images", "photos/labels.csv", 1)["error"]
+
+
+PIXELS = np.zeros((4, 8, 8), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "line"),
+    [
+        ({"image": PIXELS, "label": [0, 1]}, "'label' has 2 rows, and 'image' 4"),
+        ({"image": PIXELS / 255, "label": [0] * 4}, "row .*: .* whole numbers of 8 or 16 bits"),
+        ({"image": PIXELS[0], "label": [0] * 8}, "row .*: .* whole numbers of 8 or 16 bits"),
+        ({"image": np.array(["a", None]), "label": [0, 1]}, "holds objects"),
+        ({"image": np.uint8(3), "label": [0]}, "has no image"),
+    ],
+)
+def test_arrays_that_are_refused(
+    arrays: dict[str, Any], line: str, read: Callable[..., Read], tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "a.npz", **arrays)
+    assert re.search(rf"a\.npz.*{line}", read("images", "a.npz")["error"])
+
+
+def test_arrays_whose_labels_are_a_column(read: Callable[..., Read], tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x_train=PIXELS, y_train=[[1]] * 4, x_test=PIXELS[:2])
+    assert [label for _, label in read("images", "a.npz")["samples"]] == [1, 1]
+
+
 def test_images_without_classes(read: Callable[..., Read], tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "photos" / "0.png")
@@ -402,6 +558,19 @@ def break_model(folder: Path, how: str) -> None:
         weights.write_text("version https://git-lfs.github.com/spec/v1\n")
     elif how == "no weights":
         weights.unlink()
+    elif how in ("a pickle", "a pickle of code", "no pickle"):
+        torch.save(
+            {"code": Path} if how == "a pickle of code" else {}, folder / "pytorch_model.bin"
+        )
+        weights.unlink()
+        if how == "no pickle":
+            (folder / "pytorch_model.bin").write_text("hi")
+    elif how == "a broken tokenizer":
+        (folder / "tokenizer.json").write_text("{")
+    elif how == "other sizes":
+        (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))
+    elif how == "a size of letters":
+        (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "a"}))
     elif how == "code of its own":
         code = {"model_type": "x", "auto_map": {"AutoConfig": "configuration_x.X"}}
         (folder / "config.json").write_text(json.dumps(config | code))
@@ -419,11 +588,16 @@ def break_model(folder: Path, how: str) -> None:
         ("no tokenizer", "broken has no tokenizer: save it there"),
         ("cut weights", r"broken/model\.safetensors is cut or damaged"),
         ("a pointer for weights", r"broken/model\.safetensors is cut or damaged"),
-        ("no weights", r"no file named model\.safetensors"),
+        ("no weights", "broken cannot be loaded: it has no weights"),
         ("code of its own", r"brings code of its own \(trust_remote_code\)"),
         ("an unknown type", "model type `xyz`"),
-        ("a broken configuration", r"broken/config\.json.* not a valid JSON"),
+        ("a broken configuration", r"broken/config\.json is cut or damaged"),
         ("no configuration", "broken.*config"),
+        ("a pickle of code", "broken has pickled weights that could run code"),
+        ("no pickle", r"broken/pytorch_model\.bin is cut or damaged"),
+        ("a broken tokenizer", r"broken/tokenizer\.json is cut or damaged"),
+        ("other sizes", "broken cannot be loaded: config.json and the weights are of different"),
+        ("a size of letters", "broken cannot be loaded: .*hidden_size"),
     ],
 )
 @pytest.mark.parametrize("command", ["audit", "recommend"])
@@ -437,7 +611,9 @@ def test_models_that_are_broken(
     assert re.search(line, error), error
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "models/nemed", "./nemed"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "models/nemed", "./nemed", "runs\\m", "C:/m", "my m/o"]
+)
 def test_models_that_are_not_there(
     name: str, read: Callable[..., Read], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,6 +621,29 @@ def test_models_that_are_not_there(
     (tmp_path / "a.csv").write_text(TABLE)
     monkeypatch.setattr("hf_gradguard.models.AutoConfig", None)  # asks the Hub
     assert f"There is no folder {name}." in read(name, "a.csv")["error"]
+
+
+def test_devices_and_settings_that_are_not_there(read: Callable[..., Read], tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(TABLE)
+    (tmp_path / "broken.yaml").write_text("seed: [")
+    assert (
+        "--device nowhere cannot be used"
+        in read("named", "a.csv", 2, "--device", "nowhere")["error"]
+    )
+    assert "broken.yaml is no YAML" in read("named", "a.csv", 2, "--config", "broken.yaml")["error"]
+    assert "none.yaml cannot be read" in read("named", "a.csv", 2, "--config", "none.yaml")["error"]
+
+
+def test_a_file_that_may_not_be_read(
+    read: Callable[..., Read], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.csv").write_text(TABLE)
+
+    def refuse(_: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")  # which root never meets
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert "a.csv may not be read by you" in read("named", "a.csv")["error"]
 
 
 def test_an_extra_that_is_missing(

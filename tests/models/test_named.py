@@ -11,7 +11,7 @@ import pytest
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.attacks import make_attack
 from hf_gradguard.cli import main
-from hf_gradguard.models import check_name, explain_missing_model, load_model
+from hf_gradguard.models import ModelError, check_name, explain_missing_model, load_model
 from recipes.studies.updates import Words
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -46,7 +46,7 @@ def test_a_file_and_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_errors_of_a_folder_that_is_there_are_kept(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"^no weights$"), explain_missing_model(tmp_path):
+    with pytest.raises(ModelError, match=r"loaded: no weights$"), explain_missing_model(tmp_path):
         raise OSError("no weights")
 
 
