@@ -334,8 +334,8 @@ def resume_epsilon(
 
 
 def log_protection(defense: Defense) -> None:
-    """Log what was recovered behind each defense of a chain, a line each, and what `dp_sgd` without
-    `per_sample` protects, where its name promises more.
+    """Log what was recovered behind each defense of a chain, a line each and once a process, and
+    what `dp_sgd` without `per_sample` protects, where its name promises more.
 
     Example:
         >>> log_protection(make_defense("dp_sgd", scale=0.1))
@@ -344,9 +344,9 @@ def log_protection(defense: Defense) -> None:
 
     for link in chained_defenses(defense):
         if is_client_level(link):
-            logger.warning(CLIENT_LEVEL.format(link.name))
-        if known := recovered_behind(link):
-            logger.warning(f"Known of {link.name}: {known}. Stronger attacks find more.")
+            logger.warning_once(CLIENT_LEVEL.format(link.name))
+        if link.name != "none" and (known := recovered_behind(link)):
+            logger.warning_once(f"Known of {link.name}: {known}. Stronger attacks find more.")
 
 
 def is_client_level(defense: Defense) -> bool:
