@@ -309,5 +309,7 @@ ESTIMATORS: Registry[Any] = Registry(
     {
         "i2f_lower_bound": "hf_gradguard.leakage.influence:I2FLowerBound",
         "dfil_bound": "hf_gradguard.leakage.fisher:DFILBound",
+        "bayesian_bound": "hf_gradguard.leakage.fisher:BayesianBound",
+        "label_bound": "hf_gradguard.leakage.labels:LabelBound",
     },
 )

@@ -237,7 +237,7 @@ def test_labels_and_averages_are_those_of_the_cpu() -> None:
     torch.testing.assert_close(flat(dict(away.gradient)).cpu(), flat(dict(here.gradient)))
 
 
-@pytest.mark.parametrize("name", ["i2f_lower_bound", "dfil_bound"])
+@pytest.mark.parametrize("name", ["i2f_lower_bound", "dfil_bound", "bayesian_bound", "label_bound"])
 def test_named_estimators_are_those_of_the_cpu(name: str) -> None:
     found = []
     for gmap in (GradientMap(*make_task("bert")), GradientMap(*on_device(*make_task("bert")))):

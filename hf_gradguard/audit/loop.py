@@ -393,7 +393,11 @@ def _record(setup: Setup, settings: AuditSettings, estimators: Mapping[str, Any]
         "chance": modality.describe_chance(messages),
         "threat_model": [*threat_model(model, modality, settings), *setup.assumptions],
         "estimators": {
-            name: {"title": estimator.title, "meaning": estimator.meaning}
+            name: {
+                "title": estimator.title,
+                "meaning": estimator.meaning,
+                "ranks": estimator.ranks,
+            }
             for name, estimator in estimators.items()
         },
         "device": str(next(model.parameters()).device),

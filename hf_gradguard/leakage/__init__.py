@@ -24,7 +24,14 @@ from .differential_privacy import (
     dp_sgd_noise_multiplier,
     membership_power,
 )
-from .fisher import DFIL, dfil, fisher_norm, fisher_trace
+from .fisher import (
+    DFIL,
+    bayesian_bound,
+    dfil,
+    fisher_norm,
+    fisher_trace,
+    prior_deviation,
+)
 from .gram import Eigenvalue, Estimate, Influence
 from .influence import (
     Directions,
@@ -37,6 +44,7 @@ from .influence import (
     one_product_bound,
     smallest_directions,
 )
+from .labels import label_information, label_success_bound
 from .received import Finding, check_received
 
 __all__ = [
@@ -50,6 +58,7 @@ __all__ = [
     "FisherAccountant",
     "Influence",
     "PrivacyAccount",
+    "bayesian_bound",
     "check_received",
     "dfil",
     "dp_sgd_epsilon",
@@ -61,6 +70,8 @@ __all__ = [
     "gaussian_epsilon",
     "inversion_influence",
     "inversion_influence_lower_bound",
+    "label_information",
+    "label_success_bound",
     "largest_eigenvalue",
     "make_estimator",
     "membership_power",
@@ -70,6 +81,7 @@ __all__ = [
     "mse_bound_of_biased",
     "mse_bound_with_prior",
     "one_product_bound",
+    "prior_deviation",
     "rdp_of_order_two",
     "smallest_directions",
     "smooth_clip",

@@ -12,8 +12,11 @@ Tr FIM_j = E‖J_j w‖² over w = Σ^(-1/2) z with random signs z, 1 or -1: one
 unbiased draw for *every* sample of the batch. Its variance is at most 2‖FIM_j‖_F², that of probing
 FIM_j itself with normal numbers, which would take a pass per sample.
 
-Reference: Guo et al., "Bounding Training Data Reconstruction in Private (Deep) Learning" (2022),
-Eq. 1 to 5, Theorem 2.
+With a prior there is a bound on *every* attacker, `bayesian_bound`.
+
+References: Guo et al., "Bounding Training Data Reconstruction in Private (Deep) Learning" (2022),
+Eq. 1 to 5, Theorem 2. Chen, Gürsoy, Lei, "Optimal Defenses Against Data Reconstruction Attacks"
+(2025), Theorem 3.2.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.domain import embed
 from ..randomness import Stream, signs
-from .bounds import mse_bound_from_dfil
+from .bounds import mse_bound_from_dfil, mse_bound_with_prior
 from .gram import (
     Eigenvalue,
     Estimate,
@@ -174,6 +178,80 @@ def fisher_norm(
     return Eigenvalue.from_pair(pair, unknowns)
 
 
+def bayesian_bound(
+    gmap: GradientMap,
+    noise_variance: NoiseVariance,
+    deviation: float | None = None,
+    num_probes: int | None = None,
+    generator: Stream | torch.Generator | None = None,
+) -> Estimate:
+    """MSE ≥ 1/(Tr J_F/m + 1/τ²): no attacker, biased or not, has a smaller mean squared error per
+    coordinate.
+
+    That is Theorem 3.2 of Chen et al. where the data's prior has J_P = I/τ². It holds
+
+    - of inputs N(μ, τ²I), whatever μ is, and
+    - of *any* inputs to which noise N(0, τ²I) was added, whatever else attackers know of them. The
+      score of such a prior is -E[n | x]/τ for the standard normal n that was added. So J_P ≼ I/τ²,
+      and a better denoiser does not raise it.
+
+    An attacker that ignores the message has τ². So the share that is left of it, bound/τ², is how
+    little the message says at a resolution of τ.
+
+    Args:
+        gmap: The client's gradient map. E Tr J_F is taken here, at one batch. Of several, average
+            `fisher_trace`, and give that to `mse_bound_with_prior`.
+        noise_variance: Diagonal Σ, as in `dfil`.
+        deviation: τ, in the input's unit. Default: `prior_deviation(gmap)`.
+        num_probes: Of Tr J_F, as in `fisher_trace`. `None` computes it exactly.
+        generator: Source of the draws.
+
+    Returns:
+        A float with its `standard_error`. 0 if a coordinate without noise depends on the input.
+
+    Raises:
+        ValueError: If τ is not above 0.
+
+    Example:
+        >>> tau = prior_deviation(gmap)
+        >>> weak, strong = (bayesian_bound(gmap, v, num_probes=4) for v in (1e-6, 1.0))
+        >>> 0 < weak < strong < tau**2
+        True
+    """
+    deviation = prior_deviation(gmap) if deviation is None else deviation
+    if not 0 < deviation < math.inf:
+        raise ValueError(f"deviation must be a finite number above 0, but is {deviation!r}.")
+    trace = fisher_trace(gmap, noise_variance, num_probes, generator)
+    coordinates = Unknowns(gmap).size
+    bound = mse_bound_with_prior(trace, deviation**-2, coordinates)
+    estimate = Estimate(bound)
+    error = trace.standard_error  # infinite of one draw, and then of the bound too
+    estimate.standard_error = bound**2 * error / coordinates if error else 0.0
+    return estimate
+
+
+_EMBEDDINGS = 2**10
+"""Rows of an embedding matrix that say how far words lie apart."""
+
+
+def prior_deviation(gmap: GradientMap) -> float:
+    """The deviation of one coordinate of the input, of what attackers may expect: of embeddings
+    over the vocabulary, of pixels over this batch's images, each from its channel's mean.
+
+    Example:
+        >>> prior_deviation(gmap) > 0
+        True
+    """
+    if gmap.embedding is not None:
+        weight = next(gmap.embedding.parameters())
+        count = min(len(weight), _EMBEDDINGS)  # of a large vocabulary as many, evenly spread
+        ids = torch.linspace(0, len(weight) - 1, count, device=weight.device).long()
+        rows = embed(gmap.embedding, ids).double()
+    else:
+        rows = gmap.input.double().movedim(1, -1).flatten(0, -2)
+    return float(rows.var(0).mean().sqrt())
+
+
 def _exact_traces(unknowns: Unknowns, variance: Tensors) -> Tensor:
     """Tr FIM_j of every sample, `(B,)`, by a pass for every coordinate."""
     precision = {name: _precision(v) for name, v in variance.items()}
@@ -248,3 +326,21 @@ class DFILBound(Estimator):
         assert message.noise is not None
         leakage = dfil(self.gmap, message.noise.variance, self.probes, generator).value
         return mse_bound_from_dfil(leakage).sqrt()
+
+
+class BayesianBound(Estimator):
+    """`bayesian_bound` of each sample, as a root: of data that all leak as much as this one."""
+
+    title = "Bayesian bound"
+    meaning = (
+        "the least RMSE per coordinate of every attacker, biased or not, on normal inputs of the "
+        "model's own spread, or on any inputs with normal noise of that size"
+    )
+    needs_noise = True
+    ranks = False  # as dFIL does
+    probes: ClassVar[int] = 20
+
+    def estimate(self, message: Message, generator: Stream | torch.Generator | None) -> Tensor:
+        assert message.noise is not None
+        leakage = dfil(self.gmap, message.noise.variance, self.probes, generator).value
+        return (leakage + prior_deviation(self.gmap) ** -2).rsqrt()

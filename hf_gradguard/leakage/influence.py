@@ -377,6 +377,7 @@ class Estimator(ABC):
         title: What tables call it. It is an error of the input, so higher leaks less.
         meaning: What kind of error, for legends: the end of a sentence that begins with the title.
         needs_noise: Whether it takes messages with Gaussian noise of known covariance alone.
+        ranks: Whether audits compare it to what attacks recover.
 
     Example:
         >>> message = make_defense("gaussian_noise")(gmap)
@@ -387,6 +388,7 @@ class Estimator(ABC):
     title: ClassVar[str]
     meaning: ClassVar[str]
     needs_noise: ClassVar[bool] = False
+    ranks: ClassVar[bool] = True
 
     def __init__(self, gmap: GradientMap) -> None:
         self.gmap = gmap

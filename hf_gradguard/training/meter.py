@@ -19,10 +19,14 @@ from ..leakage import (
     DFIL,
     FisherAccountant,
     dfil,
+    label_information,
     mse_bound_from_dfil,
+    mse_bound_with_prior,
     one_product_bound,
+    prior_deviation,
 )
 from ..leakage.gram import Unknowns
+from ..leakage.labels import class_labels
 from ..randomness import Stream
 from .clients.batches import ROW
 from .config import setting
@@ -30,7 +34,7 @@ from .privacy.account import AccountFile
 
 logger = logging.get_logger(__name__)
 
-EXACT_PROBES, PROBES = 10, 2
+EXACT_PROBES, PROBES, LABEL_PROBES = 10, 2, 2
 
 
 class MessageDFIL(NamedTuple):
@@ -112,6 +116,7 @@ class LeakageMeter:
         self._binding = accountant is not None or self._limit is not None
         self._stop_due = False
         self._metrics: dict[str, list[float]] = defaultdict(list)
+        self._prior_precisions: list[float] = []
         self._skipped = 0
         if self._logging_steps and not self._has_dfil:
             logger.warning_once(
@@ -177,6 +182,8 @@ class LeakageMeter:
                 self._metrics["leakage/dfil_mean"].append(leakage.mean)
                 self._metrics["leakage/dfil_max"].append(float(leakage.samples.value.max()))
                 self._metrics["leakage/mse_bound"].append(bound)
+                self._prior_precisions.append(prior_deviation(gmap) ** -2)
+                self._measure_labels(gmap, message.noise, generator)
             self._measure_influence(probed or gmap.twice(), message)
         if self._limit is not None and bound is not None and bound < self._limit:
             # Ranks agree on stopping after the step: here the others still wait for this one.
@@ -198,14 +205,20 @@ class LeakageMeter:
 
     def pop_metrics(self) -> dict[str, float]:
         """The figures since they were taken last: means over messages, but the worst of `dfil_max`
-        and `mse_bound`.
+        and `mse_bound`, and the bound with a prior of mean information.
         """
         worst = {"leakage/dfil_max": max, "leakage/mse_bound": min}
         figures = {
             name: float(worst[name](values)) if name in worst else sum(values) / len(values)
             for name, values in self._metrics.items()
         }
+        if self._prior_precisions:
+            # Theorem 3.2 has the expectation in the denominator: the mean of bounds is larger.
+            precision = sum(self._prior_precisions) / len(self._prior_precisions)
+            bound = mse_bound_with_prior(figures["leakage/dfil_mean"], precision, 1)
+            figures["leakage/mse_bound_with_prior"] = bound
         self._metrics.clear()
+        self._prior_precisions.clear()
         return figures
 
     def pop_skipped(self) -> dict[str, float]:
@@ -233,6 +246,19 @@ class LeakageMeter:
                 raise
             logger.warning_once(f"dFIL is not logged where it cannot be computed. {error}")
             return None
+
+    def _measure_labels(
+        self, gmap: GradientMap, noise: Noise | None, generator: Stream | torch.Generator
+    ) -> None:
+        if noise is None or class_labels(gmap) is None:
+            return
+        try:
+            information = label_information(
+                gmap, noise.variance, num_probes=LABEL_PROBES, generator=generator
+            )
+        except (ValueError, ArithmeticError):  # numbers, or a part of a model: no classes to tell
+            return
+        self._metrics["leakage/label_information"].append(information)
 
     def _measure_influence(self, gmap: GradientMap, message: Message) -> None:
         delta = {name: message[name] - g for name, g in gmap.gradient().items()}

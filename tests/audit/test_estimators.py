@@ -98,9 +98,8 @@ def test_figures_are_the_same_when_an_audit_goes_on(tmp_path: Path, spy: type[Sp
     assert len(spy.seen) == attacked
     assert without_times(again) == without_times(first)
     kinds = [set(row["estimates"]) for row in first.shared]
-    assert (
-        kinds == [{"i2f_lower_bound"}, {"i2f_lower_bound", "dfil_bound"}, {"i2f_lower_bound"}] * 2
-    )
+    noisy = {"i2f_lower_bound", "dfil_bound", "bayesian_bound", "label_bound"}
+    assert kinds == [{"i2f_lower_bound"}, noisy, {"i2f_lower_bound"}] * 2
 
 
 def test_infinite_bounds_and_complete_leaks() -> None:
@@ -225,4 +224,5 @@ def test_the_report_of_an_audit_shows_all_points(tmp_path: Path, spy: type[Spy])
     assert page.count("<g>") == 12 + 9
     assert "I²F lower bound, inverting_gradients" in page
     table = markdown_table(summarize(result))
-    assert "| I²F lower bound | dFIL bound |" in table
+    assert "| I²F lower bound | dFIL bound | Bayesian bound | label bound |" in table
+    assert page.count("label bound:") == 1  # said what it is, and drawn against no attack

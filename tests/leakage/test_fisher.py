@@ -24,9 +24,12 @@ from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.leakage import (
+    bayesian_bound,
     dfil,
     fisher_norm,
     fisher_trace,
+    make_estimator,
+    prior_deviation,
     smooth_clip,
     smoothly_clipped,
 )
@@ -376,3 +379,96 @@ def test_clipping_a_zero_gradient() -> None:
     assert not flat(clipped.gradient()).any()
     factor = 1 / (1 + float(torch.nn.functional.gelu(torch.tensor(-1.0, dtype=torch.float64))))
     assert float(fisher_trace(clipped, 1.0)) == pytest.approx(2 * factor**2)
+
+
+# --- Theorem 3.2 as a number
+
+
+def test_the_bayesian_bound_is_that_of_dense_linear_algebra() -> None:
+    gmap, jacobian = dense_case("bert")
+    variance = uneven_variance(gmap)
+    coordinates = int((jacobian.square().sum(1) > 0).sum())  # all but one token of padding
+    trace = float(fisher(jacobian, variance).trace())
+    expected = 1 / (trace / coordinates + 1 / 0.3**2)
+    exact = bayesian_bound(gmap, variance, 0.3)
+    assert exact == pytest.approx(expected, rel=1e-6)
+    assert exact.standard_error == 0
+    probed = bayesian_bound(gmap, variance, 0.3, 50, rng())
+    assert abs(probed - exact) < 4 * probed.standard_error < exact
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_attacker_of_a_linear_map_is_below_the_bayesian_bound(seed: int) -> None:
+    """x ~ N(0, τ²I), y = Jᵀx + N(0, Σ): the posterior mean is the best of all attackers. Its error
+    is in closed form, and is measured on 20,000 draws.
+    """
+    jacobian, tau = random_jacobian(seed), 0.2 + seed / 5
+    gmap = linear_map(jacobian)
+    variance = uneven_variance(gmap)
+    eye = torch.eye(len(jacobian), dtype=torch.float64)
+    covariance = torch.linalg.inv(fisher(jacobian, variance) + eye / tau**2)
+    best = float(covariance.trace()) / len(jacobian)
+    generator, std = torch_rng(seed), flat(variance).sqrt()
+    x = tau * torch.randn(20_000, len(jacobian), generator=generator).double()
+    y = x @ jacobian + std * torch.randn(20_000, len(std), generator=generator).double()
+    recovered = (y / std.square()) @ jacobian.T @ covariance
+    errors = (recovered - x).square().mean(1)
+    assert float(errors.mean()) == pytest.approx(best, rel=5 * float(errors.std()) / 141 / best)
+    bound = bayesian_bound(gmap, variance, tau)
+    assert 0 < bound <= best * (1 + 1e-9) < tau**2
+
+
+def test_it_is_reached_where_all_directions_are_alike() -> None:
+    gmap = linear_map(2 * torch.eye(6, dtype=torch.float64))
+    assert bayesian_bound(gmap, 0.5, 0.7) == pytest.approx(1 / (4 / 0.5 + 1 / 0.7**2))
+
+
+@pytest.mark.parametrize("tau", [0.05, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("sigma", [0.1, 0.5, 2.0])
+def test_it_holds_for_any_prior_that_was_smoothed(tau: float, sigma: float) -> None:
+    """An attacker that knows x = ±1 + N(0, τ²), a prior of two words, by numerical integrals."""
+    x = torch.linspace(-1 - 8 * tau, 1 + 8 * tau, 601, dtype=torch.float64)
+    prior = sum(torch.exp(-((x - word) ** 2) / 2 / tau**2) for word in (-1, 1))
+    assert isinstance(prior, Tensor)
+    prior = prior / torch.trapezoid(prior, x)
+    y = torch.linspace(-1 - 8 * (tau + sigma), 1 + 8 * (tau + sigma), 601, dtype=torch.float64)
+    likelihood = torch.exp(-((y[:, None] - x) ** 2) / 2 / sigma**2)
+    joint = likelihood * prior / math.sqrt(2 * math.pi) / sigma
+    evidence = torch.trapezoid(joint, x)
+    mean = torch.trapezoid(joint * x, x) / evidence.clamp(min=1e-300)
+    second = torch.trapezoid(joint * x**2, x) / evidence.clamp(min=1e-300)
+    error = float(torch.trapezoid((second - mean**2) * evidence, y))
+    score = torch.gradient(prior.clamp(min=1e-300).log(), spacing=(x,))[0]
+    information = float(torch.trapezoid(score**2 * prior, x))
+    assert information <= 1.001 / tau**2  # J_P, whatever the words are
+    assert float(bayesian_bound(by_hand([1.0]), sigma**2, tau)) <= error * 1.001
+
+
+def test_how_far_inputs_are_spread() -> None:
+    model, batch = make_task("bert")
+    gmap, weight = GradientMap(model, batch), model.get_input_embeddings().weight
+    assert prior_deviation(gmap) == pytest.approx(float(weight.detach().var(0).mean().sqrt()))
+    model, batch = small_convolution()
+    pixels = batch["pixel_values"].transpose(0, 1).flatten(1)
+    expected = float(pixels.var(1).mean().sqrt())
+    assert prior_deviation(GradientMap(model, batch)) == pytest.approx(expected)
+    for wrong in (0.0, math.inf, -1.0):
+        with pytest.raises(ValueError, match="deviation must be"):
+            bayesian_bound(gmap, 1.0, wrong)
+
+
+def test_without_noise_the_bayesian_bound_is_zero() -> None:
+    gmap, _ = dense_case("bert")
+    silent = {name: torch.zeros_like(g) for name, g in gmap.gradient().items()}
+    assert bayesian_bound(gmap, silent) == 0
+    assert bayesian_bound(gmap, math.inf, 0.3) == pytest.approx(0.09)  # nothing is shared
+
+
+def test_the_named_bayesian_bound_is_that_of_each_sample() -> None:
+    gmap, _ = dense_case("bert")
+    message = make_defense("gaussian_noise", scale=0.1)(gmap)
+    exact = dfil(gmap, 0.1**2, None).value
+    expected = (exact + prior_deviation(gmap) ** -2).rsqrt()
+    found = make_estimator("bayesian_bound", gmap)(message, rng())
+    torch.testing.assert_close(found, expected, rtol=0.3, atol=0)
+    assert (found < prior_deviation(gmap)).all()

@@ -318,6 +318,8 @@ def test_figures_stand_beside_the_loss_where_both_are_due(make_trainer: MakeTrai
         "leakage/dfil_mean",
         "leakage/dfil_max",
         "leakage/mse_bound",
+        "leakage/mse_bound_with_prior",
+        "leakage/label_information",
         "leakage/i2f_lower_bound",
     }
     entries = trainer.state.log_history[:-1]

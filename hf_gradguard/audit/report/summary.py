@@ -108,7 +108,7 @@ class Summary:
             `recover_labels` and whether or not attacks were granted them; `None` where there are
             none.
         chance_labels: What drawing labels at random recovers.
-        correlations: One for every estimator and attack that have points in common.
+        correlations: One for every attack and estimator that ranks, with points in common.
         membership: One for every defense and membership inference attack.
         refusals: Which attacks were not applicable under which defenses, with the reason.
         crashes: Which failed, with the error.
@@ -420,9 +420,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def correlate(result: Audit) -> list[Correlation]:
-    """One for every estimator and attack that have points in common."""
+    """One for every attack and estimator that ranks what attacks recover, with points in common."""
     correlations = []
-    for estimator in result.settings["estimators"]:
+    estimators = result.settings["estimators"].items()
+    for estimator in (name for name, described in estimators if described.get("ranks", True)):
         for attack in result.attacks:
             points = _points(result, estimator, attack)
             if not points:

@@ -1,0 +1,221 @@
+"""Fisher information of what is shared about labels.
+
+A client shares y = g + N(0, Σ). Sample j has the label a or b, and an attacker knows everything
+else: the input, all other samples, the noise. Then it tells two normal laws apart, which are
+
+    μ_ab = ‖Σ^(-1/2) (g(a) - g(b))‖
+
+deviations apart, and is right with a chance of at most Φ(μ_ab/2). Cross-entropy is linear in a
+label's class probabilities. So μ² is also Fisher information: of p on the simplex of K classes,
+the mean per dimension of its tangent is the mean of μ_ab²/2 over all pairs of classes.
+
+References: Hannun, Guo, van der Maaten, "Measuring Data Leakage in Machine-Learning Models with
+Fisher Information" (2021), for information about attributes; Neyman, Pearson (1933).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..gradient_map import GradientMap, Tensors
+from ..randomness import Stream
+from .gram import Estimate, NoiseVariance, not_finite, variances
+from .influence import Estimator, check_probes
+
+if TYPE_CHECKING:
+    from ..defenses import Message
+
+
+def label_information(
+    gmap: GradientMap,
+    noise_variance: NoiseVariance,
+    *,
+    sample: int | None = None,
+    classes: int | None = None,
+    num_probes: int | None = None,
+    generator: Stream | torch.Generator | None = None,
+) -> Estimate:
+    """The Fisher information about a label, per dimension: the mean of μ²/2 over pairs of classes.
+
+    First-order passes are enough, so it works with any attention kernel.
+
+    Args:
+        gmap: The client's gradient map, of a model with a class for each sample.
+        noise_variance: Diagonal Σ, as in `dfil`.
+        sample: Of this sample's label. By default the mean over the batch.
+        classes: K. Default: the `num_labels` of the model's config.
+        num_probes: Random pairs of classes for each sample, two passes each for the whole batch.
+            `None` computes it exactly, in K - 1 passes a sample.
+        generator: Source of the pairs, a `Stream` or a generator on the labels' device. Default: a
+            new `Stream`.
+
+    Returns:
+        A float with its `standard_error`: 0 where exact, infinite for one probe. Infinite if a
+        coordinate without noise shows a label. Behind clipping it is that of the label as it is.
+
+    Raises:
+        ValueError: If labels are no classes, or the map is one device's part of a model.
+
+    Example:
+        >>> exact = label_information(gmap, noise_variance=1.0)
+        >>> 0.5 < label_success_bound(exact) < 1  # how often the right one of two labels
+        True
+        >>> label_information(gmap, 4.0) < exact
+        True
+    """
+    labels = _Labels(gmap, noise_variance, classes)
+    if sample is not None and not 0 <= sample < len(labels.own):
+        raise ValueError(f"sample must be from 0 to {len(labels.own) - 1}, but is {sample}.")
+    samples = range(len(labels.own)) if sample is None else range(sample, sample + 1)
+    if num_probes is None:
+        return Estimate.exact(sum(map(labels.mean_over_pairs, samples)) / len(samples))
+    check_probes(num_probes)
+    generator = generator or Stream()
+    draws = [labels.of_random_pairs(samples, generator) for _ in range(num_probes)]
+    estimate = Estimate(sum(draws) / num_probes)
+    spread = torch.tensor(draws, dtype=torch.float64).std() if num_probes > 1 else math.inf
+    estimate.standard_error = float(spread) / math.sqrt(num_probes)
+    return estimate
+
+
+def label_success_bound(information: float) -> float:
+    """How often an attacker is right at most that has to tell which of two labels a sample has,
+    both as likely, on average over pairs: Φ(√(I/2)).
+
+    Args:
+        information: Of `label_information`.
+
+    Example:
+        >>> label_success_bound(0.0), round(label_success_bound(2.0), 3)
+        (0.5, 0.841)
+    """
+    # The root and Φ are concave here, so the mean over pairs is at most that of the mean.
+    return NormalDist().cdf(math.sqrt(information / 2))
+
+
+def class_labels(gmap: GradientMap) -> str | None:
+    """The entry of a batch with a class for each sample; `None` where there is none.
+
+    Example:
+        >>> class_labels(gmap)
+        'labels'
+    """
+    for key in ("labels", "label"):
+        labels = gmap.batch.get(key)
+        if isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point():
+            return key
+    return None
+
+
+class _Labels:
+    """A batch's labels, and what is shared with others in their place."""
+
+    def __init__(
+        self, gmap: GradientMap, noise_variance: NoiseVariance, classes: int | None = None
+    ) -> None:
+        key = class_labels(gmap)
+        count = classes or getattr(getattr(gmap.model, "config", None), "num_labels", 0)
+        if key is None or not count or count < 2:
+            raise ValueError(
+                "label_information is of labels that are classes, one for each sample: the batch "
+                "needs a whole number for each in `labels`, and the model two classes or more."
+            )
+        if gmap.shards is not None:
+            raise ValueError("label_information is of a whole gradient, not of one device's part.")
+        self.classes, self.own = count, gmap.batch[key]
+        self._gmap, self._key = gmap, key
+        # Infinite without noise, and 0 where nothing is shared.
+        self._precision = {n: v.reciprocal() for n, v in variances(gmap, noise_variance).items()}
+
+    def mean_over_pairs(self, sample: int) -> float:
+        """The mean of μ²/2 over all pairs of classes, of one sample."""
+        squares, moved = 0.0, {name: torch.zeros_like(g) for name, g in self._own.items()}
+        for other in range(self.classes):
+            if other == self.own[sample]:
+                continue
+            labels = self.own.clone()
+            labels[sample] = other
+            change = self._less(self._gradient(labels), self._own)
+            squares += self._information(change)
+            moved = {name: moved[name] + tensor for name, tensor in change.items()}
+        if math.isinf(squares):
+            return math.inf
+        # Σ over pairs of ‖a - b‖² is K Σ‖a‖² - ‖Σ a‖², whatever a is counted from.
+        over_pairs = self.classes * squares - self._information(moved)
+        return over_pairs / (self.classes * (self.classes - 1))
+
+    def of_random_pairs(self, samples: range, generator: Stream | torch.Generator) -> float:
+        """An unbiased draw of the mean of μ²/2 over pairs and these samples."""
+        first, second = self.own.clone(), self.own.clone()
+        for labels, count in ((first, self.classes), (second, self.classes - 1)):
+            labels[samples] = self._integers(count, len(samples), generator).to(labels)
+        second[samples] = (first[samples] + 1 + second[samples]) % self.classes
+        change = self._less(self._gradient(first), self._gradient(second))
+        # A pair comes in both orders, so products of different samples are 0 on average.
+        return self._information(change) / 2 / len(samples)
+
+    def _integers(self, high: int, count: int, generator: Stream | torch.Generator) -> Tensor:
+        if isinstance(generator, Stream):
+            return generator.integers(high, (count,))
+        return torch.randint(high, (count,), generator=generator, device=generator.device)
+
+    @cached_property
+    def _own(self) -> Tensors:
+        return self._gradient(self.own)
+
+    def _gradient(self, labels: Tensor) -> Tensors:
+        entries: dict[str, Any] = {self._key: labels}
+        return self._gmap.gradient_at(self._gmap.input, **entries)
+
+    def _less(self, first: Tensors, second: Tensors) -> Tensors:
+        """What of a difference is shared."""
+        return self._gmap.restrict({name: g - second[name] for name, g in first.items()})
+
+    def _information(self, change: Tensors) -> float:
+        """Δᵀ Σ⁻¹ Δ. What does not move tells nothing, with noise or without."""
+        parts = [
+            torch.where(moved != 0, moved.double().square() * self._precision[name], 0.0).sum()
+            for name, moved in change.items()
+        ]
+        total = float(torch.stack(parts).sum())
+        if math.isnan(total):
+            raise not_finite()
+        return total
+
+
+class LabelBound(Estimator):
+    """How often an attacker at least takes the wrong one of two labels, sample by sample: 1 less
+    `label_success_bound`.
+    """
+
+    title = "label bound"
+    meaning = (
+        "how often an attacker is wrong at least that knows the input and all other labels, and "
+        "has to tell which of two labels a sample has; 0.5 is a guess"
+    )
+    needs_noise = True
+    ranks = False  # labels are not what attacks reconstruct
+    most_classes: ClassVar[int] = 10
+    """Of which all pairs are taken; of more it is a few random ones."""
+    pairs: ClassVar[int] = 4
+
+    def estimate(self, message: Message, generator: Stream | torch.Generator | None) -> Tensor:
+        assert message.noise is not None
+        labels = _Labels(self.gmap, message.noise.variance)
+        few, stream = labels.classes <= self.most_classes, generator or Stream()
+        wrong = []
+        for sample in range(len(labels.own)):
+            if few:
+                information = labels.mean_over_pairs(sample)
+            else:
+                alone = range(sample, sample + 1)
+                draws = [labels.of_random_pairs(alone, stream) for _ in range(self.pairs)]
+                information = sum(draws) / self.pairs
+            wrong.append(1 - label_success_bound(information))
+        return torch.tensor(wrong)
