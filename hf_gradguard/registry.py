@@ -301,6 +301,7 @@ ATTACKS: Registry[Any] = Registry(
         "span": "hf_gradguard.attacks.span.attack:Span",
         "embedding_rows": "hf_gradguard.attacks.embedding_rows:EmbeddingRows",
         "candidates": "hf_gradguard.attacks.candidates.attack:Candidates",
+        "likelihood_search": "hf_gradguard.attacks.likelihood_search.attack:LikelihoodSearch",
         "analytic": "hf_gradguard.attacks.analytic:Analytic",
     },
 )

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ..attacks import Attack, GradientMatching
 from ..attacks.candidates.attack import Candidates
+from ..attacks.likelihood_search.attack import LikelihoodSearch
 from ..defenses import Defense
-from ..gradient_map.domain import IMAGE
+from ..gradient_map.domain import IMAGE, TEXT
 from ..randomness import Stream
 from .cells import Cell
 from .client import Attacker, Modality, Upload, in_gradient_unit, training_of
@@ -103,6 +104,35 @@ def with_candidates(
             raise ValueError(f"Give the candidates of {label} to audit(candidates=...).")
         if candidates is not None:
             listed[label] = replace(attack, candidates=candidates)
+    return listed
+
+
+def with_public_texts(
+    attacks: Mapping[str, Attack], candidates: Sequence[Any] | None,
+    batches: Sequence[dict[str, Tensor]], modality: Modality,
+) -> dict[str, Attack]:  # fmt: skip
+    """The attacks, with public texts for those that search with some and have none: candidates that
+    are in no audited batch.
+
+    Args:
+        attacks: By label.
+        candidates: As `modality.candidates` makes them.
+        batches: The audited ones.
+        modality: Of the audit.
+    """
+    listed = dict(attacks)
+    searches = {
+        label: attack
+        for label, attack in attacks.items()
+        if isinstance(attack, LikelihoodSearch) and not len(attack.public_texts)
+    }
+    if not searches or candidates is None or TEXT.key not in batches[0]:
+        return listed
+    audited = {index for batch in batches for index in modality.members_among(candidates, batch)}
+    rows = [row for index, row in enumerate(candidates) if index not in audited]
+    public = [row[TEXT.key] if isinstance(row, Mapping) else row for row in rows]
+    for label, attack in searches.items():
+        listed[label] = replace(attack, public_texts=public)
     return listed
 
 

@@ -35,6 +35,7 @@ from .attackers import (
     smooths,
     threat_model,
     with_candidates,
+    with_public_texts,
 )
 from .cells import Audit, Cell, Cells, code_digest, digest, write_json
 from .client import DEFENSE, Client, Modality, Shared, Upload, attack_together
@@ -103,6 +104,7 @@ def run(
         metrics: By label of a defense, what a model reaches that is trained under it.
     """
     attacks = with_candidates(attacks, setup.candidates, settings.seed)
+    attacks = with_public_texts(attacks, setup.candidates, setup.batches, setup.modality)
     learn_strengths(setup, settings, defenses)
     grid = _Grid(setup, settings, defenses, attacks, cells)
     grid.record["metrics"] = dict(metrics)

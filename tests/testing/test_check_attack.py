@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,9 +18,15 @@ from hf_gradguard.testing import check_attack
 from hf_gradguard.testing.attacks import small_observation
 from recipes.studies.malicious_models import perceptron
 
+# Ids of ordinary words, as long as the text behind `of_one_text`.
+PUBLIC_TEXTS = [
+    [5 + (start + step * (start // 9 + 1)) % 9 for step in range(3)] for start in range(40)
+]
+
 # What makes an attack quick. One that is not here runs for a single step, if it has steps.
 QUICK: dict[str, dict[str, Any]] = {
     "lamp": {"steps": 2, "every": 1, "moves": 2},
+    "likelihood_search": {"public_texts": PUBLIC_TEXTS, "evaluations": 64},
     # texts and images: each message is compared with its own kind
     "candidates": {"candidates": [[2, 5, 6, 3], [2, 7, 3], [8], *torch.rand(3, 3, 16, 16)]},
 }
@@ -38,8 +44,21 @@ def of_a_perceptron() -> Observation:
     return Observation(model, gradient, (2, 3, 16, 16), labels=batch["labels"])
 
 
-# Attacks on models of a certain kind
-OBSERVATIONS = {"analytic": {"image": of_a_perceptron}}
+def of_one_text() -> Observation:
+    whole = small_observation("text")
+    batch = {"input_ids": torch.tensor([[2, 5, 6, 7, 3]]), "labels": torch.tensor([1])}
+    gradient = GradientMap(whole.model, batch, second_order=False).gradient()
+    return replace(
+        whole, gradient=gradient, input_shape=(1, 5), labels=batch["labels"],
+        attention_mask=torch.ones(1, 5, dtype=torch.long),
+    )  # fmt: skip
+
+
+# Attacks on models of a certain kind, or on messages of one sample
+OBSERVATIONS: dict[str, dict[str, Any]] = {
+    "analytic": {"image": of_a_perceptron},
+    "likelihood_search": {"text": of_one_text},
+}
 
 
 @pytest.mark.parametrize("name", ATTACKS)

@@ -1,0 +1,1 @@
+"""A discrete search for the text that makes a message likeliest."""

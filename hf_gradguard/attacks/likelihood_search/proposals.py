@@ -1,0 +1,197 @@
+"""Which texts a search tries next: those that score well, changed in the words of public texts."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .score import Text
+
+_NEIGHBORS = 24  # words that lie next to a word
+_SMOOTHING = 10  # texts' worth of nothing, beside those that a word's effect is a mean of
+_EFFECT = 0.7  # what a word's effect of one standard deviation adds to its logarithmic frequency
+_FREQUENCY = 0.75  # power of frequencies
+_START, _END = -1, -2
+
+
+class PublicWords:
+    """Words of public texts: how frequent they are, in what company, and which are alike.
+
+    Args:
+        texts: Ids of words.
+        embeddings: `(V, H)`, of the model's tokens.
+
+    Raises:
+        ValueError: If there is no word.
+    """
+
+    def __init__(self, texts: Sequence[Text], embeddings: Tensor) -> None:
+        counts = Counter(word for text in texts for word in text)
+        if not counts:
+            raise ValueError("The public texts have no word.")
+        self.words = list(counts)
+        self.place = {word: place for place, word in enumerate(self.words)}
+        self.after: dict[int, Counter[int]] = defaultdict(Counter)
+        self.before: dict[int, Counter[int]] = defaultdict(Counter)
+        self.between: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+        self._after_two: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+        for text in texts:
+            padded = [_START, *text, _END]
+            for left, word, right in zip(padded, padded[1:], padded[2:], strict=False):
+                self.after[left][word] += 1
+                self.before[right][word] += 1
+                self.between[left, right][word] += 1
+            for first, second, word in zip(padded, padded[1:], padded[2:-1], strict=False):
+                self._after_two[first, second][word] += 1
+        self._total = sum(counts.values())
+        self._counts = counts
+        self.log_frequency = torch.tensor([math.log(counts[word]) for word in self.words])
+        rows = embeddings[self.words].float().cpu()
+        self._directions = torch.nn.functional.normalize(rows - rows.mean(0), dim=1)
+        self._neighbors: dict[int, list[int]] = {}
+        self.learn({})
+
+    def learn(self, scores: Mapping[Text, float]) -> None:
+        """How likely each word is proposed, by its frequency and the scores of texts that have
+        it.
+        """
+        mean = sum(scores.values()) / max(len(scores), 1)
+        sums, counts = Counter[int](), Counter[int]()
+        for text, score in scores.items():
+            for word in set(text):
+                sums[word] += score - mean  # type: ignore[assignment]
+                counts[word] += 1
+        effects = torch.tensor([sums[word] / (counts[word] + _SMOOTHING) for word in self.words])
+        effects = effects / (effects.std(correction=0) + 1e-9)
+        self.log_weights = _FREQUENCY * self.log_frequency + _EFFECT * effects
+        self._cumulated = self.log_weights.double().softmax(0).cumsum(0)
+
+    def log_probability(self, text: Text) -> float:
+        """Of a text as public ones are, by what two words are followed by (Jelinek and Mercer's
+        interpolation).
+        """
+        total, first, second = 0.0, _START, _START
+        for word in text:
+            single = (self._counts[word] + 0.1) / (self._total + 0.1 * len(self.words))
+            after_one = _share(self.after.get(second), word)
+            after_two = _share(self._after_two.get((first, second)), word)
+            total += math.log(0.25 * single + 0.4 * after_one + 0.35 * after_two)
+            first, second = second, word
+        return total
+
+    def draw(self, random_: random.Random) -> int:
+        """A word by itself."""
+        place = int(torch.searchsorted(self._cumulated, random_.random()))
+        return self.words[min(place, len(self.words) - 1)]
+
+    def draw_between(self, left: int, right: int, random_: random.Random) -> int:
+        """A word that public texts have there: beside both neighbors, or beside one of them."""
+        both, which = self.between.get((left, right)), random_.random()
+        if both and which < 0.35:
+            return _draw(both, random_)
+        counts = self.after.get(left) if which < 0.7 else self.before.get(right)
+        return _draw(counts, random_) if counts else self.draw(random_)
+
+    def draw_alike(self, word: int, random_: random.Random) -> int:
+        """A word whose embedding lies near."""
+        if word not in self._neighbors:
+            cosines = self._directions @ self._directions[self.place[word]]
+            count = min(_NEIGHBORS + 1, len(self.words))
+            near = [self.words[place] for place in cosines.topk(count).indices.tolist()]
+            self._neighbors[word] = [other for other in near if other != word] or [word]
+        return random_.choice(self._neighbors[word])
+
+    def likeliest_between(self, left: int, right: int, count: int) -> list[int]:
+        """So many words, by what both neighbors and scores say of each."""
+        weights = self.log_weights.clone()
+        for counts, weight in (
+            (self.after.get(left), 1.0),
+            (self.before.get(right), 1.0),
+            (self.between.get((left, right)), 2.0),
+        ):
+            total = sum(counts.values()) if counts else 0
+            for word, times in (counts or {}).items():
+                weights[self.place[word]] += weight * math.log(1 + 50 * times / (total + 5))
+        places = weights.topk(min(count, len(self.words))).indices.tolist()
+        return [self.words[place] for place in places]
+
+
+def _share(counts: Counter[int] | None, word: int) -> float:
+    return counts[word] / counts.total() if counts else 0.0
+
+
+def _draw(counts: Mapping[int, int], random_: random.Random) -> int:
+    return random_.choices(list(counts), list(counts.values()))[0]
+
+
+def mutate(text: Text, words: PublicWords, others: Sequence[Text], random_: random.Random) -> Text:
+    """One change, or a few: a word, two words' places, a segment's place, or one word less here and
+    one more there. The length stays.
+    """
+    changed, kind = list(text), random_.random()
+    place = random_.randrange(len(text))
+    if kind < 0.38:
+        changed[place] = words.draw_between(*neighbors(changed, place), random_)
+    elif kind < 0.58:
+        changed[place] = words.draw(random_)
+    elif kind < 0.70:
+        changed[place] = words.draw_alike(changed[place], random_)
+    elif kind < 0.78:
+        changed[place] = random_.choice(random_.choice(others))
+    elif kind < 0.83:
+        other = random_.randrange(len(text))
+        changed[place], changed[other] = changed[other], changed[place]
+    elif kind < 0.91:
+        start, end = sorted(random_.sample(range(len(text) + 1), 2))
+        segment = changed[start:end]
+        del changed[start:end]
+        place = random_.randrange(len(changed) + 1)
+        changed[place:place] = segment
+    else:
+        del changed[place]
+        place = random_.randrange(len(text))
+        left = changed[place - 1] if place else _START
+        right = changed[place] if place < len(changed) else _END
+        changed.insert(place, words.draw_between(left, right, random_))
+    if random_.random() < 0.3:
+        return mutate(tuple(changed), words, others, random_)
+    return tuple(changed)
+
+
+def cross(text: Text, other: Text, random_: random.Random) -> Text:
+    """Words of two texts: each of either, or a segment of the other, at its place or elsewhere."""
+    start, end = sorted((random_.randrange(len(text) + 1), random_.randrange(len(text) + 1)))
+    kind = random_.random()
+    if kind < 0.3:
+        return tuple(a if random_.random() < 0.5 else b for a, b in zip(text, other, strict=True))
+    place = random_.randrange(len(text) - (end - start) + 1) if kind < 0.6 else start
+    return text[:place] + other[start:end] + text[place + end - start :]
+
+
+def neighbors(text: Sequence[int], place: int) -> tuple[int, int]:
+    """The words before and after a place."""
+    left = text[place - 1] if place else _START
+    return left, text[place + 1] if place + 1 < len(text) else _END
+
+
+def texts_of_length(texts: Sequence[Text], length: int) -> list[Text]:
+    """Public texts of so many words; after them what longer ones, and texts in a row, have of such
+    windows.
+
+    Example:
+        >>> texts_of_length([(1, 2), (3, 4, 5)], 2)
+        [(1, 2), (3, 4)]
+    """
+    fitting = [text for text in texts if len(text) == length]
+    longer = [text[:length] for text in texts if len(text) > length]
+    joined = [word for text in texts if len(text) < length for word in text]
+    rows = [
+        tuple(joined[start : start + length])
+        for start in range(0, len(joined) - length + 1, length)
+    ]
+    return list(dict.fromkeys([*fitting, *longer, *rows]))

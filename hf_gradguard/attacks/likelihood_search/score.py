@@ -1,0 +1,250 @@
+"""How well a text explains a message, from layers' inputs and slopes, whitened by public texts.
+
+A linear layer's gradient is g = Σ_t δ_t a_tᵀ. A candidate that shares some words with the true
+text says what the message is, up to how much texts differ and the noise. So products are taken
+where gradients of public texts hardly covary: in the eigenvectors of their slopes δ and of their
+inputs a, each pair divided by its own variance plus damping (George et al., "Fast Approximate
+Natural Gradient Descent in a Kronecker-factored Eigenbasis", 2018, of Martens and Grosse, 2015).
+What all texts have in common is taken out. The normalized product is the score, in standard
+deviations of the noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ...gradient_map.inputs import model_loss
+from ...gradient_map.layers import LINEAR
+from ...gradient_map.per_sample.listener import Listener
+from ...gradient_map.per_sample.shares import OfLayer
+from ...gradient_map.replay import Replay
+from ...gradient_map.types import Tensors
+from ..base import Observation
+from ..candidates.inputs import IGNORED
+from ..layer_inputs import is_causal_lm
+from .messages import WhiteMessage
+
+Text = tuple[int, ...]
+"""Ids of a text's words, without the special tokens around them."""
+
+AT_ONCE = 64
+"""Texts in one pass."""
+_PUBLIC = 192  # texts, of which covariances are
+_RANKS = (64, 128)  # eigenvectors of slopes and of inputs
+_FULL = 512  # sides as short as that have all eigenvectors computed
+_FACTORED = 0.3  # of a pair's variance comes from the product of both sides'
+_COUNTED = 0.95  # of the score's square is in the layers that are used
+_LEAST = 1.0  # of a tensor's squared norm, in units of the noise's variance
+
+
+@dataclass
+class _LayerMetric:
+    """One layer's metric, in the eigenvectors of public texts' slopes and inputs.
+
+    Args:
+        outputs: `(out, r)`, of slopes.
+        inputs: `(in, q)`, of inputs.
+        mean: `(r, q)`, of public texts' gradients.
+        weights: `(r, q)`: 1 by how much these vary, and damping.
+        message: `(r, q)`.
+    """
+
+    outputs: Tensor
+    inputs: Tensor
+    mean: Tensor
+    weights: Tensor
+    message: Tensor
+
+    def coordinates(self, slopes: Tensor, features: Tensor) -> Tensor:
+        """`(K, r, q)`, of gradients less their mean."""
+        return (slopes @ self.outputs).mT @ (features @ self.inputs) - self.mean
+
+
+class WhitenedScore:
+    """The score of texts of one length, in standard deviations of the noise.
+
+    Args:
+        observation: What the server saw, of one sample.
+        message: Linear layers' tensors, with white noise of variance 1.
+        public: Texts of that length, of which means and covariances are.
+        label: `(1,)`, the class that they are taken to have; none of language models.
+        damping: Of the noise's variance.
+
+    Raises:
+        ValueError: If the message has no linear layer whose gradient stands out.
+    """
+
+    def __init__(
+        self, observation: Observation, message: WhiteMessage, public: Sequence[Text],
+        label: Tensor | None, damping: float,
+    ) -> None:  # fmt: skip
+        self.observation, self.message, self.label = observation, message, label
+        parameters = dict(observation.model.named_parameters())
+        self._parameters = {name: parameters[name] for name in message.tensors}
+        public = list(public[:_PUBLIC])
+        factors: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for start in range(0, len(public), AT_ONCE):
+            for name, pair in self._factors(public[start : start + AT_ONCE]).items():
+                factors.setdefault(name, []).append(pair)
+        self._layers: dict[str, _LayerMetric] = {}
+        changes: Tensors = {}
+        for name, pairs in factors.items():
+            slopes, features = (torch.cat(side) for side in zip(*pairs, strict=True))
+            squares = (slopes @ slopes.mT) * (features @ features.mT)
+            if float(squares.sum()) / len(public) >= _LEAST:
+                layer = _metric(message.tensors[name], slopes, features, damping)
+                self._layers[name] = layer
+                changes[name] = layer.coordinates(slopes, features)
+        self._keep_largest(changes)
+        self._center()
+        _, squares, noise = self._products({name: changes[name] for name in self._layers})
+        self.unit = float((noise / squares).mean().sqrt())
+        self.expected = self._expect(squares) if message.is_noise_known else None
+
+    def _keep_largest(self, changes: Mapping[str, Tensor]) -> None:
+        """Layers that say little cost as much as others, and the lowest ones most."""
+        if not changes:
+            raise ValueError(
+                "No linear layer's gradient of public texts stands out of this message's noise."
+            )
+        sizes = {
+            name: float((change.square() * self._layers[name].weights).sum(dtype=torch.float64))
+            for name, change in changes.items()
+        }
+        total, counted = sum(sizes.values()), 0.0
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            if counted >= _COUNTED * total:
+                del self._layers[name]
+            counted += sizes[name]
+        self._parameters = {name: self._parameters[name] for name in self._layers}
+
+    def _center(self) -> None:
+        """Takes the mean gradient out of the message: as much of it as the message has, since
+        losses differ, and defenses may scale.
+        """
+        product = square = 0.0
+        for layer in self._layers.values():
+            weighed = layer.weights * layer.mean
+            product += float((weighed * layer.message).sum(dtype=torch.float64))
+            square += float((weighed * layer.mean).sum(dtype=torch.float64))
+        share = max(product / (square + 1e-300), 0.0)
+        for layer in self._layers.values():
+            layer.message = layer.message - share * layer.mean
+
+    def _expect(self, squares: Tensor) -> float:
+        """What the true text would score: its norm in this metric. That is known from the
+        message's own norm less that of noise, and from public texts; each counts as it is precise.
+        """
+        weights = torch.cat([layer.weights.flatten() for layer in self._layers.values()]).double()
+        entries = torch.cat([layer.message.flatten() for layer in self._layers.values()]).double()
+        own = float((weights * (entries.square() - 1)).sum())
+        spread = float((weights.square() * (2 + 4 * (entries.square() - 1).clamp(min=0))).sum())
+        usual, usual_spread = float(squares.mean()), float(squares.var()) + 1e-30
+        mean = (own / spread + usual / usual_spread) / (1 / spread + 1 / usual_spread)
+        return max(mean, 0.0) ** 0.5 / self.unit
+
+    def _products(self, changes: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """`(K,)` each: with the message, with themselves, and how much noise varies the first."""
+        totals: list[Any] = [0.0, 0.0, 0.0]
+        for name, change in changes.items():
+            layer = self._layers[name]
+            weighed = change * layer.weights
+            for place, other in enumerate((layer.message, change, weighed)):
+                product = (weighed * other).flatten(1).sum(1, dtype=torch.float64)
+                totals[place] = totals[place] + product
+        return totals[0], totals[1], totals[2]
+
+    def __call__(self, texts: Sequence[Text]) -> Tensor:
+        """`(K, 2)` in float64: the score of each text, and what it would be on average if the text
+        were the true one.
+        """
+        rows = [torch.zeros(0, 2, dtype=torch.float64)]
+        for start in range(0, len(texts), AT_ONCE):
+            factors = self._factors(texts[start : start + AT_ONCE])
+            inner, squares, _ = self._products(
+                {name: self._layers[name].coordinates(*pair) for name, pair in factors.items()}
+            )
+            norms = squares.clamp(min=1e-300).sqrt()
+            rows.append((torch.stack([inner / norms, norms], 1) / self.unit).cpu())
+        return torch.cat(rows)
+
+    def _factors(self, texts: Sequence[Text]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of each layer slopes and features, `(K, T, F)`, where the noise is white."""
+        model, batch = self.observation.model, self.batch(texts)
+        with Replay(model, second_order=False).run(), torch.enable_grad():
+            listener = Listener(model, self._parameters, batch, len(texts))
+            with listener.listening():
+                loss = model_loss(model, batch) * len(texts)
+            shares = listener.shares(loss)
+        factors = {}
+        for share in shares.values():
+            if isinstance(share, OfLayer) and isinstance(share.layer.module, LINEAR):
+                assert share.layer.weight is not None
+                name = share.layer.weight
+                slopes, features = share._joined()
+                factors[name] = self.message.whiten(name, slopes, features)
+        return factors
+
+    def batch(self, texts: Sequence[Text]) -> dict[str, Tensor]:
+        """Texts as clients have them."""
+        before, after = self.observation.frame
+        device = self.observation.device
+        ids = torch.tensor([[*before, *text, *after] for text in texts], device=device)
+        mask = torch.ones_like(ids)
+        if self.label is not None:
+            labels = self.label.to(device).expand(len(texts), *self.label.shape[1:])
+        elif is_causal_lm(self.observation.model):
+            labels = ids.masked_fill(mask == 0, IGNORED)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def _metric(y: Tensor, slopes: Tensor, features: Tensor, damping: float) -> _LayerMetric:
+    outputs, inputs = (
+        _eigenvectors(rows.flatten(0, 1), rank)
+        for rows, rank in zip((slopes, features), _RANKS, strict=True)
+    )
+    gradients = (slopes @ outputs).mT @ (features @ inputs)
+    mean = gradients.mean(0)
+    own = (gradients - mean).square().mean(0)
+    # Few texts say little of single pairs.
+    left = (slopes @ outputs).square().mean((0, 1))
+    factored = left[:, None] * (features @ inputs).square().mean((0, 1))
+    factored = factored * (own.sum() / factored.sum().clamp(min=1e-38))
+    variance = (1 - _FACTORED) * own + _FACTORED * factored
+    return _LayerMetric(outputs, inputs, mean, 1 / (variance + damping), outputs.T @ y @ inputs)
+
+
+def _eigenvectors(rows: Tensor, rank: int) -> Tensor:
+    """`(d, rank)`, of what rows `(n, d)` vary most along."""
+    if rows.shape[1] <= _FULL:
+        _, vectors = torch.linalg.eigh(rows.T @ rows)
+        return vectors.flip(1)[:, :rank].contiguous()
+    # Subspace iteration, from a start of its own: nothing is drawn from the process's generator.
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(rows.shape[1], min(rank + 16, *rows.shape), generator=generator)
+    vectors = start.to(rows)
+    for _ in range(3):
+        vectors = torch.linalg.qr(rows.T @ (rows @ vectors))[0]
+    image = rows @ vectors
+    vectors = vectors @ torch.linalg.eigh(image.T @ image)[1].flip(1)
+    return vectors[:, :rank].contiguous()
+
+
+def linear_names(model: nn.Module) -> dict[str, bool]:
+    """Weights of linear layers, and whether they are stored as `(in, out)`.
+
+    Example:
+        >>> linear_names(model)["classifier.weight"]
+        False
+    """
+    return {
+        f"{name}.weight": isinstance(module, Conv1D)
+        for name, module in model.named_modules()
+        if isinstance(module, LINEAR)
+    }

@@ -1,0 +1,191 @@
+"""The search for the likeliest text: its score against gradients that are written out, what it
+finds behind noise above the gradient, its budget, and what it refuses.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import torch_rng
+from test_span import TOKENIZER, build, observe
+from torch import Tensor
+
+from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.attacks import Observation, Reconstruction, make_attack
+from hf_gradguard.attacks.likelihood import mechanism_of
+from hf_gradguard.attacks.likelihood_search.attack import Found, LikelihoodSearch
+from hf_gradguard.attacks.likelihood_search.messages import white_message
+from hf_gradguard.attacks.likelihood_search.proposals import PublicWords, cross, mutate
+from hf_gradguard.attacks.likelihood_search.score import Text, WhitenedScore, linear_names
+from hf_gradguard.defenses.mechanism import Mechanism
+from hf_gradguard.randomness import Stream
+
+TRUE = [2, 20, 31, 42, 53, 60, 3]
+PUBLIC = [
+    " ".join(f"w{random_.randrange(60)}" for _ in range(5))
+    for random_ in [random.Random(seed) for seed in range(300)]
+]
+
+
+def message(defense: str, name: str = "bert", **settings: Any) -> Observation:
+    """Of one text, with all that a server may know."""
+    model = build(name, torch.float32)
+    ids = torch.tensor([TRUE])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([1])}
+    if name == "gpt2_lm":
+        batch["labels"] = ids
+    made = make_defense(defense, **settings)
+    shared = made(GradientMap(model, batch), Stream.from_seeds(3))
+    return Observation(
+        model, shared, (1, len(TRUE)), labels=None if name == "gpt2_lm" else batch["labels"],
+        tokenizer=TOKENIZER, mechanism=made.mechanism(shared),
+    )  # fmt: skip
+
+
+def public_ids() -> list[Text]:
+    return [tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"]) for text in PUBLIC]
+
+
+def scorer(observation: Observation, damping: float = 10.0) -> WhitenedScore:
+    white = white_message(observation, mechanism_of(observation), linear_names(observation.model))
+    return WhitenedScore(observation, white, public_ids(), observation.labels, damping)
+
+
+def f1(found: Reconstruction) -> float:
+    assert found.token_ids is not None
+    overlap = Counter(found.token_ids[0][1:-1]) & Counter(TRUE[1:-1])
+    return overlap.total() / len(TRUE[1:-1])
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "gpt2", "gpt2_lm", "llama"])
+def test_scores_are_those_of_gradients_written_out(name: str) -> None:
+    observation = message("gaussian_noise", name, relative_scale=2.0)
+    score = scorer(observation)
+    texts = [tuple(TRUE[1:-1]), *public_ids()[:3]]
+    found = score(texts)
+    turned = linear_names(observation.model)
+    for text, (value, own) in zip(texts, found.tolist(), strict=True):
+        gradient = GradientMap(observation.model, score.batch([text])).gradient()
+        inner = square = 0.0
+        for layer_name, layer in score._layers.items():
+            g = gradient[layer_name].T if turned[layer_name] else gradient[layer_name]
+            outputs, inputs = score.message.scales[layer_name]
+            white = g / outputs[:, None] / inputs
+            change = layer.outputs.T @ white @ layer.inputs - layer.mean
+            inner += float((layer.weights * change * layer.message).sum())
+            square += float((layer.weights * change * change).sum())
+        assert own == pytest.approx(square**0.5 / score.unit, rel=1e-3)
+        assert value == pytest.approx(inner / square**0.5 / score.unit, rel=1e-3, abs=1e-3)
+
+
+def test_the_true_text_scores_what_it_is_expected_to() -> None:
+    score = scorer(message("gaussian_noise", relative_scale=1.0))
+    value, own = score([tuple(TRUE[1:-1])])[0].tolist()
+    assert abs(value - own) < 4  # standard deviations of the noise
+    assert score.expected is not None
+    assert abs(score.expected - own) < 0.5 * own
+    assert float(score(public_ids()[:64])[:, 0].max()) < value
+
+
+@pytest.mark.parametrize(
+    ("defense", "settings"),
+    [
+        ("gaussian_noise", {"relative_scale": 1.5}),
+        ("laplace_noise", {"relative_scale": 1.5}),
+        ("optimal_noise", {"relative_scale": 1.5}),
+        ("pruning", {"ratio": 0.9}),
+        ("quantization", {"bits": 3}),
+        ("none", {}),
+    ],
+)
+def test_words_are_found_behind_every_kind_of_defense(
+    defense: str, settings: dict[str, float]
+) -> None:
+    attack = make_attack("likelihood_search", public_texts=PUBLIC, evaluations=5000)
+    found = attack(message(defense, **settings), torch_rng())
+    assert f1(found) >= 0.6  # a public text has 0.1 on average
+
+
+def test_a_mechanism_that_states_no_noise_expects_no_score() -> None:
+    observation = message("pruning", ratio=0.5)
+    attack = LikelihoodSearch(PUBLIC, evaluations=200)
+    found = attack(observation, torch_rng())
+    assert isinstance(found, Found)
+    assert found.expected_score != found.expected_score
+    assert not found.undecided
+    stopped = attack(message("gaussian_noise", relative_scale=20.0), torch_rng())
+    assert "of about" in stopped.undecided
+
+
+def test_unknown_labels_are_tried() -> None:
+    observation = replace(message("gaussian_noise", relative_scale=0.5), labels=None)
+    found = LikelihoodSearch(PUBLIC, evaluations=200)(observation, torch_rng())
+    assert found.labels is not None
+    assert found.labels.tolist() == [1]
+
+
+def test_signs_say_more_of_laplace_noise() -> None:
+    def separation(noise: str) -> float:
+        observation = message("laplace_noise", relative_scale=4.0)
+        assert observation.mechanism is not None
+        variance = observation.mechanism.variance
+        told = replace(observation, mechanism=Mechanism(noise=noise, variance=variance))  # type: ignore[arg-type]
+        return float(scorer(told)([tuple(TRUE[1:-1])])[0, 1])
+
+    assert separation("laplace") > 1.2 * separation("gaussian")
+
+
+def test_uneven_noise_is_white_after_division() -> None:
+    observation = message("gaussian_noise", relative_scale=1.0)
+    generator = torch_rng()
+    rows = {n: torch.rand(len(y), 1, generator=generator) + 0.1
+            for n, y in observation.gradient.items() if y.dim() == 2}  # fmt: skip
+    variance: dict[str, Tensor] = {}
+    noise: dict[str, Tensor] = {}
+    for name, y in observation.gradient.items():
+        variance[name] = rows[name].square().expand_as(y) if name in rows else torch.ones_like(y)
+        noise[name] = variance[name].sqrt() * torch.randn(y.shape, generator=generator)
+    told = replace(observation, gradient=noise, mechanism=None, noise_variance=variance)
+    white = white_message(told, mechanism_of(told), linear_names(told.model))
+    for name, y in white.tensors.items():
+        if y.numel() > 500:
+            assert float(y.square().mean()) == pytest.approx(1, abs=0.2), name
+
+
+def test_time_is_kept() -> None:
+    started = time.perf_counter()
+    found = LikelihoodSearch(PUBLIC, seconds=1.0)(
+        message("gaussian_noise", relative_scale=50.0), torch_rng()
+    )
+    assert time.perf_counter() - started < 20
+    assert isinstance(found, Found)
+    assert found.evaluated >= 1
+
+
+def test_changes_keep_the_length_and_stay_in_public_words() -> None:
+    words = PublicWords(public_ids(), torch.randn(128, 8, generator=torch_rng()))
+    text, other = public_ids()[:2]
+    known = {word for row in public_ids() for word in row}
+    random_ = random.Random(0)
+    for _ in range(500):
+        child = mutate(cross(text, other, random_), words, [text, other], random_)
+        assert len(child) == len(text)
+        assert set(child) <= known
+
+
+def test_it_refuses_several_texts_and_few_public_ones() -> None:
+    model = build("bert", torch.float32)
+    with pytest.raises(ValueError, match="one text"):
+        LikelihoodSearch(PUBLIC)(observe(model, [TRUE, TRUE]))
+    with pytest.raises(ValueError, match="tokenizer"):
+        LikelihoodSearch(PUBLIC)(replace(message("none"), tokenizer=None))
+    with pytest.raises(ValueError, match="public_texts"):
+        LikelihoodSearch(PUBLIC[:3])(message("none"))
+    with pytest.raises(ValueError, match="seconds"):
+        LikelihoodSearch(PUBLIC, seconds=0)
