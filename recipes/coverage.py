@@ -38,6 +38,9 @@ STATES = {
 }
 CONDITIONS = ("model", "data", "n", "seeds", "attack", "settings")
 EQUAL_CONDITIONS = ("model", "data", "attack", "settings")  # where something is reproduced
+JUDGED = (REPRODUCED, "direction", "refuted")
+_UNCERTAINTY = re.compile(r"±|\[-?\d[^\]]*, |\d of (over )?\d|p = |\d to -?\d")
+"""An interval, a count, a p, or a range: `± 1`, `[0.1, 0.2]`, `3 of 5`, `p = 0.1`, `1 to 2`."""
 
 
 def papers(source: Path = DATA) -> list[dict]:
@@ -47,8 +50,8 @@ def papers(source: Path = DATA) -> list[dict]:
     `ours`, or the `tests` that show it.
 
     Raises:
-        ValueError: For an experiment whose conditions are not all said, or that is called
-            reproduced under other ones.
+        ValueError: For an experiment whose conditions are not all said, whose verdict shows no
+            interval, or that is called reproduced under other ones.
     """
     read = yaml.safe_load(source.read_text(encoding="utf-8"))
     for paper in read["papers"]:
@@ -77,13 +80,16 @@ def differences(item: Mapping[str, Any]) -> list[str]:
 
 
 def check_conditions(item: Mapping[str, Any]) -> None:
-    """Refuses an experiment whose conditions are not all said, and one called reproduced under
-    other conditions than the paper's.
+    """Refuses an experiment whose conditions are not all said, a verdict without an interval, and
+    one called reproduced under other conditions than the paper's.
     """
     name = f"{item['where']}, {item['claim']!r}"
     for side in ("paper", "ours"):
         if "link" in item and set(item[side]) != set(CONDITIONS):
             raise ValueError(f"{name}: {side} must have {', '.join(CONDITIONS)}.")
+    is_shown = "exact" in item or _UNCERTAINTY.search(item.get("found", ""))
+    if "link" in item and item["state"] in JUDGED and not is_shown:
+        raise ValueError(f"{name} says {item['state']} without an interval, a count or a range.")
     if item["state"] != REPRODUCED:
         return
     if "link" not in item:
@@ -103,9 +109,10 @@ def page() -> str:
         f"Five papers, {sum(states.values())} claims: {counts}.",
         "Both versions of Chen et al. stand in one table.",
         "",
-        "`python recipes/coverage.py` makes this page, and refuses *reproduced* under other",
-        "conditions than the paper's. Linked pages have the figures, with their seeds, intervals",
-        "and commands. Linked tests compute what they show.",
+        "`python recipes/coverage.py` makes this page. It refuses *reproduced* under other",
+        "conditions than the paper's, and verdicts on samples without an interval or a count.",
+        "Linked pages have the figures, with their seeds and commands. Linked tests compute what",
+        "they show.",
         "",
         "| state | means |",
         "|---|---|",
@@ -126,6 +133,8 @@ def page() -> str:
 def rows(paper: dict) -> Iterator[str]:
     for item in paper["items"]:
         finding = re.sub(r"{seeds\((\d+), (\d+), (\d+)\)}", _seeds, item.get("found", ""))
+        if "exact" in item:
+            finding += f" ({item['exact']})"
         if "chosen" in item:
             finding += f". The paper does not say, and we chose: {item['chosen']}"
         shown = [f"[{item['link']}](findings/{item['link']})"] if "link" in item else []

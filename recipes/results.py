@@ -158,6 +158,7 @@ RUNS = [
     Run("fil_networks", "fil_networks:Networks", IMAGES, 0.6),
     Run("influence_predicts_attacks", "influence:PredictsAttacks", PREDICTS, 1),
     Run("influence_directions", "influence:Directions", IMAGES, 0.5),
+    Run("influence_small_directions", "influence:SmallDirections", CIFAR10, 0.1),
     Run("influence_unfairness", "influence_epochs:Unfairness", "--mnist $MNIST", 0.25),
     Run("influence_initializations", "influence:Initializations", IMAGES, 0.5),
     Run("influence_epochs", "influence_epochs:Epochs", f"{IMAGES} --train $CIFAR10_TRAIN", 0.3),

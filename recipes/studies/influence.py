@@ -24,6 +24,7 @@ from hf_gradguard.randomness import Stream
 from ..study import Study
 from .lib.attacks import attack_of
 from .lib.images import INVERTING, SINGLE_IMAGES, flat, lenet_for, single_images
+from .lib.intervals import share
 from .lib.tables import plt, save, significant, write_table
 from .lib.text import batches_of_one, load_tokenizer, of_usual_length, small_bert, sst2
 
@@ -285,6 +286,103 @@ def plot_directions(axis, data: str, columns: dict[str, np.ndarray]) -> None:
     axis.axhline(np.median(columns["undefended"]), **style)
     axis.set(xscale="log", yscale="log", xlabel="eigenvalue λ of J Jᵀ", ylabel="MSE", title=data)
     axis.legend()
+
+
+class SmallDirections(Study):
+    """Is noise along the smallest eigenvectors of J Jᵀ a defense, as I² has it? Against uniform
+    noise of the same power, with a list of candidates.
+
+    Conditions and figures: docs/findings/i2f.md.
+    """
+
+    ARGUMENTS = {"--cifar10": "an npz"}
+    NOISES, COUNTS = ("uniform", "small directions"), (1, 19)  # of 192 directions
+    STRENGTHS = (1.0, 20.0, 1000.0)  # norm of the noise over that of the gradient
+
+    @property
+    def samples(self) -> int:
+        return 2 if self.quick else 16
+
+    def cells(self) -> dict:
+        side, counts = (6, (1, 3)) if self.quick else (8, self.COUNTS)
+        return {
+            (str(count), str(sample)): {"sample": sample, "side": side, "directions": count}
+            for count in counts
+            for sample in range(self.samples)
+        }
+
+    def load(self) -> None:
+        self.images = functools.cache(self._images)
+        self.directions = functools.cache(self._directions)
+
+    def _images(self, side: int) -> list[GradientMap]:
+        """The candidates, in float64: what is left without noise is zero, not rounding."""
+        batches = single_images(self.args.cifar10, self.samples, side)
+        set_seed(0)
+        model = lenet_for(batches[0]).double()
+        return [
+            GradientMap(model, batch | {"pixel_values": batch["pixel_values"].double()})
+            for batch in batches
+        ]
+
+    def _directions(self, side: int, sample: int) -> tuple[Tensor, Tensor]:
+        """An orthonormal basis of Jᵀu for the smallest eigenvectors u first, `(m, d)`, and their
+        eigenvalues.
+        """
+        gmap = self.images(side)[sample]
+        units = torch.eye(gmap.input.numel()).double().view(-1, *gmap.input.shape)
+        rows = [
+            torch.cat([part.flatten(1) for part in gmap.jvps(some)], 1) for some in units.split(16)
+        ]
+        _, sizes, basis = torch.linalg.svd(torch.cat(rows), full_matrices=False)
+        return basis.flip(0)[: max(self.COUNTS)].clone(), sizes.square().flip(0)
+
+    def measure(self, cell: dict) -> dict:
+        """Where the true image stands in the list behind each noise, by the best test of each."""
+        maps, count, sample = self.images(cell["side"]), cell["directions"], cell["sample"]
+        gradients = [flat(gmap.gradient()) for gmap in maps]
+        bases = [self.directions(cell["side"], j)[0][:count] for j in range(len(maps))]
+        eigenvalues = self.directions(cell["side"], sample)[1].clamp(min=1e-12)
+        generator = torch.Generator().manual_seed(sample)
+        gradient, basis = gradients[sample], bases[sample]
+        inverse = 1 / eigenvalues
+        # E I² at a power P: P/k Σ 1/λ of these directions, P/d Σ 1/λ of all.
+        metrics: dict = {
+            "influence": significant(
+                float(len(gradient) / count * inverse[:count].sum() / inverse.sum()), 4
+            )
+        }
+        for strength in self.STRENGTHS:
+            noise = {
+                "uniform": torch.randn(len(gradient), generator=generator).double(),
+                "small directions": torch.randn(count, generator=generator).double() @ basis,
+            }
+            for name, direction in noise.items():
+                message = gradient + strength * gradient.norm() * direction / direction.norm()
+                left = []
+                for candidate, own_basis in zip(gradients, bases, strict=True):
+                    rest = message - candidate
+                    if name == "small directions":  # this candidate's own would be left bare
+                        rest = rest - own_basis.T @ (own_basis @ rest)
+                    left.append(float(rest.norm()))
+                rank = sorted(range(len(left)), key=left.__getitem__).index(sample) + 1
+                metrics[f"{name}, {strength:g}"] = rank
+        return metrics
+
+    def report(self, metrics: dict) -> None:
+        rows = []
+        for count, samples in metrics.items():
+            ratio = np.median([cell["influence"] for cell in samples.values()])
+            for strength in self.STRENGTHS:
+                shown = []
+                for name in self.NOISES:
+                    firsts = [c[f"{name}, {strength:g}"] == 1 for c in samples.values()]
+                    found = share(sum(firsts), len(firsts)).text(2)
+                    shown.append(f"{sum(firsts)} of {len(firsts)}, {found}")
+                rows.append([count, f"{strength:g}", f"{ratio:.1e}", *shown])
+        header = ["directions", "noise over gradient", "I² over that of uniform noise"]
+        header += [f"{name}: true image first" for name in self.NOISES]
+        write_table(self.output, header, rows)
 
 
 class Initializations(Study):

@@ -67,7 +67,7 @@ def test_reproduced_is_refused_under_other_conditions():
     for item in EXPERIMENTS:
         if coverage.differences(item):
             with pytest.raises(ValueError, match="differ, so it is direction"):
-                coverage.check_conditions(item | {"state": coverage.REPRODUCED})
+                coverage.check_conditions(item | {"state": coverage.REPRODUCED, "exact": "so"})
     for name in coverage.CONDITIONS:
         item = copy.deepcopy(same[0]) | {"state": coverage.REPRODUCED}
         item["ours"][name] = "another"
@@ -76,6 +76,19 @@ def test_reproduced_is_refused_under_other_conditions():
                 coverage.check_conditions(item)
         else:  # how much was looked at may differ
             coverage.check_conditions(item)
+
+
+@pytest.mark.parametrize("state", coverage.JUDGED)
+def test_a_verdict_without_an_interval_is_refused(state):
+    (same, *_) = [item for item in EXPERIMENTS if not coverage.differences(item)]
+    for found in ("as much as without", "0.9 against 0.7", "on 20 images"):
+        item = {k: v for k, v in same.items() if k != "exact"} | {"state": state, "found": found}
+        with pytest.raises(ValueError, match="without an interval"):
+            coverage.check_conditions(item)
+        coverage.check_conditions(item | {"exact": "computed"})
+        coverage.check_conditions(item | {"state": "cannot tell"})
+    for found in ("0.1 ± 0.2", "0.9 [-0.1, 1.2]", "3 of 5", "p = 0.03", "from 0.2 to 0.3"):
+        coverage.check_conditions(same | {"state": state, "found": found})
 
 
 def test_an_experiment_says_all_its_conditions():

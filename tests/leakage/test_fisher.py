@@ -472,3 +472,26 @@ def test_the_named_bayesian_bound_is_that_of_each_sample() -> None:
     found = make_estimator("bayesian_bound", gmap)(message, rng())
     torch.testing.assert_close(found, expected, rtol=0.3, atol=0)
     assert (found < prior_deviation(gmap)).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_along_small_eigenvectors_is_the_wrong_way_round(seed: int) -> None:
+    """At equal power: information is least with variances as √λ, more with uniform noise, and most
+    where power went to the smallest eigenvectors, however small a floor is left elsewhere.
+    """
+    _, sizes, basis = torch.linalg.svd(random_jacobian(seed), full_matrices=False)
+    jacobian = random_jacobian(seed)
+
+    def information(variance: Tensor) -> float:
+        covariance = basis.T @ (variance / variance.sum()).diag() @ basis
+        return float((jacobian @ torch.linalg.pinv(covariance) @ jacobian.T).trace())
+
+    small = torch.full_like(sizes, 0.1)
+    small[-2:] = 1.0
+    smaller = torch.full_like(sizes, 0.01)
+    smaller[-2:] = 1.0
+    best, uniform = information(sizes), information(torch.ones_like(sizes))
+    assert best <= uniform < information(small) < information(smaller)
+    generator = torch_rng(seed)
+    for _ in range(50):
+        assert best <= information(torch.rand(len(sizes), generator=generator).double() + 1e-3)

@@ -107,6 +107,17 @@ def test_directions(mnist, cifar10, quick, tmp_path) -> None:
     assert (row[0], row[2], row[3]) == ("-1.00", "8 of 8", "2.00 (2.00 to 2.00)")
 
 
+def test_small_directions(cifar10, quick, tmp_path) -> None:
+    study = quick("influence_small_directions", "--cifar10", cifar10, output=tmp_path / "small")
+    for samples in study.figures.values():
+        for figures in samples.values():
+            # What has no noise is exact, so that no strength hides the image; I² says it did.
+            assert [figures[f"small directions, {r}"] for r in (1, 20, 1000)] == [1, 1, 1]
+            assert figures["influence"] > 1
+    row = rows_of(study)["1"]
+    assert row[-1].startswith("2 of 2, 1.00")
+
+
 def test_initializations(mnist, cifar10, quick, tmp_path) -> None:
     data = ("--mnist", mnist, "--cifar10", cifar10)
     study = quick("influence_initializations", *data, output=tmp_path / "initializations")
