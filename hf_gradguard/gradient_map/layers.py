@@ -58,7 +58,7 @@ class Layer:
         """
         if isinstance(self.module, _CONVOLUTIONS):
             return tensor if len(tensor) == samples and tensor.dim() > 2 else None
-        if len(tensor) % samples:
+        if tensor.dim() < 2 or len(tensor) % samples:
             return None
         return tensor.reshape(samples, -1, tensor.shape[-1])
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,8 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
 from .domain import TEXT, text_keys
-from .replay import draws_kept, modes_kept, no_exchange
+from .exchanges import no_exchange
+from .replay import Replay
 from .types import Batch, LossFunction, Shards
 
 logger = logging.get_logger(__name__)
@@ -41,10 +41,13 @@ def scan(
     """The tables of one batch's entries."""
     varied_batch, varied = vary(model, batch)
     watch = _Watch(model, shards)
-    with _undisturbed(model):
+    # In the mode that the model is in: the first pass of quantized weights may pack them for it.
+    replay = Replay(model, False, loss_fn)  # both runs drop the same layers
+    with replay.draws():
         watch.run(loss_fn, batch)
         try:
-            watch.run(loss_fn, varied_batch)
+            with replay.draws():
+                watch.run(loss_fn, varied_batch)
         except Exception as error:
             # Nothing tells positions that are counted off the input from tables that it indexes.
             varied = set()
@@ -223,27 +226,6 @@ def _same(tensors: list[Tensor], references: list[Tensor]) -> bool:
     return len(tensors) == len(references) and all(
         a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(tensors, references, strict=True)
     )
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode; modes, buffers and random draws are put back."""
-    buffers = {
-        (module, name): (buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    }
-    with modes_kept(model) as modules, draws_kept(model):
-        try:
-            for module in modules:
-                module.training = False
-            yield
-        finally:
-            for (module, name), (buffer, copy) in buffers.items():
-                module._buffers[name] = buffer
-                if not torch.equal(buffer, copy):
-                    buffer.data.copy_(copy)
 
 
 _INDEX_AT = {

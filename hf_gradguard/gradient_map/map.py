@@ -94,7 +94,7 @@ class GradientMap:
         self._share, self._withhold = share_input_embeddings, withhold
         # First-order defenses take batches of any kind, also without text or image.
         self._source = find_input(model, batch) if self._needs_input else None
-        self.replay = Replay(model, second_order)
+        self.replay = Replay(model, second_order, self.loss_fn)
         with torch.enable_grad(), self.replay.kernels():
             if not self._share:
                 find_tables(model, batch, self.loss_fn, shards)

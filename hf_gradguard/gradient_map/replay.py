@@ -4,18 +4,20 @@ attention.
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import is_dataclass
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -75,18 +77,174 @@ def draws_restored() -> Iterator[DrawState]:
         state.restore()
 
 
-def seed_all(seed: int) -> None:
-    """Seed all three, inside `draws_restored`.
+class HeldState:
+    """What a pass may change beside parameters and global generators: numbers, lists, tensors and
+    generators that somebody holds, such as a module that counts its passes.
+
+    Args:
+        owners: Who holds them, by name: `vars` of an object, a module's buffers, `Outer`.
+        skipped: Names that nobody changes.
 
     Example:
-        >>> with draws_restored():
-        ...     seed_all(3)
-        ...     torch.initial_seed()
-        3
+        >>> counter = SimpleNamespace(passes=[1], draw=random.Random(0))
+        >>> state = HeldState([vars(counter)])
+        >>> with state.replayed():
+        ...     counter.passes.append(counter.draw.random())
+        >>> counter.passes, counter.draw.random() == random.Random(0).random()
+        ([1], True)
     """
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
+
+    def __init__(
+        self, owners: Iterable[MutableMapping[str, Any]], skipped: frozenset[str] = frozenset()
+    ) -> None:
+        self._owners, self._generators = list(owners), dict[int, tuple[Any, Any]]()
+        self._skipped = skipped | _MODULES_OWN
+        self._values = [self._copied(owner) for owner in self._owners]
+
+    @staticmethod
+    def owners_of(modules: Iterable[nn.Module]) -> list[MutableMapping[str, Any]]:
+        """Modules' attributes and buffers, and what their `forward` uses from around it."""
+        owners, kinds = list[MutableMapping[str, Any]](), set[type]()
+        for module in modules:
+            attributes = vars(module)
+            if module._buffers:
+                owners.append(module._buffers)
+            if len(attributes) > len(_MODULES_OWN):
+                owners.append(attributes)
+                owners += [vars(v) for v in attributes.values() if _is_record(v)]
+            kinds.add(type(module))
+        for kind in kinds:
+            if kind.__module__.split(".")[0] not in ("torch", "transformers", "peft"):
+                owners += Outer.of(getattr(kind, "forward", None))
+        return owners
+
+    def _copied(self, owner: Mapping[str, Any]) -> dict[str, Any]:
+        return {n: self._copy(v) for n, v in owner.items() if n not in self._skipped}
+
+    def _copy(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in (int, float, bool, str) or isinstance(value, nn.Parameter):
+            return value
+        if isinstance(value, Tensor):
+            return value.detach().clone() if value.numel() <= _LARGEST else value
+        if isinstance(value, tuple(_GENERATORS)):
+            self._generators.setdefault(id(value), (value, _state_of(value)))
+        elif isinstance(value, dict | list | set | deque) and len(value) <= _LONGEST:
+            copied: Any = copy.copy(value)
+            if isinstance(value, dict):
+                copied.update({key: self._copy(entry) for key, entry in value.items()})
+            elif not isinstance(value, set):
+                copied.clear()
+                copied.extend(map(self._copy, value))
+            return copied
+        return value
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """All of it as it was when this was made; afterwards as it is now."""
+        held = [{n: v for n, v in o.items() if n not in self._skipped} for o in self._owners]
+        generators = [(g, _state_of(g)) for g, _ in self._generators.values()]
+        try:
+            _set_states(self._generators.values())
+            for owner, values in zip(self._owners, self._values, strict=True):
+                self._put(owner, {name: self._copy(value) for name, value in values.items()})
+            yield
+        finally:
+            for owner, values in zip(self._owners, held, strict=True):
+                self._put(owner, values)
+            _set_states(generators)
+
+    def _put(self, owner: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
+        for name in [name for name in owner if name not in values and name not in self._skipped]:
+            del owner[name]
+        for name, value in values.items():
+            if owner.get(name) is not value:
+                owner[name] = value
+
+
+class Outer(MutableMapping[str, Any]):
+    """Variables that a function uses from around it.
+
+    Args:
+        function: Written in Python.
+
+    Example:
+        >>> passes = [0]
+        >>> [dict(outer) for outer in Outer.of(lambda: passes)]
+        [{'passes': [0]}]
+    """
+
+    def __init__(self, function: FunctionType) -> None:
+        code, self._globals = function.__code__, function.__globals__
+        self._cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        self._names = list[str]()
+        for name in dict.fromkeys((*code.co_freevars, *code.co_names)):
+            with suppress(KeyError, ValueError):  # an attribute's name, a cell without content
+                self[name]
+                self._names.append(name)
+
+    @classmethod
+    def of(cls, function: Any) -> list[MutableMapping[str, Any]]:
+        """That of a function, or of what is called like one."""
+        plain = getattr(function, "func", function)  # of functools.partial
+        plain = getattr(plain, "__func__", plain)
+        return [cls(plain)] if isinstance(plain, FunctionType) else []
+
+    def __getitem__(self, name: str) -> Any:
+        return self._cells[name].cell_contents if name in self._cells else self._globals[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._cells:
+            self._cells[name].cell_contents = value
+        else:
+            self._globals[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        """Variables stay."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _state_of(generator: Any) -> Any:
+    read, _ = _access(generator)
+    return read(generator)
+
+
+def _set_states(states: Iterable[tuple[Any, Any]]) -> None:
+    for generator, state in states:
+        _, write = _access(generator)
+        write(generator, state)
+
+
+def _access(generator: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], object]]:
+    return next(pair for kind, pair in _GENERATORS.items() if isinstance(generator, kind))
+
+
+def _is_record(held: Any) -> bool:
+    is_instance = is_dataclass(held) and not isinstance(held, type)
+    return is_instance or isinstance(held, SimpleNamespace)
+
+
+_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (
+        np.random.RandomState.get_state, np.random.RandomState.set_state
+    ),
+    np.random.Generator: (
+        lambda held: held.bit_generator.state,
+        lambda held, state: setattr(held.bit_generator, "state", state),
+    ),
+}  # fmt: skip
+"""How the state of a generator that somebody holds is read and written, by its type."""
+_MODULES_OWN = frozenset(vars(nn.Module()))
+_LARGEST = 1 << 20
+_LONGEST = 1 << 16
+"""Entries of a tensor, and of a list, that is copied for a pass: what is larger counts nothing."""
 
 
 class Replay:
@@ -99,6 +257,7 @@ class Replay:
     Args:
         model: The model, in the mode in which it will run.
         second_order: Whether derivatives of derivatives are wanted.
+        loss: What runs it, and may hold a state as well.
 
     Raises:
         NotImplementedError: If they are, and the model has kernels whose own are silently wrong.
@@ -107,7 +266,7 @@ class Replay:
     kind: str = ""
     """Of maps that are tried out together: how well differences do on one says it of the others."""
 
-    def __init__(self, model: nn.Module, second_order: bool) -> None:
+    def __init__(self, model: nn.Module, second_order: bool, loss: Any = None) -> None:
         self.modules, self.second_order = list(model.modules()), second_order
         if second_order and any(_is_ligers(module) for module in self.modules):
             raise NotImplementedError(
@@ -118,31 +277,21 @@ class Replay:
         self._devices = devices_that_draw(model)
         self._state = DrawState.now()
         self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
+        self._held = HeldState([*HeldState.owners_of(self.modules), *Outer.of(loss)])
 
     @contextmanager
     def draws(self) -> Iterator[None]:
-        """The random draws of when this was made; generators and batch statistics stay as they
-        were.
+        """The random draws of when this was made, and what modules held then; both stay as they
+        are now.
         """
-        # Copies take the updates: writing a value back would count as an in-place change to what
-        # autograd saved.
-        statistics = [
-            (module, dict(module._buffers))
-            for module in self.modules
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training
-        ]
         with draws_restored(), torch.random.fork_rng(devices=self._devices):
             self._state.restore()
             for device, state in zip(self._devices, self._cuda, strict=True):
                 torch.cuda.set_rng_state(state, device)
-            try:
-                for module, buffers in statistics:
-                    copies = {n: b if b is None else b.clone() for n, b in buffers.items()}
-                    module._buffers.update(copies)
+            # Copies take the updates: writing a value back would count as an in-place change to
+            # what autograd saved.
+            with self._held.replayed():
                 yield
-            finally:
-                for module, buffers in statistics:
-                    module._buffers.update(buffers)
 
     def kernels(self) -> AbstractContextManager[None]:
         """Attention in plain mathematics, if anything is to be differentiated twice."""
@@ -227,7 +376,7 @@ def modes_kept(model: nn.Module) -> Iterator[list[nn.Module]]:
 @contextmanager
 def draws_kept(model: nn.Module) -> Iterator[None]:
     """The generators of torch, on the processor and on the model's GPUs, of numpy and of `random`,
-    put back as they were.
+    and what the model's modules hold, put back as they were.
 
     Example:
         >>> before = torch.get_rng_state()
@@ -236,7 +385,9 @@ def draws_kept(model: nn.Module) -> Iterator[None]:
         >>> torch.equal(before, torch.get_rng_state())
         True
     """
-    with draws_restored(), torch.random.fork_rng(devices=devices_that_draw(model)):
+    held = HeldState(HeldState.owners_of(model.modules()))
+    devices = devices_that_draw(model)
+    with draws_restored(), torch.random.fork_rng(devices=devices), held.replayed():
         yield
 
 
@@ -346,62 +497,3 @@ def check_whole(derivatives: Iterable[Tensor]) -> None:
             "without it second derivatives would be wrong. Run the model without that kernel, or "
             "ask for nothing that differentiates twice (method='difference', second_order=False)."
         )
-
-
-@contextmanager
-def no_exchange(model: nn.Module) -> Iterator[None]:
-    """Refuse what a model's own code sends to other ranks in here, as losses of detection send how
-    many objects a batch has. The ranks that share a sharded model may exchange.
-
-    Refused are collectives and messages of this thread, however they are called: also functional
-    ones, those of compiled code, and those of objects. Barriers carry nothing and pass. Other
-    threads go on. Not seen is what is written to `torch.distributed`'s key-value store, or goes
-    through a process group that is itself written in Python.
-
-    Args:
-        model: The client's model.
-
-    Raises:
-        NotImplementedError: With the operation, and the way out.
-
-    Example:
-        >>> with no_exchange(model):
-        ...     loss = model(**batch).loss
-    """
-    has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if has_others and not any(hasattr(p, "device_mesh") for p in model.parameters()):
-        with _NoExchange(type(model).__name__):
-            yield
-    else:
-        yield
-
-
-class _NoExchange(TorchDispatchMode):
-    """Lets every operation of this thread pass, but for those that exchange."""
-
-    supports_higher_order_operators = True  # such as flex attention
-
-    def __init__(self, model_name: str) -> None:
-        super().__init__()
-        self._model_name = model_name
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Compiled modules run compiled: torch leaves them to the interpreter under other modes."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func.namespace in _EXCHANGES and "barrier" not in func.__name__:
-            raise NotImplementedError(
-                f"GradGuardTrainer does not support a loss that exchanges: {self._model_name} "
-                f"calls {func.namespace}.{func.__name__.split('.')[0]} in its pass, so that the "
-                "others would be sent a figure of this rank's own batch, unprotected. Compute the "
-                "loss without it (compute_loss_func; loss_fn of protect), or train on one rank."
-            )
-        return func(*args, **(kwargs or {}))
-
-
-_EXCHANGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-"""Where torch keeps the operations that `torch.distributed` and functional collectives end in."""

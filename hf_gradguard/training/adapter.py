@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -17,7 +16,8 @@ from transformers.trainer_utils import TrainOutput
 
 from ..defenses import Defense
 from ..gradient_map.domain import check_batch
-from ..gradient_map.replay import no_exchange
+from ..gradient_map.exchanges import no_exchange
+from ..gradient_map.replay import HeldState, Outer
 from .accelerator import GuardedAccelerator
 from .checkpoints.complete import (
     OURS,
@@ -64,7 +64,8 @@ class TrainerAdapter(Trainer):
     data_collator: Any
     _begins_anew = False  # though it was to be resumed: there is no checkpoint
     counts_items: bool = True  # whether ranks add up the labels of a step
-    next_pass_counts: bool = False  # for metrics; the passes of a defense do not
+    next_pass_counts: bool = False  # for what a loss holds; the passes of a defense do not
+    _loss_state: HeldState | None = None  # when the message began
     accelerator: GuardedAccelerator
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -128,6 +129,7 @@ class TrainerAdapter(Trainer):
     def ready_for_step(self, model: nn.Module) -> Any:
         """The bare model in training mode."""
         model.train()
+        self._loss_state = None
         if self._batch_statistics == "frozen":
             freeze_statistics(model)
         if callable(getattr(self.optimizer, "train", None)):
@@ -235,11 +237,38 @@ class TrainerAdapter(Trainer):
 
     def loss_pass(self) -> Callable[[], AbstractContextManager[None]]:
         """What each pass of a loss in this training is to run in: nothing is exchanged, and what a
-        Trainer adds up for its log counts once a message.
+        loss holds, to count, to draw or to log, changes once a message.
         """
-        logs = any(name in vars(self) for name in _METRICS)
+        has_own = self._losses()[0] is not Trainer.compute_loss
         is_alone = self.accelerator.num_processes == 1
-        return nullcontext if is_alone and not logs else self._silent_pass
+        return nullcontext if is_alone and not has_own else self._silent_pass
+
+    def begin_message(self) -> None:
+        """The next pass with gradients counts for what the loss holds, its defense's do not."""
+        self.next_pass_counts = True
+        self._loss_state = self._held_by_loss()
+
+    def _losses(self) -> list[Any]:
+        """What computes the loss: the user's first."""
+        kinds = type(self).__mro__
+        methods = [vars(kind)["compute_loss"] for kind in kinds if "compute_loss" in vars(kind)]
+        return [f for f in (self.compute_loss_func, *methods) if f is not None]
+
+    def _held_by_loss(self) -> HeldState | None:
+        losses = self._losses()
+        if losses[0] is Trainer.compute_loss:
+            return None
+        attributes = self.__dict__
+        held = attributes.values()
+        values = [v for a in held for v in (a.values() if isinstance(a, dict) else [a])]
+        values += losses
+        objects = [v for v in values if isinstance(v, nn.Module) and v is not self.model]
+        modules = {module for loss in objects for module in loss.modules()}
+        owners = HeldState.owners_of(modules - set(self.model.modules()))
+        owners += [attributes, *(outer for loss in losses for outer in Outer.of(loss))]
+        callables = [getattr(loss, "__self__", loss) for loss in losses]
+        owners += [c.__dict__ for c in callables if hasattr(c, "__dict__") and c is not self]
+        return HeldState(owners, _DATA)
 
     @contextmanager
     def _silent_pass(self) -> Iterator[None]:
@@ -249,16 +278,12 @@ class TrainerAdapter(Trainer):
         # A loss is computed several times per batch. The first pass with gradients counts.
         counts = self.next_pass_counts and torch.is_grad_enabled()
         self.next_pass_counts = self.next_pass_counts and not counts
-        names = [] if counts else [name for name in _METRICS if name in vars(self)]
-        saved = {name: copy.deepcopy(getattr(self, name)) for name in names}
+        held = None if counts else self._loss_state or self._held_by_loss()
         kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(self).__mro__}
         gathers_for_log = bool(kinds & _GATHER_FOR_LOG)
-        try:
-            with self.accelerator.in_loss(gathers_for_log), no_exchange(self.model):
-                yield
-        finally:
-            for name, metrics in saved.items():
-                setattr(self, name, metrics)
+        as_before = nullcontext() if held is None else held.replayed()
+        with self.accelerator.in_loss(gathers_for_log), no_exchange(self.model), as_before:
+            yield
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse weights under other names than the model's, which Transformers writes for some
@@ -360,5 +385,5 @@ _SINGLE = (
 
 _GATHER_FOR_LOG = {("trl", "SFTTrainer"), ("trl", "DPOTrainer"), ("trl", "RewardTrainer")}
 """Trainers whose loss gathers for its log alone."""
-_METRICS = ("_metrics", "_total_train_tokens", "accum_loss_components")
-"""What TRL and sentence-transformers add up while they compute a loss, to log it."""
+_DATA = frozenset({"train_dataset", "eval_dataset", "state", "args"})
+"""Attributes of a Trainer that no loss changes, and that may be large."""

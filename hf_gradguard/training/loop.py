@@ -16,9 +16,9 @@ from ..defenses import Defense, Message, make_defense
 from ..defenses.base import NoDefense
 from ..gradient_map import GradientMap
 from ..gradient_map.domain import check_batch
+from ..gradient_map.exchanges import no_exchange
 from ..gradient_map.inputs import model_loss
 from ..gradient_map.parameters import is_sharded
-from ..gradient_map.replay import no_exchange
 from ..gradient_map.types import LossFunction, Shards
 from .exchange.average import SecureSum, average
 from .guards.batch_statistics import warn_of_statistics

@@ -258,8 +258,7 @@ class GradGuardMixin(TrainerAdapter):
                 self._tables.agree(module, clients[0].batch, mean_loss, self._secure)
             for client in clients:
                 if client.weight:
-                    # The message's own pass counts for metrics, its defense's passes do not.
-                    self.next_pass_counts = True
+                    self.begin_message()
                     loss = self._messages.share(module, client, mean_loss, step)
                     losses.append(client.weight * loss)
             if self._empty.summed or len(losses) < len(clients):

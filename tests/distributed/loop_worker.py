@@ -19,7 +19,7 @@ from torch.distributed import all_gather
 from torch.utils.data import DataLoader, IterableDataset
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, protect
-from hf_gradguard.gradient_map.replay import no_exchange
+from hf_gradguard.gradient_map.exchanges import no_exchange
 from hf_gradguard.testing.small import small_image_task, small_text_task
 
 try:  # here, where it is imported for all ranks at once

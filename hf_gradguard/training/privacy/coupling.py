@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ...gradient_map.replay import DrawState, draws_restored, seed_all
+from ...gradient_map.replay import DrawState, draws_restored
 from ..clients.partition import fetched
+from .fingerprint import seed_all
 
 logger = logging.get_logger(__name__)
 

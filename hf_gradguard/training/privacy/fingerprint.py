@@ -5,18 +5,33 @@ label is randomized by row, and a client has rows.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...gradient_map.replay import draws_restored, seed_all
+from ...gradient_map.replay import draws_restored
 from ..clients.partition import fetched, is_of_datasets
 
 MOST = 1024
 """Rows that are read. Of a larger data set they are spread evenly, from the first to the last."""
 _TRIED = 8  # rows that are read twice: a field that differs is drawn anew at every visit
+
+
+def seed_all(seed: int) -> None:
+    """Seed all three, inside `draws_restored`.
+
+    Example:
+        >>> with draws_restored():
+        ...     seed_all(3)
+        ...     torch.initial_seed()
+        3
+    """
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
 
 
 def data_fingerprint(data: Any, salt: str) -> str | None:
