@@ -116,6 +116,7 @@ RUNS = [
         "frontier_corpora", "frontier_texts:Corpora", f"{TEXT} --text {WIKI}/test.txt {STORED}", 0.4
     ),
     Run("frontier_batches", "frontier_texts:Batches", TEXT, 0.5),
+    Run("words_apart", "words_apart:WordsApart", TEXT, 0.5),
     Run("frontier_heads", "frontier_heads:Texts", f"{TEXT} --public {WIKI}/train.txt {STORED}", 1),
     Run(
         "correlated_heads",
