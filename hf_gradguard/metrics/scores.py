@@ -102,6 +102,35 @@ def bootstrap_intervals(
     return dict(zip(per_sample, limits, strict=True))
 
 
+def open_ends(
+    mean: float, low: float, high: float, count: int, confidence: float = 0.95
+) -> tuple[float, float]:
+    """The interval of a mean of shares, with room for what `count` independent draws may not have
+    shown.
+
+    Outcomes that n draws do not show have a probability of at most 1 - q, q = ((1 -
+    confidence)/2)^(1/n), by the interval of Clopper and Pearson for none of n. They may be 0 or 1,
+    so the mean may be as low as mean · q and as high as 1 - (1 - mean) · q.
+
+    Args:
+        mean: Of numbers from 0 to 1.
+        low: Lower end of an interval by the spread of what was drawn.
+        high: Its upper end.
+        count: Independent draws.
+        confidence: Of the interval.
+
+    Example:
+        >>> low, high = open_ends(1.0, 1.0, 1.0, count=6)
+        >>> round(low, 2), high
+        (0.54, 1.0)
+        >>> open_ends(0.5, 0.4, 0.6, count=1000)
+        (0.4, 0.6)
+    """
+    unseen = ((1 - confidence) / 2) ** (1 / count)
+    ends = min(low, mean * unseen), max(high, 1 - (1 - mean) * unseen)
+    return max(0.0, ends[0]), min(1.0, ends[1])
+
+
 def match(similarity: np.ndarray) -> list[int | None]:
     """For each reference its prediction: one to one, with the largest sum of similarities.
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import yaml
-from scipy.stats import t, ttest_1samp
+from scipy.stats import beta, t, ttest_1samp
 
 from ..audit.report.page import template
 from ..audit.report.verdicts import MAIN_SCORES, Estimate, MainScore
 from ..defenses import DEFENSES, Defense
+from ..metrics.scores import open_ends
 from .settings import WARMUP, TrialSettings
 
 MANY_MEMBERS = 0.05
@@ -25,7 +26,7 @@ SAME_LEAK = 0.2
 SAME_ACCURACY = 0.01
 """So do accuracies."""
 
-_WIDTH, _HEIGHT, _MARGIN, _BOTTOM, _TOP, _RIGHT = 720, 380, 60, 50, 20, 34
+_WIDTH, _HEIGHT, _MARGIN, _BOTTOM, _TOP, _RIGHT = 480, 340, 56, 50, 20, 34
 _NUMBER_WIDTH, _NUMBER_HEIGHT = 20, 15  # of a point's number
 
 
@@ -96,6 +97,7 @@ def choose(
     budget: float,
     chance: float,
     score: MainScore = MAIN_SCORES["text"],
+    untrained: Sequence[float] | None = None,
 ) -> Choice:
     """The most accurate of the defenses that are shown to leak least, within the budget; or none.
 
@@ -105,13 +107,15 @@ def choose(
     then whatever is shown to be less accurate than the most accurate, by margins that matter. If
     several are left, the first in order is chosen, so that chance does not choose. Where no attack
     reconstructs the undefended gradient above a guess, membership inference decides, if it
-    identifies clearly fewer behind a defense than undefended.
+    identifies clearly fewer behind a defense than undefended. Where the undefended training taught
+    nothing, no price was measured, and nothing is chosen.
 
     Args:
         outcomes: The undefended one first, then in order of preference.
         budget: Accuracy that may be lost, as a share.
         chance: Main score of a guess.
         score: How scores are shown.
+        untrained: Accuracy by sample before any training, of the samples that judge.
 
     Raises:
         ValueError: If the first is not the undefended one, or there is no other.
@@ -131,10 +135,12 @@ def choose(
     if len(outcomes) < 2 or outcomes[0].defense != "none":
         raise ValueError("A choice needs the undefended outcome first, and a defense beside it.")
     plain, *defended = outcomes
+    if untrained is not None and budget < plain.accuracy.mean and not _taught(plain, untrained):
+        return Choice(list(outcomes), None, _untaught_words(plain, untrained))
     affordable = [outcome for outcome in defended if outcome.lost.mean <= budget + SAME_ACCURACY]
-    undefended = f"{plain.attack} {score.verb} {score.format_estimate(plain.leak)} undefended"
+    undefended = f"{plain.attack} {score.verb} {_amount(plain, score)}"
     if affordable and _low(plain.leak) <= chance:
-        undefended += f", and a guess {score.format(chance)}"
+        undefended += f" undefended, and a guess {score.format(chance)}"
         return _by_membership(list(outcomes), affordable, undefended, budget)
     private = [outcome for outcome in defended if is_shown_private(outcome, chance, score)]
     qualified = [outcome for outcome in affordable if outcome in private]
@@ -143,33 +149,89 @@ def choose(
         return Choice(list(outcomes), None, words)
     chosen = _equals(qualified, chance, score)[0]
     words = (
-        f"Unprotected: {undefended} (a guess: {score.format(chance)}). "
+        f"Unprotected: {undefended}. "
         f"With {chosen.defense} at a learning rate of {chosen.learning_rate:.2g}: {chosen.attack} "
-        f"at the {chosen.stage} {score.verb} {score.format_estimate(chosen.leak)}, and at most "
-        f"{score.format(highest_leak(chosen, score))} as far as {len(chosen.leak_by_message)} "
-        f"messages tell. {_cost(chosen, plain, budget)}"
+        f"{score.verb} {_amount(chosen, score)}; a guess has {score.format(chance)}. "
+        f"{_cost(chosen, plain)}"
     )
     return Choice(list(outcomes), chosen, words + _membership_words(chosen))
 
 
-def mean_over_seeds(values: Any) -> Estimate:
+def _taught(plain: Outcome, untrained: Sequence[float]) -> bool:
+    """Whether the undefended training is shown to have raised accuracy."""
+    return _exceeds(plain.accuracy_by_sample, dict(enumerate(untrained)), 0.0)
+
+
+def _untaught_words(plain: Outcome, untrained: Sequence[float]) -> str:
+    before = 100 * float(np.mean(untrained))
+    return (
+        f"None of these. Undefended training taught nothing that {len(untrained)} samples show "
+        f"({before:.1f} % right before, {100 * plain.accuracy.mean:.1f} % after), so no price was "
+        "measured. Train longer (--steps), at other rates (--learning_rate), or begin with a model "
+        "that does not know the task."
+    )
+
+
+def _amount(outcome: Outcome, score: MainScore) -> str:
+    return f"{score.format_estimate(shown_leak(outcome, score))} {score.amount}"
+
+
+def mean_over_seeds(values: Any, are_shares: bool = False) -> Estimate:
     """With the 95 % interval: over samples, and over trainings where there are several.
 
     Args:
         values: `(trainings, samples)`.
+        are_shares: Whether they are from -1 to 1. Then samples without any spread have an interval
+            too: what none of so many shows may yet be.
 
     Example:
         >>> mean_over_seeds([[0.0, 1.0, 1.0, 0.0]])
         Estimate(mean=0.5, low=-0.065..., high=1.065...)
+        >>> mean_over_seeds([[0.0] * 100], are_shares=True).high
+        0.036...
     """
     values = np.asarray(values, dtype=float)
     samples, trainings = values.mean(0), values.mean(1)
-    half = 1.96 * float(np.std(samples, ddof=1)) / math.sqrt(len(samples))
+    spread_of_samples = float(np.std(samples, ddof=1)) / math.sqrt(len(samples))
+    half = 1.96 * spread_of_samples
+    if are_shares and half == 0:
+        half = 1 - 0.025 ** (1 / len(samples))
     if len(trainings) > 1:
         spread = float(np.std(trainings, ddof=1)) / math.sqrt(len(trainings))
         half = math.hypot(half, float(t.ppf(0.975, len(trainings) - 1)) * spread)
     mean = float(values.mean())
     return Estimate(mean, mean - half, mean + half)
+
+
+def accuracy_over_seeds(values: Any) -> Estimate:
+    """The same of shares from 0 to 1, at least as wide as Clopper and Pearson's interval.
+
+    Args:
+        values: `(trainings, samples)`.
+
+    Example:
+        >>> accuracy_over_seeds([[1.0] * 20])
+        Estimate(mean=1.0, low=0.831..., high=1.0)
+    """
+    estimate, count = mean_over_seeds(values, are_shares=True), np.shape(values)[1]
+    assert estimate.low is not None
+    assert estimate.high is not None
+    right = count * estimate.mean
+    low = beta.ppf(0.025, right, count - right + 1) if right > 0 else 0.0
+    high = beta.ppf(0.975, right + 1, count - right) if right < count else 1.0
+    ends = min(estimate.low, float(low)), max(estimate.high, float(high))
+    return Estimate(estimate.mean, max(0.0, ends[0]), min(1.0, ends[1]))
+
+
+def shown_leak(outcome: Outcome, score: MainScore) -> Estimate:
+    """The leak with the interval that people read. Of shares it is within 0 to 1, and has room for
+    what as many messages may not have shown.
+    """
+    leak = outcome.leak
+    if leak.low is None or leak.high is None or score.axis_limit != 1.0:
+        return leak
+    low, _ = open_ends(leak.mean, leak.low, leak.high, max(1, len(outcome.leak_by_message)))
+    return Estimate(leak.mean, low, highest_leak(outcome, score))
 
 
 def highest_leak(outcome: Outcome, score: MainScore) -> float:
@@ -285,8 +347,7 @@ def _none_words(
         least = min(affordable, key=lambda outcome: outcome.leak.mean)
         words += (
             f" Within the budget {least.defense} leaks least: {least.attack} at the {least.stage} "
-            f"{score.verb} {score.format_estimate(least.leak)}, and maybe "
-            f"{score.format(highest_leak(least, score))}."
+            f"{score.verb} {_amount(least, score)}."
         )
     if private:
         best = min(private, key=lambda outcome: outcome.lost.mean)
@@ -328,20 +389,20 @@ def _by_membership(
         f"Membership inference among {chosen.candidates} candidates identifies "
         f"{percent(identified)} of the batch members undefended, and least under "
         f"{chosen.defense}: {percent(chosen.membership)}. At a learning rate of "
-        f"{chosen.learning_rate:.2g}. {_cost(chosen, plain, budget)}"
+        f"{chosen.learning_rate:.2g}. {_cost(chosen, plain)}"
     )
     return Choice(outcomes, chosen, words)
 
 
-def _cost(chosen: Outcome, plain: Outcome, budget: float) -> str:
+def _cost(chosen: Outcome, plain: Outcome) -> str:
     lost, count = chosen.lost, len(chosen.accuracy_by_sample)
     assert lost.low is not None
     assert lost.high is not None
     interval = f"{100 * lost.mean:.1f} points [{100 * lost.low:.1f}, {100 * lost.high:.1f}]"
     trainings = f"{len(chosen.trainings) or 1} training{'s' * (len(chosen.trainings) > 1)}"
     return (
-        f"Cost: {interval} ({percent(plain.accuracy)} to {percent(chosen.accuracy)}; "
-        f"{trainings}, {count} samples), within {100 * budget:g}."
+        f"Cost: {interval} ({100 * plain.accuracy.mean:.1f} to {100 * chosen.accuracy.mean:.1f} %; "
+        f"{count} samples, {trainings})."
     )
 
 
@@ -382,7 +443,7 @@ def _entries(outcome: Outcome, score: MainScore) -> list[str]:
     membership = outcome.membership
     return [
         f"`{outcome.defense}`", f"{outcome.learning_rate:.2g}", percent(outcome.accuracy, digits=1),
-        percent(outcome.lost, digits=1), score.format_estimate(outcome.leak),
+        percent(outcome.lost, digits=1), score.format_estimate(shown_leak(outcome, score)),
         f"{outcome.attack}, {outcome.stage}", "–" if membership is None else percent(membership),
     ]  # fmt: skip
 
@@ -439,7 +500,7 @@ def html_report(choice: Choice, chance: float, settings: TrialSettings, score: M
             "beyond": score.format(leak.mean) if leak.mean > end else "",
         }
         for number, outcome in enumerate(outcomes, 1)
-        for leak, accuracy in [(outcome.leak, outcome.accuracy)]
+        for leak, accuracy in [(shown_leak(outcome, score), outcome.accuracy)]
     ]  # fmt: skip
     levels = [lowest + i / 4 * (highest - lowest) for i in range(5)]
     _place_numbers(points)

@@ -27,6 +27,7 @@ from ..models import label_kind
 from .choice import (
     Choice,
     Outcome,
+    accuracy_over_seeds,
     choose,
     configuration,
     finalists,
@@ -100,14 +101,15 @@ def recommend(
     guess, score = comparison.guess, comparison.score
     last = finalists(screened, trial_settings.budget, guess, score)
     judged = comparison.judge(screened[0], last) if last else screened
-    choice = choose(judged, trial_settings.budget, guess, score)
+    untrained = trials.untrained()
+    choice = choose(judged, trial_settings.budget, guess, score, untrained)
     final = {outcome.defense: outcome for outcome in judged}
     outcomes = [final.get(outcome.defense, outcome) for outcome in screened]
     words = choice.words + comparison.omitted_words()
     if server.modality.labels in ("text", "token"):
         words += _TOKEN_ACCURACY
     choice = dataclasses.replace(
-        choice, outcomes=outcomes, words=words, untrained=mean_over_seeds([trials.untrained()])
+        choice, outcomes=outcomes, words=words, untrained=accuracy_over_seeds([untrained])
     )
     return _write(choice, flags, guess, trial_settings, folder, score)
 
@@ -317,7 +319,7 @@ def outcome_of(
     membership, candidates = _membership(label, halves)
     return [
         Outcome(
-            label, rate, mean_over_seeds(right), mean_over_seeds(lost),
+            label, rate, accuracy_over_seeds(right), mean_over_seeds(lost, are_shares=True),
             mean_over_seeds([list(by_message.values())]), attack, stage, membership, candidates,
             dict(enumerate(np.mean(right, axis=0).tolist())), by_message,
             np.mean(right, axis=1).tolist(),

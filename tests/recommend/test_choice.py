@@ -10,7 +10,13 @@ import pytest
 
 from hf_gradguard.audit.report.verdicts import MAIN_SCORES, Estimate
 from hf_gradguard.recommend import Outcome, choose
-from hf_gradguard.recommend.choice import finalists, highest_leak, html_report
+from hf_gradguard.recommend.choice import (
+    accuracy_over_seeds,
+    finalists,
+    highest_leak,
+    html_report,
+    mean_over_seeds,
+)
 from hf_gradguard.recommend.settings import TrialSettings
 
 
@@ -117,11 +123,34 @@ def test_nothing_is_recommended_that_costs_more() -> None:
 def test_three_sentences() -> None:
     words = choose([PLAIN, outcome("a", 0.01, 0.0)], 0.02, chance=0.05).words
     unprotected, protected, cost = words.split(". ", 2)
-    assert unprotected == "Unprotected: span recovers 100 % [99, 101] undefended (a guess: 5 %)"
-    assert protected.startswith("With a at a learning rate of 0.001: span at the end recovers 0 %")
-    assert "at most 17 % as far as 16 messages tell" in protected
-    assert cost.startswith("Cost: 1.0 points [0.0, 2.0]")
-    assert cost.endswith("1 training, 100 samples), within 2.")
+    assert unprotected == "Unprotected: span recovers 100 % [79, 100] of the words"
+    assert protected.startswith("With a at a learning rate of 0.001: span recovers 0 % [0, 17]")
+    assert protected.endswith("a guess has 5 %")
+    assert cost.startswith("Cost: 1.0 points [0.0, 2.0] (90.0 to 89.0 %")
+    assert cost.endswith("100 samples, 1 training).")
+
+
+def test_a_training_that_taught_nothing_has_no_price() -> None:
+    tried, right = [PLAIN, outcome("a", 0.01, 0.0)], PLAIN.accuracy_by_sample
+    untrained = list(right.values())
+    choice = choose(tried, 0.02, chance=0.05, untrained=untrained)
+    assert choice.chosen is None
+    assert "taught nothing that 100 samples show" in choice.words
+    wrong = [0.0] * 50 + untrained[50:]
+    assert choose(tried, 0.02, chance=0.05, untrained=wrong).chosen is tried[1]
+    # Whatever may be lost, no price matters.
+    assert choose(tried, 0.99, chance=0.05, untrained=untrained).chosen is tried[1]
+
+
+def test_equal_samples_have_an_interval() -> None:
+    """Clopper and Pearson's: of 20 of 20 the lower end is 0.025^(1/20)."""
+    accuracy = accuracy_over_seeds([[1.0] * 20])
+    assert accuracy.low == pytest.approx(0.025 ** (1 / 20))
+    assert accuracy.high == 1.0
+    lost = mean_over_seeds([[0.0] * 20], are_shares=True)
+    assert lost.high == pytest.approx(1 - 0.025 ** (1 / 20))
+    assert lost.low == -lost.high
+    assert accuracy_over_seeds([[0.0] * 20]).high == pytest.approx(lost.high)
 
 
 @pytest.mark.parametrize("tried", [[PLAIN], [outcome("a", 0.0, 0.1), PLAIN]])

@@ -128,9 +128,9 @@ def test_pages_say_the_same(found: tuple[Path, Choice]) -> None:
     assert stored["chosen"]["defense"] == DEFENSES[0]
     assert len(stored["outcomes"]) == 3
     for name in ("recommend.md", "recommend.html"):
-        text = (folder / name).read_text()
+        text = (folder / name).read_text().replace("\N{NO-BREAK SPACE}", " ")
         assert choice.words in text
-        assert all(defense in text for defense in DEFENSES)
+        assert all(defense in text.replace("<wbr>", "") for defense in DEFENSES)
     assert (folder / "recommend.html").read_text().count("<circle") == 3
     private = [folder / "cells", folder / "audits" / "undefended"]
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in private)
@@ -207,7 +207,8 @@ def test_what_no_flags_name_is_recommended_in_words(tmp_path: Path) -> None:
     assert "No flags name a chain or an object of your own" in choice.words
     assert not (tmp_path / "recommended.yaml").exists()
     for name in ("recommend.md", "recommend.html"):
-        assert choice.words in (tmp_path / name).read_text()
+        text = (tmp_path / name).read_text().replace("\N{NO-BREAK SPACE}", " ")
+        assert choice.words in text
 
 
 def test_flags_name_what_they_can() -> None:
@@ -223,13 +224,13 @@ def test_flags_name_what_they_can() -> None:
     assert [flags_of(one) for one in odd] == [None, None, None]
 
 
-def test_nothing_is_recommended_where_all_cost_too_much(found: tuple[Path, Choice]) -> None:
-    """The same trainings and attacks, with a budget that none keeps: they lose at least nothing."""
-    folder, choice = found
-    least = min(one.lost.mean for one in choice.outcomes[1:])
+def test_nothing_is_recommended_where_training_taught_nothing(found: tuple[Path, Choice]) -> None:
+    """The same trainings and attacks, with a budget that is no longer all there is to lose."""
+    folder, _ = found
     again = run(folder, budget=0.0)
-    assert (again.chosen is None) == (least > 0)
-    assert (folder / "recommended.yaml").exists() == (again.chosen is not None)
+    assert again.chosen is None
+    assert "taught nothing" in again.words
+    assert not (folder / "recommended.yaml").exists()
     run(folder)
 
 

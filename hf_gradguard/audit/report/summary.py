@@ -13,7 +13,8 @@ from scipy.stats import binom, spearmanr
 
 from ...attacks.likelihood import Distinguishability, Pair, summarize_pairs
 from ...metrics import score_candidates
-from ...metrics.scores import bootstrap_intervals
+from ...metrics.scores import bootstrap_intervals, open_ends
+from ...metrics.text import TEXT_SCORES
 from ..cells import Audit, Cell
 from .verdicts import (
     MAIN_SCORES,
@@ -27,6 +28,12 @@ from .verdicts import (
     strongest_undefended,
     verdicts,
 )
+
+SHARES = {*TEXT_SCORES, PERCENTILE}
+"""Scores from 0 to 1."""
+
+COUNTED = {"labels", "top1", "tpr_1%", "tpr_0.1%"}
+"""Of these a sample has all or nothing."""
 
 Values = dict[int, dict[str, list[float]]]
 """For each message, for each score, one number per sample."""
@@ -204,8 +211,9 @@ def summarize(result: Audit) -> Summary:
         shared=_shared_means(result),
         distinguishability=distinguishability,
         labels={
-            label: _estimates(recovered_labels(result, label)).get("labels")
+            label: _open(_estimates(of_labels), len(of_labels)).get("labels")
             for label in result.defenses
+            for of_labels in [recovered_labels(result, label)]
         },
         chance_labels=labels_by_chance(result),
         correlations=correlate(result),
@@ -232,7 +240,7 @@ def _row(
         beats = [PERCENTILE] * (percentile.low is not None and percentile.low > 0.5)
     return AttackScores(
         *pair,
-        scores=scores,
+        scores=_open(scores, len(values)),
         messages=len(values),
         over_chance=over_chance.get(main),
         beats_chance=tuple(beats),
@@ -298,6 +306,18 @@ def _estimates(values: Values) -> dict[str, Estimate]:
     }
 
 
+def _open(scores: Mapping[str, Estimate], messages: int) -> dict[str, Estimate]:
+    """With room for what no message showed, where counts or equal messages give no spread."""
+    opened = dict(scores)
+    for name, estimate in scores.items():
+        mean, low, high = estimate.mean, estimate.low, estimate.high
+        if low is None or high is None:
+            continue
+        if name in COUNTED or (name in SHARES and low == high):
+            opened[name] = Estimate(mean, *open_ends(mean, low, high, messages))
+    return opened
+
+
 def _differences(minuend: Values, subtrahend: Values, scores: set[str]) -> dict[str, Estimate]:
     """Means and intervals of the difference, over the messages that both have."""
     return _estimates(
@@ -330,7 +350,10 @@ def _membership(pair: tuple[str, str], cells: Sequence[Cell]) -> Membership | No
     shares = [len(ranking["members"]) / len(ranking["scores"]) for ranking in rankings]
     return Membership(
         *pair,
-        scores={name: Estimate(mean, *ends.get(name, ())) for name, mean in scored.mean.items()},
+        scores=_open(
+            {name: Estimate(mean, *ends.get(name, ())) for name, mean in scored.mean.items()},
+            len(rankings),
+        ),
         candidates=len(rankings[0]["scores"]),
         members=len(scored.per_sample["rank"]),
         chance=float(np.average(shares, weights=sizes)),
