@@ -70,9 +70,10 @@ def label_information(
         True
     """
     labels = _Labels(gmap, noise_variance, classes)
-    if sample is not None and not 0 <= sample < len(labels.own):
-        raise ValueError(f"sample must be from 0 to {len(labels.own) - 1}, but is {sample}.")
-    samples = range(len(labels.own)) if sample is None else range(sample, sample + 1)
+    count = len(labels.true_classes)
+    if sample is not None and not 0 <= sample < count:
+        raise ValueError(f"sample must be from 0 to {count - 1}, but is {sample}.")
+    samples = range(count) if sample is None else range(sample, sample + 1)
     if num_probes is None:
         return Estimate.exact(sum(map(labels.mean_over_pairs, samples)) / len(samples))
     check_probes(num_probes)
@@ -128,20 +129,20 @@ class _Labels:
             )
         if gmap.shards is not None:
             raise ValueError("label_information is of a whole gradient, not of one device's part.")
-        self.classes, self.own = count, gmap.batch[key]
+        self.classes, self.true_classes = count, gmap.batch[key]
         self._gmap, self._key = gmap, key
         # Infinite without noise, and 0 where nothing is shared.
         self._precision = {n: v.reciprocal() for n, v in variances(gmap, noise_variance).items()}
 
     def mean_over_pairs(self, sample: int) -> float:
         """The mean of μ²/2 over all pairs of classes, of one sample."""
-        squares, moved = 0.0, {name: torch.zeros_like(g) for name, g in self._own.items()}
-        for other in range(self.classes):
-            if other == self.own[sample]:
+        squares, moved = 0.0, {name: torch.zeros_like(g) for name, g in self._true_gradient.items()}
+        for other_class in range(self.classes):
+            if other_class == self.true_classes[sample]:
                 continue
-            labels = self.own.clone()
-            labels[sample] = other
-            change = self._less(self._gradient(labels), self._own)
+            labels = self.true_classes.clone()
+            labels[sample] = other_class
+            change = self._shared_change(self._gradient(labels), self._true_gradient)
             squares += self._information(change)
             moved = {name: moved[name] + tensor for name, tensor in change.items()}
         if math.isinf(squares):
@@ -152,11 +153,12 @@ class _Labels:
 
     def of_random_pairs(self, samples: range, generator: Stream | torch.Generator) -> float:
         """An unbiased draw of the mean of μ²/2 over pairs and these samples."""
-        first, second = self.own.clone(), self.own.clone()
-        for labels, count in ((first, self.classes), (second, self.classes - 1)):
-            labels[samples] = self._integers(count, len(samples), generator).to(labels)
-        second[samples] = (first[samples] + 1 + second[samples]) % self.classes
-        change = self._less(self._gradient(first), self._gradient(second))
+        classes, other_classes = self.true_classes.clone(), self.true_classes.clone()
+        random_classes = self._integers(self.classes, len(samples), generator).to(classes)
+        step = 1 + self._integers(self.classes - 1, len(samples), generator).to(classes)
+        classes[samples] = random_classes
+        other_classes[samples] = (random_classes + step) % self.classes
+        change = self._shared_change(self._gradient(classes), self._gradient(other_classes))
         # A pair comes in both orders, so products of different samples are 0 on average.
         return self._information(change) / 2 / len(samples)
 
@@ -166,24 +168,24 @@ class _Labels:
         return torch.randint(high, (count,), generator=generator, device=generator.device)
 
     @cached_property
-    def _own(self) -> Tensors:
-        return self._gradient(self.own)
+    def _true_gradient(self) -> Tensors:
+        return self._gradient(self.true_classes)
 
     def _gradient(self, labels: Tensor) -> Tensors:
         entries: dict[str, Any] = {self._key: labels}
         return self._gmap.gradient_at(self._gmap.input, **entries)
 
-    def _less(self, first: Tensors, second: Tensors) -> Tensors:
-        """What of a difference is shared."""
-        return self._gmap.restrict({name: g - second[name] for name, g in first.items()})
+    def _shared_change(self, gradient: Tensors, reference: Tensors) -> Tensors:
+        """What of the difference of two gradients is shared."""
+        return self._gmap.restrict({name: g - reference[name] for name, g in gradient.items()})
 
     def _information(self, change: Tensors) -> float:
         """Δᵀ Σ⁻¹ Δ. What does not move tells nothing, with noise or without."""
-        parts = [
+        squares = [
             torch.where(moved != 0, moved.double().square() * self._precision[name], 0.0).sum()
             for name, moved in change.items()
         ]
-        total = float(torch.stack(parts).sum())
+        total = float(torch.stack(squares).sum())
         if math.isnan(total):
             raise not_finite()
         return total
@@ -208,10 +210,11 @@ class LabelBound(Estimator):
     def estimate(self, message: Message, generator: Stream | torch.Generator | None) -> Tensor:
         assert message.noise is not None
         labels = _Labels(self.gmap, message.noise.variance)
-        few, stream = labels.classes <= self.most_classes, generator or Stream()
+        takes_all_pairs = labels.classes <= self.most_classes
+        stream = generator or Stream()
         wrong = []
-        for sample in range(len(labels.own)):
-            if few:
+        for sample in range(len(labels.true_classes)):
+            if takes_all_pairs:
                 information = labels.mean_over_pairs(sample)
             else:
                 alone = range(sample, sample + 1)
