@@ -12,34 +12,36 @@ from typing import Any
 
 import pytest
 import torch
-from account_worker import trainer
+from account_worker import ROWS, SIGMA, Telling, trainer
 
-from hf_gradguard.leakage import FisherAccountant, PrivacyAccount
+from hf_gradguard.defenses.factorization import make_factor
+from hf_gradguard.leakage import FisherAccountant, PrivacyAccount, gaussian_epsilon
 from hf_gradguard.training.privacy.account import AccountFile
 
 HERE = Path(__file__).parent
 FILE = "gradguard_account_rank0.jsonl"
 
 
-def killed(folder: Path, kind: str, after: int) -> int:
-    """How many messages of a run left before it was killed (SIGKILL)."""
+def killed(folder: Path, kind: str, after: int) -> list[dict[str, Any]]:
+    """The messages of a run that left before it was killed (SIGKILL), as far as it tells."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(HERE.parent)])}
     process = subprocess.Popen(
         [sys.executable, str(HERE / "account_worker.py"), str(folder), kind],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert process.stdout is not None
-    count = 0
+    left = []
     for line in process.stdout:  # also what left until the kill arrived
-        count += line.startswith("left")
-        if count == after:
+        if line.startswith("left"):
+            left.append(json.loads(line.partition(" ")[2]))
+        if len(left) == after:
             process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    return count
+    return left
 
 
 def test_epsilon_counts_what_left_before_a_kill(tmp_path: Path) -> None:
-    count = killed(tmp_path, "epsilon", 6)
+    count = len(killed(tmp_path, "epsilon", 6))
     step = max(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
     resumed = trainer(tmp_path, "epsilon", max_steps=step + 3)
     resumed.train(resume_from_checkpoint=True)
@@ -48,6 +50,38 @@ def test_epsilon_counts_what_left_before_a_kill(tmp_path: Path) -> None:
     assert 0 <= messages - (count + 3) <= 1  # one may be written down and not have left
     everything = PrivacyAccount({(1.0, 0.25): count + 3})
     assert resumed.private_rows.epsilon >= everything.epsilon(1e-3)
+
+
+def test_correlated_noise_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """Two kills, the second of a run that went on: each message leaves once, with the noise and the
+    rows that a run left alone gives it, and ε is no less than that of what left.
+    """
+    alone = trainer(tmp_path / "alone", "correlated", Telling)
+    alone.train()
+    expected = {message["place"]: message for message in alone.left}
+    assert list(expected) == list(range(12))
+    left = killed(tmp_path / "run", "correlated", 5)
+    left += killed(tmp_path / "run", "correlated", 3)
+    resumed = trainer(tmp_path / "run", "correlated", Telling)
+    resumed.train(resume_from_checkpoint=True)
+    left += resumed.left
+    places = [message["place"] for message in left]
+    assert places == sorted(set(places))  # none twice
+    assert len(places) >= 10  # each kill may cost one that was written down and did not leave
+    assert places[-1] == 11
+    for message in left:
+        same = expected[message["place"]]
+        assert sorted(message["rows"]) == sorted(same["rows"])
+        assert message["sums"] == pytest.approx(same["sums"], rel=1e-9)
+    # each row's trace behind the dense factor, in units of the noise there
+    column = make_factor("blt", 12).column(12)
+    factor = torch.stack([torch.cat([column.new_zeros(t), column[: 12 - t]]) for t in range(12)])
+    traces = torch.zeros(ROWS, 12, dtype=torch.float64)
+    for message in left:
+        traces[message["rows"]] += factor[message["place"]]
+    largest = float(traces.norm(dim=1).max() / (SIGMA * column.norm()))
+    assert resumed.private_rows.epsilon >= gaussian_epsilon(1 / largest, 1e-3)
+    assert resumed.private_rows.epsilon == pytest.approx(alone.private_rows.epsilon)
 
 
 @pytest.mark.parametrize("kind", ["epsilon", "fisher"])
@@ -64,7 +98,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_counts(
 
 @pytest.mark.slow
 def test_the_fisher_account_counts_what_left_before_a_kill(tmp_path: Path) -> None:
-    count = killed(tmp_path, "fisher", 6)
+    count = len(killed(tmp_path, "fisher", 6))
     resumed = trainer(tmp_path, "fisher", max_steps=1)  # no step more
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert 0 <= resumed.accountant.steps - count <= 1
