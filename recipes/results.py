@@ -86,6 +86,7 @@ RUNS = [
     Run("undefended_families", "undefended_texts:Families", TOKENIZER, 8),
     Run("undefended_lengths", "undefended_texts:Lengths", TOKENIZER, 0.2),
     Run("span_attack", "privacy_and_utility:SpanAttack", TEXT, 1),
+    Run("likelihood_search", "likelihood_search:LikelihoodSearches", TEXT, 0.2),
     Run("sst2", "privacy_and_utility:Accuracy", TEXT, 6),
     Run("sst2_seconds", "privacy_and_utility:Seconds", TEXT, 0.1),
     Run("hiding_and_learning", "privacy_and_utility:PrivacyAndUtility", "", 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -243,6 +244,43 @@ class Observation:
             return self.local.gradient_map(self.model, batch, loss_fn)
         return GradientMap(self.model, batch, loss_fn=loss_fn)
 
+    def log_likelihood(
+        self, candidates: Sequence[Any], labels: Sequence[Any] | None = None
+    ) -> Tensor:
+        """`(K,)` in float64: log p(message | candidate) of each, up to what all have in common. For
+        attacks of your own: it is what the attack `candidates` ranks by, many in a pass.
+
+        Args:
+            candidates: Texts, ids, pixels or mappings of a batch's entries, as `candidates` takes.
+            labels: One per candidate. Default: the observation's, or each that it may have.
+
+        Raises:
+            ValueError: If the message is of several samples, or its mechanism was not granted or
+                has no likelihood.
+
+        Example:
+            >>> grants = {"labels": labels[:1], "tokenizer": tokenizer, "noise_variance": 0.1}
+            >>> alone = Observation(model, shared, (1, 8), **grants)
+            >>> alone.log_likelihood(["a fine film", "a dull plot"]).shape
+            torch.Size([2])
+        """
+        # Ranking needs observations, so that this cannot be imported above.
+        from .candidates.attack import Candidates
+
+        mechanism = self.mechanism
+        if self.batch_size > 1:
+            raise ValueError(
+                f"A message of {self.batch_size} samples has no likelihood for one of them: rank "
+                "candidates with the attack 'candidates'."
+            )
+        is_stated = mechanism is not None and not (mechanism.fitted or mechanism.has_residual)
+        if not is_stated and (mechanism is not None or self.noise_variance is None):
+            raise ValueError(
+                "A likelihood needs to know how the message was made: give a mechanism that states "
+                "it (defense.mechanism(message)), or noise_variance."
+            )
+        return Candidates(candidates, labels)(self).scores  # type: ignore[attr-defined, no-any-return]
+
     def _check_variances(self) -> None:
         for grant, variances in (
             ("noise_variance", self.noise_variance),
@@ -316,6 +354,40 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
             if not isinstance(module, nn.modules.batchnorm._NormBase):
                 module.training = False
         yield
+
+
+class Clock:
+    """The time that an attack may take. One that is over stops with the best so far.
+
+    Args:
+        seconds: How many; `None` for as many as it takes.
+
+    Raises:
+        ValueError: If they are below 0.
+
+    Example:
+        >>> Clock(0.0).is_over, Clock(None).is_over
+        (True, False)
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        if seconds is not None and not seconds >= 0:
+            raise ValueError(f"seconds must be at least 0, but is {seconds}.")
+        self.seconds, self._started = seconds, time.perf_counter()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the attack began."""
+        return time.perf_counter() - self._started
+
+    @property
+    def is_over(self) -> bool:
+        """Whether an attack has to stop."""
+        return self.seconds is not None and self.elapsed >= self.seconds
+
+
+ENDLESS = Clock(None)
+"""As long as it takes."""
 
 
 @dataclass

@@ -861,7 +861,7 @@ def test_lamp_is_for_text() -> None:
 def test_an_attack_stops_early() -> None:
     model, batch, _ = text_task()
     seen = observe(model, batch, labels=batch["labels"])
-    assert len(make_attack("tag", steps=50, time_budget=0.0)(seen, torch_rng()).history) == 1
+    assert len(make_attack("tag", steps=50, seconds=0.0)(seen, torch_rng()).history) == 1
     assert len(make_attack("tag", steps=50, tolerance=1e9)(seen, torch_rng()).history) == 1
     stuck = make_attack("tag", steps=50, learning_rate=1e-300, patience=4)(seen, torch_rng())
     assert len(stuck.history) == 5

@@ -189,3 +189,28 @@ def test_it_refuses_several_texts_and_few_public_ones() -> None:
         LikelihoodSearch(PUBLIC[:3])(message("none"))
     with pytest.raises(ValueError, match="seconds"):
         LikelihoodSearch(PUBLIC, seconds=0)
+
+
+def test_the_log_likelihood_is_that_of_gradients_written_out() -> None:
+    observation = message("gaussian_noise", relative_scale=2.0)
+    observation = replace(observation, mechanism=None, noise_variance=0.01)
+    texts = [list(TRUE), [2, 20, 31, 42, 53, 59, 3]]
+    found = observation.log_likelihood(texts)
+    expected = []
+    for text in texts:
+        ids = torch.tensor([text])
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids),
+                 "labels": observation.labels}  # fmt: skip
+        gradient = GradientMap(observation.model, batch).gradient()
+        misfit = sum(float((observation.gradient[n] - g).double().square().sum())
+                     for n, g in gradient.items())  # fmt: skip
+        expected.append(-misfit / 0.02)
+    assert float(found[0] - found[1]) == pytest.approx(expected[0] - expected[1], rel=1e-3)
+
+
+def test_a_log_likelihood_needs_a_mechanism_that_has_one() -> None:
+    observation = message("none")
+    with pytest.raises(ValueError, match="noise_variance"):
+        replace(observation, mechanism=None).log_likelihood(["w1"])
+    with pytest.raises(ValueError, match="2 samples"):
+        observe(build("bert"), [TRUE, TRUE]).log_likelihood(["w1"])

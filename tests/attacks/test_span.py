@@ -602,3 +602,14 @@ def test_selection_ends_where_rounding_begins() -> None:
         chosen = select(row_space([noisy.float()], None, 4), given, candidates, capacity)
         assert [len(own) for own in chosen] == counts
         assert [own[0] for own in chosen] == [3, 5]
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_without_time_the_nearest_texts_so_far_are_returned(name: str) -> None:
+    observation = observe(build(name), sentences(2))
+    found = Span(seconds=0.0)(observation)
+    assert found.token_ids is not None
+    assert "Time was up" in found.undecided
+    assert "Time was up" not in Span(seconds=600.0)(observation).undecided
+    with pytest.raises(ValueError, match="seconds"):
+        Span(seconds=-1.0)(observation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction, m
 from hf_gradguard.attacks.candidates import regression
 from hf_gradguard.attacks.candidates.attack import Candidates
 from hf_gradguard.audit import audit, markdown_table, summarize
-from hf_gradguard.audit.attackers import attackers, with_candidates
+from hf_gradguard.audit.attackers import attackers, with_candidates, with_public_texts
 from hf_gradguard.audit.report.page import html_report
 from hf_gradguard.audit.report.verdicts import INFORMED
 from hf_gradguard.audit.run import make_defenses
@@ -351,3 +352,22 @@ def test_where_first_messages_are_empty_others_come_before(tmp_path: Path) -> No
         wanted = float(torch.cosine_similarity(true, got, 0))
         assert rows[0]["cosine"] == pytest.approx(wanted, rel=1e-3)
         defense.load_state_dict({})
+
+
+def test_searches_get_public_texts_that_no_message_has(tmp_path: Path) -> None:
+    private, others = SAMPLES[:1], [" ".join(DRAW.choice(WORDS, size=5)) for _ in range(30)]
+    search = make_attack("likelihood_search", evaluations=100)
+    listed = [private[0][0], *others]
+    spec = "gaussian_noise:relative_scale=2"
+    result = audit(
+        *text_model(), private, spec, [search], candidates=listed, output=tmp_path / "with"
+    )
+    cells = [cell for cell in result.cells if cell["attack"].startswith("likelihood_search")]
+    assert cells
+    assert all("scores" in cell for cell in cells)
+    without = audit(*text_model(), private, spec, [search], output=tmp_path / "without")
+    assert all("public_texts" in cell["reason"] for cell in without.cells)
+    ids = [[2, 5, 6, 3], [2, 7, 8, 3]]
+    members = SimpleNamespace(members_among=lambda candidates, batch: [1])
+    (given,) = with_public_texts({"a": search}, ids, [{"input_ids": 0}], members).values()  # type: ignore[arg-type, dict-item]
+    assert given.public_texts == ids[:1]  # type: ignore[attr-defined]

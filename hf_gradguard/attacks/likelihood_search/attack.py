@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ from transformers.utils import logging
 
 from ...gradient_map.domain import TEXT
 from ...models import label_kind
-from ..base import Attack, Observation, Reconstruction, as_text, without_dropout
+from ..base import Attack, Clock, Observation, Reconstruction, as_text, without_dropout
 from ..labels import recover_labels
 from ..layer_inputs import is_causal_lm
 from ..likelihood import mechanism_of
@@ -107,7 +106,7 @@ class LikelihoodSearch(Attack):
             raise ValueError(f"evaluations must be at least 1, but is {self.evaluations}.")
 
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Found:
-        started = time.perf_counter()
+        clock = Clock(self.seconds)
         public = self._public(observation)
         length = int(observation.tokens.sum()) - sum(map(len, observation.frame))
         same_length = texts_of_length(public, length) if length > 0 else []
@@ -126,7 +125,7 @@ class LikelihoodSearch(Attack):
                 PublicWords(public, table.detach()),
                 same_length,
                 random.Random(seed),
-                started,
+                clock,
             )
             search.run()
         return search.found(observation)
@@ -187,10 +186,10 @@ class _Search:
 
     def __init__(
         self, attack: LikelihoodSearch, score: WhitenedScore, words: PublicWords,
-        public: Sequence[Text], random_: random.Random, started: float,
+        public: Sequence[Text], random_: random.Random, clock: Clock,
     ) -> None:  # fmt: skip
         self.attack, self.score, self.words, self.public = attack, score, words, public
-        self.random, self.started = random_, started
+        self.random, self.clock = random_, clock
         self.scores: dict[Text, float] = {}
         self._own: dict[Text, float] = {}
         self._fitness: dict[Text, float] = {}
@@ -203,7 +202,7 @@ class _Search:
     @property
     def effort(self) -> float:
         """Of what is granted, which share was spent."""
-        spent = (time.perf_counter() - self.started) / self.attack.seconds
+        spent = self.clock.elapsed / self.attack.seconds
         if self.attack.evaluations is not None:
             spent = max(spent, len(self.scores) / self.attack.evaluations)
         return spent
@@ -313,7 +312,7 @@ class _Search:
             text=as_text(ids, observation.tokenizer),
             labels=self.score.label,
             objective=-self._fitness[self.best],
-            seconds=time.perf_counter() - self.started,
+            seconds=self.clock.elapsed,
             history=[-score for score in self.history],
             undecided=f"The search stopped at {self._standing()}." if unfinished else "",
             score=self.scores[self.best],

@@ -8,7 +8,6 @@ schedule) is in the settings of their classes in `images.py` and `text.py`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ...models import explain_missing_model
 from ...randomness import Stream, torch_generator
-from ..base import Attack, Observation, Reconstruction, as_text, without_dropout
+from ..base import Attack, Clock, Observation, Reconstruction, as_text, without_dropout
 from ..layer_inputs import with_length
 from .descent import Descended, descend
 from .objectives import Objective, TagDistance, cosine_distance, embedding_length, squared_distance
@@ -78,11 +77,11 @@ class GradientMatching(MatchingSettings, Attack):
     def _match(
         self, observations: Sequence[Observation], generator: torch.Generator
     ) -> list[Reconstruction]:
-        started = time.perf_counter()
+        clock = Clock(self.seconds)
         with without_dropout(observations[0].model):
             problem = self.problem(observations)
-            descents = descend(problem, generator, started)
-        seconds = time.perf_counter() - started
+            descents = descend(problem, generator, clock)
+        seconds = clock.elapsed
         results = []
         for number, observation in enumerate(observations):
             own_descents = descents[number * self.restarts :][: self.restarts]

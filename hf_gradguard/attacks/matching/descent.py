@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch import Generator, Tensor
 from transformers.utils import logging
 
+from ..base import Clock
 from .problem import OPTIMIZERS, Problem, Slopes
 from .space import DeepPrior
 
@@ -134,14 +134,13 @@ class Descended:
     history: Tensor
 
 
-def descend(problem: Problem, generator: Generator, started: float) -> list[Descended]:
+def descend(problem: Problem, generator: Generator, clock: Clock) -> list[Descended]:
     """From the attack's starts downwards.
 
     Args:
         problem: The observations to match, with the attack's settings.
         generator: Source of all randomness.
-        started: When the attack began, as `time.perf_counter` says it: its time budget runs from
-            there.
+        clock: The attack's: descents stop when it is over.
 
     Returns:
         Every candidate, those of one observation after another.
@@ -150,7 +149,7 @@ def descend(problem: Problem, generator: Generator, started: float) -> list[Desc
         >>> from hf_gradguard.attacks import make_attack
         >>> tag = make_attack("tag", steps=2, restarts=3)
         >>> problem = tag.problem([observation])
-        >>> found = descend(problem, torch.Generator(), time.perf_counter())
+        >>> found = descend(problem, torch.Generator(), Clock(None))
         >>> [len(candidate.history) for candidate in found]
         [2, 2, 2]
     """
@@ -158,12 +157,12 @@ def descend(problem: Problem, generator: Generator, started: float) -> list[Desc
     if attack.prior is not None:
         network = problem.network(generator)
         descent = _Descent(problem, network.draw().detach(), slice(None), network)
-        return descent.run(problem.slopes, generator, started)
+        return descent.run(problem.slopes, generator, clock)
     x = problem.start(attack.start, generator)
     if attack.optimizer == "lbfgs":  # whose line search is each candidate's own
-        return _descend_separately(problem, x, generator, started)
+        return _descend_separately(problem, x, generator, clock)
     descent = _Descent(problem, x, slice(None))
-    return descent.run(problem.slopes, generator, started)
+    return descent.run(problem.slopes, generator, clock)
 
 
 class _Descent:
@@ -189,7 +188,7 @@ class _Descent:
         self.best = torch.full((len(self.x),), math.inf, device=x.device, dtype=x.dtype)
         self.history: list[Tensor] = []
 
-    def run(self, slopes_at: SlopesAt, generator: Generator, started: float) -> list[Descended]:
+    def run(self, slopes_at: SlopesAt, generator: Generator, clock: Clock) -> list[Descended]:
         """Follows `slopes_at` for as long as the settings say."""
         attack, offset = self.attack, self.rows.start or 0
         leaves = self.network.weights if self.network else [self.x]
@@ -215,10 +214,7 @@ class _Descent:
                 break
             if attack.patience is not None and steps_since >= attack.patience:
                 break
-            if (
-                attack.time_budget is not None
-                and time.perf_counter() - started > attack.time_budget
-            ):
+            if clock.is_over:
                 break
         bar.close()
         self.problem.space.project_(self.best_x)  # evaluated before a step's projection
@@ -272,7 +268,7 @@ def _descend_separately(
     problem: Problem,
     x: Tensor,
     generator: Generator,
-    started: float,
+    clock: Clock,
 ) -> list[Descended]:
     """Each candidate by an optimizer of its own, all of them evaluated together."""
     vectorized = True
@@ -283,7 +279,7 @@ def _descend_separately(
         def slopes_at(x: Tensor, labels: Tensor, rows: slice) -> Slopes:
             return ask((x.detach(), labels.detach()))
 
-        return _Descent(problem, x, slice(k, k + 1)).run(slopes_at, run_generator, started)
+        return _Descent(problem, x, slice(k, k + 1)).run(slopes_at, run_generator, clock)
 
     def evaluate(numbers: list[int], questions: list[tuple[Tensor, Tensor]]) -> list[Slopes]:
         nonlocal vectorized

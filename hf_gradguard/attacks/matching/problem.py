@@ -80,7 +80,7 @@ class MatchingSettings:
             against clipping of coordinates that get no noise.
         tolerance: Stop when the objective falls to it.
         patience: Stop after so many steps without a new best.
-        time_budget: Stop after so many seconds.
+        seconds: Stop after so many seconds.
         progress: Show a bar.
 
     Raises:
@@ -110,7 +110,7 @@ class MatchingSettings:
     clip_coordinate: float | None = None
     tolerance: float = 0.0
     patience: int | None = None
-    time_budget: float | None = None
+    seconds: float | None = None
     progress: bool = False
 
     def __post_init__(self) -> None:

@@ -12,7 +12,6 @@ a fixed threshold decides; here candidates are ranked, which noise does not stop
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...gradient_map.domain import TEXT, is_encoder_decoder
-from ..base import Attack, Observation, Reconstruction, as_text
+from ..base import Attack, Clock, Observation, Reconstruction, as_text
 from ..layer_inputs import Readers, Slots, find_readers, layer_inputs, with_length
 from .decoder import extend_prefixes
 from .encoder import assemble_texts
@@ -265,6 +264,7 @@ class Span(Attack):
         beams: Prefixes of a decoder's text to keep, for every sentence of the batch.
         complete: Where a pruning left zeros, fill in what the gradient's low rank says, and do not
             take them for zeros.
+        seconds: Return the nearest texts so far after so many. The vocabulary is always ranked.
 
     Example:
         >>> found = Span()(observation)
@@ -279,6 +279,7 @@ class Span(Attack):
     shortlist: int = 128
     beams: int = 2
     complete: bool = False
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.threshold is not None and not 0 < self.threshold < 1:
@@ -291,7 +292,7 @@ class Span(Attack):
                 raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}.")
 
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
-        start = time.perf_counter()
+        clock = Clock(self.seconds)
         observation = with_length(observation)
         groups = find_readers(observation)
         unmixed = _need_first_readers(groups)
@@ -306,7 +307,7 @@ class Span(Attack):
         if mixed and mixed[0].mixing == "causal":
             widest = max(mixed, key=lambda readers: (readers.max_rank, readers.num_rows))
             space = self.row_space(observation, widest, int(slots.attended.sum()))
-            rows = extend_prefixes(observation, View(widest, space), slots, self.beams)
+            rows = extend_prefixes(observation, View(widest, space), slots, self.beams, clock)
         else:
             views = self._views(observation, mixed, slots.attended)
             may_repeat = self.threshold is None
@@ -316,7 +317,7 @@ class Span(Attack):
                     everywhere, length = slots.candidate_ids.get(0, []), observation.input_shape[1]
                     candidate_ids = dict.fromkeys(range(length), everywhere)
                     slots = replace(slots, candidate_ids=candidate_ids)
-                rows = assemble_texts(observation, views, slots, rows, first_view)
+                rows = assemble_texts(observation, views, slots, rows, first_view, clock)
             else:
                 undecided = _undecided(observation, unmixed)
         ids = [row[present].tolist() for row, present in zip(rows, observation.tokens, strict=True)]
@@ -325,8 +326,8 @@ class Span(Attack):
             text=as_text(ids, observation.tokenizer),
             labels=observation.labels,
             objective=_objective(observation, first_view, rows),
-            seconds=time.perf_counter() - start,
-            undecided=" ".join(filter(None, (undecided, _repeated(ids)))),
+            seconds=clock.elapsed,
+            undecided=" ".join(filter(None, (undecided, _cut_short(clock), _repeated(ids)))),
         )
 
     def _views(
@@ -418,6 +419,13 @@ def _undecided(observation: Observation, unmixed: Readers) -> str:
         if is_open
     ]
     return f"No gradient behind the first attention tells {' nor '.join(open_)}." if open_ else ""
+
+
+def _cut_short(clock: Clock) -> str:
+    """What is left open where time was up."""
+    if not clock.is_over:
+        return ""
+    return f"Time was up after {clock.seconds:g} seconds: these are the nearest texts so far."
 
 
 def _repeated(ids: list[list[int]]) -> str:

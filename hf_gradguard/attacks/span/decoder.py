@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ...models import without_adapters
-from ..base import Observation, ordinary_id
+from ..base import ENDLESS, Clock, Observation, ordinary_id
 from ..layer_inputs import Readers, Slots, layer_inputs
 from .row_space import View, distances
 from .texts import Pool, Text, choose
@@ -79,7 +79,9 @@ def can_use_cache(observation: Observation, readers: Readers) -> bool:
 DEFICIENT = 8  # times as many prefixes where the first tokens of a text are uncertain
 
 
-def extend_prefixes(observation: Observation, view: View, slots: Slots, beams: int) -> Tensor:
+def extend_prefixes(
+    observation: Observation, view: View, slots: Slots, beams: int, clock: Clock = ENDLESS
+) -> Tensor:
     """A decoder's sentences, from left to right.
 
     Args:
@@ -87,6 +89,7 @@ def extend_prefixes(observation: Observation, view: View, slots: Slots, beams: i
         view: The next layers, whose input at a position depends on the tokens up to there.
         slots: Known and candidate tokens of every position; texts are right-padded.
         beams: Prefixes to keep per sentence.
+        clock: When it is over, texts are left as long as they are.
 
     Returns:
         `(B, T)` ids, -1 where nothing was looked for.
@@ -107,9 +110,10 @@ def extend_prefixes(observation: Observation, view: View, slots: Slots, beams: i
     lengths = slots.attended.sum(1).tolist()
     if any(not bool(row[:n].all()) for row, n in zip(slots.attended, lengths, strict=True)):
         raise ValueError("span extends a decoder's texts from their first token: pad on the right.")
-    levels = _prefixes(observation, view, slots, lengths, beams)
+    levels = _prefixes(observation, view, slots, lengths, beams, clock)
     candidates = []
     for known_text, length in zip(slots.known_ids.tolist(), lengths, strict=True):
+        length = min(length, len(levels) - 1)
         while not levels[length]:  # candidates ran out: as far as they went
             length -= 1
         fitting = {
@@ -125,8 +129,9 @@ def extend_prefixes(observation: Observation, view: View, slots: Slots, beams: i
 
 
 def _prefixes(
-    observation: Observation, view: View, slots: Slots, lengths: list[int], beams: int
-) -> list[Pool]:
+    observation: Observation, view: View, slots: Slots, lengths: list[int], beams: int,
+    clock: Clock,
+) -> list[Pool]:  # fmt: skip
     """The best prefixes of every length, with the sums of their tokens' distances."""
     low_rank = view.readers.max_rank < view.readers.width  # LoRA
     deficient = low_rank and len(view.directions) < sum(lengths)
@@ -134,6 +139,8 @@ def _prefixes(
     uses_cache = can_use_cache(observation, view.readers)
     levels: list[Pool] = [{(): 0.0}]
     for position in range(max(lengths)):
+        if position and clock.is_over:
+            break
         unfinished = sum(length > position for length in lengths)
         ids = slots.known_ids[slots.attended[:, position], position]
         place = 0 if list(slots.candidate_ids) == [0] else position

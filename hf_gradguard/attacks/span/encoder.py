@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..base import Observation
+from ..base import ENDLESS, Clock, Observation
 from ..layer_inputs import Slots
 from .row_space import View
 from .texts import NEAR, Explained, Pool, Text, choose, distance_outside, vectors_of
@@ -31,8 +31,9 @@ STARTS = 4  # at most for each sentence that is looked for
 
 
 def assemble_texts(
-    observation: Observation, views: Sequence[View], slots: Slots, filled: Tensor, unmixed: View
-) -> Tensor:
+    observation: Observation, views: Sequence[View], slots: Slots, filled: Tensor, unmixed: View,
+    clock: Clock = ENDLESS,
+) -> Tensor:  # fmt: skip
     """An encoder's sentences.
 
     Args:
@@ -42,6 +43,7 @@ def assemble_texts(
         filled: `(B, T)` the surest tokens of every position, in no order.
         unmixed: The layers in front of the attention: their span is explained by tokens at their
             places, whatever stands beside them.
+        clock: When it is over, the nearest texts so far are taken.
 
     Returns:
         `(B, T)` ids, -1 where nothing was looked for or found.
@@ -59,7 +61,7 @@ def assemble_texts(
         True
     """
     attended, rows = slots.attended, slots.known_ids.clone()
-    pools = _pools(observation, views, slots, unmixed.readers.positional)
+    pools = _pools(observation, views, slots, unmixed.readers.positional, clock)
     for index, text in enumerate(choose(observation, [unmixed, *views], pools)):
         rows[index, attended[index]] = torch.tensor(text, dtype=torch.long, device=rows.device)
     is_near = _are_near(observation, views, attended, rows)
@@ -82,7 +84,7 @@ def assemble_texts(
 
 
 def _pools(
-    observation: Observation, views: Sequence[View], slots: Slots, positional: bool
+    observation: Observation, views: Sequence[View], slots: Slots, positional: bool, clock: Clock
 ) -> list[Pool]:
     """For each row the whole sentences that may be there, with their distances."""
     patterns: dict[tuple[tuple[bool, ...], Text], list[int]] = {}
@@ -94,7 +96,7 @@ def _pools(
     surest = len(pools) if positional else max(map(len, candidate_ids.values()), default=0)
     unused = {(place, token) for place, tokens in candidate_ids.items() for token in tokens}
     for (present, known_text), indices in patterns.items():
-        descent = _Descent(observation, views, present, known_text, candidate_ids, surest)
+        descent = _Descent(observation, views, present, known_text, candidate_ids, surest, clock)
         pool = descent.sentences(unused, len(indices))
         for index in indices:
             pools[index] = pool
@@ -193,8 +195,10 @@ class _Descent:
         known_text: Text,
         candidate_ids: dict[int, list[int]],
         surest: int,
+        clock: Clock,
     ) -> None:
         self.observation, self.views, self.surest = observation, views, surest
+        self.clock = clock
         self.mask = torch.tensor(present, device=observation.device)
         self.known_text = torch.tensor(known_text, device=observation.device)
         self.tokens = {
@@ -218,7 +222,8 @@ class _Descent:
                 pool[text] = min(distance, pool.get(text, distance))
                 if distance < near:
                     unused -= {(place, int(row[place])) for place in self.tokens}
-            if sum(distance < near for distance in pool.values()) >= count:
+            found = sum(distance < near for distance in pool.values())
+            if found >= count or self.clock.is_over:
                 break
         right = {text: distance for text, distance in pool.items() if distance < near}
         return right if len(right) >= count else pool
@@ -299,6 +304,8 @@ class _Descent:
         self, rows: Tensor, distances: Tensor, views: Sequence[View], choice: dict[int, Tensor]
     ) -> tuple[Tensor, Tensor]:
         for _ in range(SWEEPS):
+            if self.clock.is_over:
+                break
             previous = rows.clone()
             for place, tokens in choice.items():
                 if len(tokens) > 1:

@@ -1,0 +1,150 @@
+"""What a search by likelihood reconstructs of single sentences behind noise."""
+
+import random
+import time
+from typing import Any
+
+import torch
+from transformers import set_seed
+from transformers.utils import logging
+
+from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.metrics import score_text
+from hf_gradguard.randomness import Stream
+
+from ..study import Study
+from .lib.tables import write_table
+from .lib.text import batches_of_one, load_classifier, load_tokenizer, sst2
+
+STRENGTHS = (20.0, 5.0, 100.0)
+STATES = ("start", "trained")
+PUBLISHED_SENTENCES = 3  # of the first row, the start behind twenty times
+TRAINING = {"rows": 8000, "batch": 16, "learning_rate": 5e-5}
+
+
+class LikelihoodSearches(Study):
+    """One cell a sentence, so that a study that was stopped goes on.
+
+    Conditions and figures: docs/findings/likelihood_search.md.
+    """
+
+    ARGUMENTS: dict[str, Any] = Study.ALL | {
+        "--model": "an encoder",
+        "--data_dir": "folder with dev.tsv and train.tsv",
+        "--sentences": {"type": int, "default": PUBLISHED_SENTENCES, "help": "of each row"},
+    }
+
+    def cells(self) -> dict:
+        rows = [(state, r) for state in STATES for r in STRENGTHS]
+        if not self.args.all:
+            rows = rows[:1]
+        evaluations = 200 if self.quick else 9000
+        return {
+            (state, f"{r:g}", f"{number:02}"): {
+                "state": state, "relative_scale": r, "sentence": number,
+                "evaluations": evaluations, "version": 1,
+            }
+            for state, r in rows for number in range(self.args.sentences)
+        }  # fmt: skip
+
+    def load(self) -> None:
+        logging.set_verbosity_error()
+        dev = sst2(self.args.data_dir)
+        private = {row["sentence"].strip() for row in dev}
+        self.sentences = [row for row in dev if 8 <= len(row["sentence"].split()) <= 12]
+        rows = sst2(self.args.data_dir, "train")
+        train = [{**row, "sentence": row["sentence"].strip()} for row in rows]
+        self.train = [row for row in train if row["sentence"] not in private]
+        self.public = [
+            row["sentence"] for row in self.train if 3 <= len(row["sentence"].split()) <= 40
+        ]
+        random.Random(0).shuffle(self.public)
+        self.tokenizer = load_tokenizer(self.args.model)
+        set_seed(0)
+        self.models = {"start": load_classifier(self.args.model)}
+
+    def measure(self, cell: dict) -> dict[str, float]:
+        if cell["state"] not in self.models:
+            self.models["trained"] = self._train()
+        model = self.models[cell["state"]]
+        [batch] = batches_of_one(self.tokenizer, [self.sentences[cell["sentence"]]])
+        defense = make_defense(
+            "gaussian_noise", relative_scale=cell["relative_scale"], strength="own"
+        )
+        message = defense(GradientMap(model, batch), Stream.from_seeds(cell["sentence"]))
+        observation = Observation(
+            model=model,
+            gradient=message,
+            input_shape=tuple(batch["input_ids"].shape),
+            labels=batch["labels"],
+            tokenizer=self.tokenizer,
+            mechanism=defense.mechanism(message),
+        )
+        attack = make_attack(
+            "likelihood_search", public_texts=self.public, seconds=7200.0,
+            evaluations=cell["evaluations"],
+        )  # fmt: skip
+        started = time.process_time()
+        found: Any = attack(observation, Stream.from_seeds(cell["sentence"]))
+        seconds = time.process_time() - started
+        true = batch["input_ids"].tolist()
+        scores = score_text(found.token_ids, true, tokenizer=self.tokenizer).mean
+        public_best = self._best_public(true[0])
+        return {
+            "token_f1": round(scores["token_f1"], 4),
+            "position_accuracy": round(scores["position_accuracy"], 4),
+            "chance": public_best,
+            "score": round(found.score, 2),
+            "expected": round(found.expected_score, 2),
+            "evaluated": found.evaluated,
+            "processor_seconds": round(seconds, 1),
+        }
+
+    def _best_public(self, true: list[int]) -> float:
+        """The mean token F1 of public sentences of that length: what knows no message has."""
+        ids = [self.tokenizer(text)["input_ids"] for text in self.public[:4000]]
+        same = [row for row in ids if len(row) == len(true)][:100]
+        scores = [score_text([row], [true], tokenizer=self.tokenizer).mean for row in same]
+        return round(sum(score["token_f1"] for score in scores) / len(scores), 4)
+
+    def _train(self) -> torch.nn.Module:
+        set_seed(1)
+        model = load_classifier(self.args.model).train()
+        optimizer = torch.optim.AdamW(model.parameters(), TRAINING["learning_rate"])
+        rows = random.Random(1).sample(self.train, int(TRAINING["rows"]))
+        size = int(TRAINING["batch"])
+        for start in range(0, len(rows), size):
+            chosen = rows[start : start + size]
+            texts = [row["sentence"] for row in chosen]
+            batch = self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+            loss = model(**batch, labels=torch.tensor([row["label"] for row in chosen])).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return model.eval()
+
+    def report(self, metrics: dict) -> None:
+        rows = []
+        for state, strengths in metrics.items():
+            for strength, sentences in strengths.items():
+                cells = list(sentences.values())
+                f1 = torch.tensor([cell["token_f1"] for cell in cells])
+                draws = torch.randint(
+                    len(f1), (10_000, len(f1)), generator=torch.Generator().manual_seed(0)
+                )
+                low, high = f1[draws].mean(1).quantile(torch.tensor([0.025, 0.975])).tolist()
+                mean = {key: sum(cell[key] for cell in cells) / len(cells) for key in cells[0]}
+                rows.append(
+                    [state, strength, len(cells), f"{mean['token_f1']:.2f} [{low:.2f}, {high:.2f}]",
+                     f"{mean['position_accuracy']:.2f}", f"{mean['chance']:.2f}",
+                     ", ".join(f"{c['token_f1']:.2f}" for c in cells),
+                     ", ".join(f"{c['score']:.0f} of {c['expected']:.0f}" for c in cells),
+                     f"{mean['processor_seconds']:.0f}"]
+                )  # fmt: skip
+        write_table(
+            self.output,
+            ("model", "noise", "sentences", "token F1", "words at their place", "public sentences",
+             "F1 of each", "score of each, of what is expected", "processor seconds"),
+            rows,
+        )  # fmt: skip
