@@ -279,7 +279,7 @@ class Observation:
                 "A likelihood needs to know how the message was made: give a mechanism that states "
                 "it (defense.mechanism(message)), or noise_variance."
             )
-        return Candidates(candidates, labels)(self).scores  # type: ignore[attr-defined, no-any-return]
+        return Candidates(candidates, labels)(self).scores  # type: ignore[attr-defined]
 
     def _check_variances(self) -> None:
         for grant, variances in (
