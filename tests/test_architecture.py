@@ -19,6 +19,7 @@ NAME = PACKAGE.name
 
 ROOMS = [
     "testing", "__main__", "cli",
+    "demo",
     "recommend",
     "heads",
     "audit", "federation",

@@ -16,7 +16,8 @@ from transformers.utils import logging
 from ..audit.cells import write_json, write_text
 from ..audit.client import modality_of
 from ..audit.command import check_specs, load
-from ..audit.report.summary import Summary, summarize, values_of
+from ..audit.report.estimates import values_of
+from ..audit.report.summary import Summary, summarize
 from ..audit.report.verdicts import AttackScores, Estimate, MainScore
 from ..audit.run import Spec, audit, default_attacks, make_defenses
 from ..audit.settings import AuditSettings, check_required
@@ -29,13 +30,10 @@ from .choice import (
     Outcome,
     accuracy_over_seeds,
     choose,
-    configuration,
     finalists,
-    flags_of,
-    html_report,
-    markdown_table,
     mean_over_seeds,
 )
+from .page import configuration, flags_of, html_report, markdown_table
 from .settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, WARMUP, CommandSettings, TrialSettings
 from .trials import Split, Trials
 
@@ -96,11 +94,8 @@ def recommend(
     trials = Trials(model, processing_class, server.modality, split, trial_settings, folder)
     calibrated = {label: trials.calibrated(defense) for label, defense in to_compare.items()}
     comparison = _Comparison(calibrated, trials, server, trial_settings)
-    comparison.say_minutes()
-    screened = comparison.screen()
+    screened, judged = comparison.run()
     guess, score = comparison.guess, comparison.score
-    last = finalists(screened, trial_settings.budget, guess, score)
-    judged = comparison.judge(screened[0], last) if last else screened
     untrained = trials.untrained()
     choice = choose(judged, trial_settings.budget, guess, score, untrained)
     final = {outcome.defense: outcome for outcome in judged}
@@ -146,6 +141,13 @@ class _Comparison:
         self._stages = dict[str, list[Stages]]()
         self._omitted = list[str]()
         self._attack_seconds = self._step_seconds = 0.0
+
+    def run(self) -> tuple[list[Outcome], list[Outcome]]:
+        """All of the first trials, and what judges the finalists, where there are any."""
+        self.say_minutes()
+        screened = self.screen()
+        last = finalists(screened, self._settings.budget, self.guess, self.score)
+        return screened, self.judge(screened[0], last) if last else screened
 
     def say_minutes(self) -> None:
         """How long it will take, by a few steps and by attacks on the undefended model, which are

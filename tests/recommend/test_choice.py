@@ -14,9 +14,9 @@ from hf_gradguard.recommend.choice import (
     accuracy_over_seeds,
     finalists,
     highest_leak,
-    html_report,
     mean_over_seeds,
 )
+from hf_gradguard.recommend.page import html_report
 from hf_gradguard.recommend.settings import TrialSettings
 
 

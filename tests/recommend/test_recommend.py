@@ -39,7 +39,7 @@ from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.recommend import Choice, recommend
 from hf_gradguard.recommend import choice as choice_module
-from hf_gradguard.recommend.choice import flags_of
+from hf_gradguard.recommend.page import flags_of
 from hf_gradguard.recommend.settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, TrialSettings
 from hf_gradguard.recommend.trials import Split, Trials, share_right
 from hf_gradguard.testing.small import WORDS, small_text_task

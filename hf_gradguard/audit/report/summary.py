@@ -13,9 +13,8 @@ from scipy.stats import binom, spearmanr
 
 from ...attacks.likelihood import Distinguishability, Pair, summarize_pairs
 from ...metrics import score_candidates
-from ...metrics.scores import bootstrap_intervals, open_ends
-from ...metrics.text import TEXT_SCORES
 from ..cells import Audit, Cell
+from .estimates import Values, differences, estimates, values_of, with_open_ends
 from .verdicts import (
     MAIN_SCORES,
     PERCENTILE,
@@ -28,15 +27,6 @@ from .verdicts import (
     strongest_undefended,
     verdicts,
 )
-
-SHARES = {*TEXT_SCORES, PERCENTILE}
-"""Scores from 0 to 1."""
-
-COUNTED = {"labels", "top1", "tpr_1%", "tpr_0.1%"}
-"""Of these a sample has all or nothing."""
-
-Values = dict[int, dict[str, list[float]]]
-"""For each message, for each score, one number per sample."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +186,7 @@ def summarize(result: Audit) -> Summary:
     guesses = dict(enumerate(result.chance))
     rows = [_row(result, pair, cells[pair], values[pair], guesses) for pair in cells]
     rows = _compared_to_undefended(rows, values, result.settings["main_score"])
-    chance = AttackScores("chance", result.settings["chance"], _estimates(guesses), len(guesses))
+    chance = AttackScores("chance", result.settings["chance"], estimates(guesses), len(guesses))
     main_score = MAIN_SCORES[result.settings["kind"]]
     samples = sum(len(message["labels"]) for message in result.messages)
     membership = [_membership(pair, pair_cells) for pair, pair_cells in cells.items()]
@@ -211,7 +201,7 @@ def summarize(result: Audit) -> Summary:
         shared=_shared_means(result),
         distinguishability=distinguishability,
         labels={
-            label: _open(_estimates(of_labels), len(of_labels)).get("labels")
+            label: with_open_ends(estimates(of_labels), len(of_labels)).get("labels")
             for label in result.defenses
             for of_labels in [recovered_labels(result, label)]
         },
@@ -230,8 +220,8 @@ def _row(
     result: Audit, pair: tuple[str, str], cells: Sequence[Cell], values: Values, guesses: Values
 ) -> AttackScores:
     main = result.settings["main_score"]
-    over_chance = _differences(values, guesses, {main, *TELLING})
-    scores, percentile = _estimates(values), _estimates(_percentiles(cells)).get(PERCENTILE)
+    over_chance = differences(values, guesses, {main, *TELLING})
+    scores, percentile = estimates(values), estimates(_percentiles(cells)).get(PERCENTILE)
     telling = {score: over_chance[score] for score in over_chance if score in TELLING}
     beats = [score for score, difference in telling.items() if difference.above_zero]
     if percentile is not None:
@@ -240,7 +230,7 @@ def _row(
         beats = [PERCENTILE] * (percentile.low is not None and percentile.low > 0.5)
     return AttackScores(
         *pair,
-        scores=_open(scores, len(values)),
+        scores=with_open_ends(scores, len(values)),
         messages=len(values),
         over_chance=over_chance.get(main),
         beats_chance=tuple(beats),
@@ -260,7 +250,7 @@ def _compared_to_undefended(
 
     def below(row: AttackScores, attack: str) -> Estimate | None:
         reference = values.get(("none", attack), {})
-        return _differences(reference, values[row.defense, row.attack], {main}).get(main)
+        return differences(reference, values[row.defense, row.attack], {main}).get(main)
 
     compared = []
     for row in rows:
@@ -276,61 +266,6 @@ def _compared_to_undefended(
             )
         compared.append(row)
     return compared
-
-
-def values_of(cells: Sequence[Cell]) -> Values:
-    """Per message and score, the mean over repeats of each sample: repeats are no new samples."""
-    repeats: dict[int, list[dict[str, list[float]]]] = {}
-    for cell in cells:
-        if "scores" in cell:
-            repeats.setdefault(cell["message"], []).append(cell["scores"])
-    means = {}
-    for message, rows in sorted(repeats.items()):
-        means[message] = {n: np.mean([row[n] for row in rows], axis=0).tolist() for n in rows[0]}
-    return means
-
-
-def _estimates(values: Values) -> dict[str, Estimate]:
-    """The mean of each score with its interval, all from one bootstrap."""
-    messages = list(values.values())
-    if not messages or not messages[0]:
-        return {}
-    # Messages are resampled whole: samples of one message are not independent.
-    per_sample = {name: [x for message in messages for x in message[name]] for name in messages[0]}
-    sizes = [len(next(iter(message.values()))) for message in messages]
-    ends: dict[str, tuple[float, float]] = {}
-    if len(messages) > 1:
-        ends = bootstrap_intervals(per_sample, sizes, bootstrap=2000, confidence=0.95, seed=0)
-    return {
-        name: Estimate(float(np.mean(x)), *ends.get(name, ())) for name, x in per_sample.items()
-    }
-
-
-def _open(scores: Mapping[str, Estimate], messages: int) -> dict[str, Estimate]:
-    """With room for what no message showed, where counts or equal messages give no spread."""
-    opened = dict(scores)
-    for name, estimate in scores.items():
-        mean, low, high = estimate.mean, estimate.low, estimate.high
-        if low is None or high is None:
-            continue
-        if name in COUNTED or (name in SHARES and low == high):
-            opened[name] = Estimate(mean, *open_ends(mean, low, high, messages))
-    return opened
-
-
-def _differences(minuend: Values, subtrahend: Values, scores: set[str]) -> dict[str, Estimate]:
-    """Means and intervals of the difference, over the messages that both have."""
-    return _estimates(
-        {
-            message: {
-                score: (np.array(numbers) - np.array(subtrahend[message][score])).tolist()
-                for score, numbers in minuend[message].items()
-                if score in scores and score in subtrahend[message]
-            }
-            for message in minuend
-            if message in subtrahend
-        }
-    )
 
 
 # --- membership inference
@@ -350,7 +285,7 @@ def _membership(pair: tuple[str, str], cells: Sequence[Cell]) -> Membership | No
     shares = [len(ranking["members"]) / len(ranking["scores"]) for ranking in rankings]
     return Membership(
         *pair,
-        scores=_open(
+        scores=with_open_ends(
             {name: Estimate(mean, *ends.get(name, ())) for name, mean in scored.mean.items()},
             len(rankings),
         ),

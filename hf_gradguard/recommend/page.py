@@ -1,0 +1,128 @@
+"""A recommendation as a table, as a page, and as flags."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from ..audit.report.page import template
+from ..audit.report.verdicts import MainScore
+from ..defenses import DEFENSES, Defense
+from .choice import Choice, Outcome, low_end, percent, shown_leak
+from .settings import WARMUP, TrialSettings
+
+_WIDTH, _HEIGHT, _MARGIN, _BOTTOM, _TOP, _RIGHT = 480, 340, 56, 50, 20, 34
+_NUMBER_WIDTH, _NUMBER_HEIGHT = 20, 15  # of a point's number
+
+
+def markdown_table(choice: Choice, score: MainScore) -> str:
+    """The words, and a line for every defense."""
+    header = [
+        "defense", "learning rate", "accuracy", "lost", f"{score.name}, best attack", "by",
+        "members identified",
+    ]  # fmt: skip
+    entries = [_entries(outcome, score) for outcome in choice.outcomes]
+    if choice.untrained is not None:
+        entries.insert(0, ["before training", "", percent(choice.untrained, digits=1), *[""] * 4])
+    lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *entries)]
+    return "\n".join([choice.words, "", *lines]) + "\n"
+
+
+def _entries(outcome: Outcome, score: MainScore) -> list[str]:
+    membership = outcome.membership
+    return [
+        f"`{outcome.defense}`", f"{outcome.learning_rate:.2g}", percent(outcome.accuracy, digits=1),
+        percent(outcome.lost, digits=1), score.format_estimate(shown_leak(outcome, score)),
+        f"{outcome.attack}, {outcome.stage}", "–" if membership is None else percent(membership),
+    ]  # fmt: skip
+
+
+def configuration(choice: Choice, flags: Mapping[str, Any], settings: TrialSettings) -> str:
+    """A file of flags for the recipes: the setting that is recommended, with its own `flags`."""
+    assert choice.chosen is not None
+    values = {
+        **flags,
+        "learning_rate": float(f"{choice.chosen.learning_rate:.3g}"),
+        "warmup_steps": WARMUP,
+        "per_device_train_batch_size": settings.batch_size,
+    }
+    words = "\n".join(f"# {line}" for line in textwrap.wrap(choice.words, 96))
+    return f"{words}\n{yaml.safe_dump(values, sort_keys=False)}"
+
+
+def flags_of(defense: Defense) -> dict[str, Any] | None:
+    """What names a defense in a file; `None` where a file cannot: for a chain, a class that is not
+    registered, or a setting that is an object.
+    """
+    if DEFENSES.get(defense.name) is not type(defense):
+        return None
+    flags = {"defense": defense.name, "defense_kwargs": defense.settings()}
+    try:
+        yaml.safe_dump(flags)
+    except yaml.representer.RepresenterError:
+        return None
+    return flags
+
+
+def html_report(choice: Choice, chance: float, settings: TrialSettings, score: MainScore) -> str:
+    """The page: one file, no script, nothing from elsewhere."""
+    outcomes = choice.outcomes
+    ticks = score.ticks([chance, *(outcome.leak.high or 0.0 for outcome in outcomes)])
+    end = ticks[-1][0]
+    # Room for whiskers within the frame.
+    lowest = min(low_end(outcome.accuracy) for outcome in outcomes) - 0.02
+    highest = min(max(outcome.accuracy.high or 0.0 for outcome in outcomes) + 0.02, 1.0)
+
+    def x(leak: float | None) -> float:
+        return _MARGIN + (_WIDTH - _MARGIN - _RIGHT) * min(max((leak or 0.0) / end, 0), 1)
+
+    def y(accuracy: float | None) -> float:
+        share = ((accuracy or 0.0) - lowest) / (highest - lowest)
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * share
+
+    points = [
+        {
+            "number": number,
+            "x": x(leak.mean), "x_low": x(leak.low), "x_high": x(leak.high),
+            "y": y(accuracy.mean), "y_low": y(accuracy.low), "y_high": y(accuracy.high),
+            "chosen": outcome is choice.chosen, "plain": outcome.defense == "none",
+            "beyond": score.format(leak.mean) if leak.mean > end else "",
+        }
+        for number, outcome in enumerate(outcomes, 1)
+        for leak, accuracy in [(shown_leak(outcome, score), outcome.accuracy)]
+    ]  # fmt: skip
+    levels = [lowest + i / 4 * (highest - lowest) for i in range(5)]
+    _place_numbers(points)
+    page: str = template("recommend", "recommend.html.jinja").render(
+        choice=choice,
+        settings=settings,
+        score=score,
+        rows=[_entries(outcome, score) for outcome in outcomes],
+        untrained=choice.untrained and percent(choice.untrained, digits=1),
+        points=points,
+        ticks=[(x(value), label) for value, label in ticks],
+        levels=[(y(value), f"{100 * value:.0f} %") for value in levels],
+        floor=y(outcomes[0].accuracy.mean - settings.budget),
+        chance=x(chance),
+        width=_WIDTH, height=_HEIGHT, left=_MARGIN, bottom=_HEIGHT - _BOTTOM, top=_TOP,
+        right=_WIDTH - _RIGHT,
+    )  # fmt: skip
+    return page
+
+
+def _place_numbers(points: list[dict[str, Any]]) -> None:
+    """Each beside its point, and below the numbers of others that stand there."""
+    placed: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda point: (point["y"], point["number"])):
+        height = point["y"] - 7
+        while near := [
+            y
+            for x, y in placed
+            if abs(x - point["x"]) < _NUMBER_WIDTH and abs(y - height) < _NUMBER_HEIGHT
+        ]:
+            height = max(near) + _NUMBER_HEIGHT
+        point["at"] = height
+        placed.append((point["x"], height))
