@@ -39,7 +39,7 @@ __all__ = [
 Factorization = Literal["blt", "banded", "square_root"]
 BUFFERS = 5
 _SEARCH_STEPS = 200
-_SLOWEST = 1 - 1e-5  # of fitted decays
+_SLOWEST = 1 - 1e-9  # of fitted decays
 
 
 @dataclass(frozen=True)
@@ -332,10 +332,19 @@ def _fitted(messages: int, participations: int, min_separation: int) -> Buffered
         with torch.enable_grad():
             optimizer.step(loss)
     decays, weights = (numbers.detach() for numbers in shape())
-    # Few digits: whoever fits it again, on another machine, gets the same.
-    decays = ((decays * 1e5).floor() / 1e5).clamp(max=_SLOWEST)
-    weights = (weights * 1e6).floor() / 1e6
+    # Few digits: whoever fits it again, on another machine, gets the same. They are of 1 - λ and of
+    # a/(1 - λ), rounded up and down: long trainings need both small, and the sum stays at most 1.
+    decays = decays.clamp(max=_SLOWEST)
+    shares = _cut(weights / (1 - decays))
+    decays = 1 + _cut(decays - 1)
+    weights = shares * (1 - decays)
     return Buffered(tuple(decays.tolist()), tuple(weights.tolist()))
+
+
+def _cut(numbers: Tensor) -> Tensor:
+    """Rounded down to four significant digits."""
+    unit = 10 ** (numbers.abs().clamp(min=1e-12).log10().floor() - 3)
+    return (numbers / unit).floor() * unit
 
 
 def _float64(numbers: tuple[float, ...]) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_gradguard.defenses import factorization
 from hf_gradguard.defenses.factorization import (
     Banded,
     Buffered,
@@ -175,3 +176,50 @@ def test_settings_are_checked() -> None:
     for decays, weights in [((1.0,), (0.1,)), ((0.5,), (-0.1,)), ((0.5, 0.9), (0.3, 0.1))]:
         with pytest.raises(ValueError, match="decays"):
             Buffered(decays, weights)
+
+
+def strategy(decays: list[float], weights: list[float], messages: int) -> Tensor:
+    """c of a BLT in the parameters of Dvijotham et al.: c_t = Σ_i ω_i θ_i^(t-1)."""
+    rates, scales = torch.tensor([decays, weights], dtype=torch.float64)
+    powers = rates[:, None] ** torch.arange(messages - 1)
+    return torch.cat([torch.ones(1, dtype=torch.float64), scales @ powers])
+
+
+def test_sensitivity_of_a_published_blt() -> None:
+    """Google's confidential-federated-compute states zCDP of 3.17226586 for this one, 100 messages,
+    two participations 50 apart and σ = 1 (accounting_test.py, test_zcdp_for_blt): half the square.
+    """
+    column = strategy(
+        [0.9999999999921251, 0.9944453083640997, 0.8985923474607591, 0.4912001418098778],
+        [0.0070314825502323835, 0.10613806907600574, 0.1898159060327625, 0.1966594748073734],
+        messages=100,
+    )
+    assert sensitivity(column, 2, 50) ** 2 / 2 == pytest.approx(3.17226586, abs=1e-8)
+
+
+@pytest.mark.parametrize("messages", [100, 1_000, 10_000, 100_000])
+def test_fitted_buffers_are_as_good_as_published_ones(messages: int) -> None:
+    """jax_privacy holds its own three to five buffers to 1.03 of Mathias' bound 1 + ln(T)/π
+    (buffered_toeplitz_test.py, test_optimize_single_participation_near_optimal).
+    """
+    factor = make_factor("blt", messages)
+    noise = float(prefix_error(factor, messages)[-1]) * sensitivity(factor.column(messages))
+    assert noise < 1.03 * (1 + math.log(messages) / math.pi)
+
+
+def test_two_buffers_are_the_published_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """jax_privacy's best two buffers for 100 000 messages (test_optimize_single_participation_
+    golden) have C⁻¹ of the same series, up to the four digits that are kept.
+    """
+    monkeypatch.setattr(factorization, "BUFFERS", 2)
+    factorization._fitted.cache_clear()
+    messages = 100_000
+    fitted = make_factor("blt", messages)
+    factorization._fitted.cache_clear()
+    published = strategy([0.9999528892, 0.9857068667], [0.0122853238, 0.1878393665], messages)
+    assert isinstance(fitted, Buffered)
+    assert sorted(fitted.decays) == pytest.approx([0.78640, 0.99913], abs=1e-5)
+    error = invert_series(published).cumsum(0).norm() * published.norm()
+    noise = float(prefix_error(fitted, messages)[-1]) * sensitivity(fitted.column(messages))
+    assert noise == pytest.approx(float(error), rel=1e-3)
+    torch.testing.assert_close(fitted.column(messages), published, rtol=1e-2, atol=1e-4)
