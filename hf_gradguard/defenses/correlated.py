@@ -69,8 +69,8 @@ class NoiseStream:
                 f"message has {entries}: what is shared may not change within a training."
             )
         key = hashlib.sha256(b"noise" + self._key).digest()
-        fresh = Stream(key).normal((entries,), device=device, dtype=torch.float64)
-        noise, self._memory = self.factor.correlate(fresh, self._memory.to(device))
+        white_noise = Stream(key).normal((entries,), device=device, dtype=torch.float64)
+        noise, self._memory = self.factor.correlate(white_noise, self._memory.to(device))
         self._key = hashlib.sha256(b"next" + self._key).digest()
         self.position += 1
         return noise

@@ -265,13 +265,15 @@ class DPSGD(NoiseDefense):
         return super().state_dict() | {f"{_STREAM}{name}": t for name, t in state.items()}
 
     def load_state_dict(self, state: Tensors) -> None:
-        own = {n.removeprefix(_STREAM): t for n, t in state.items() if n.startswith(_STREAM)}
+        stream_state = {
+            n.removeprefix(_STREAM): t for n, t in state.items() if n.startswith(_STREAM)
+        }
         super().load_state_dict({n: t for n, t in state.items() if not n.startswith(_STREAM)})
         self._noise_stream = None
-        if own:
+        if stream_state:
             from .correlated import NoiseStream
 
-            self._noise_stream = NoiseStream.of_state(own)
+            self._noise_stream = NoiseStream.of_state(stream_state)
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         if not self.per_sample:
@@ -334,8 +336,8 @@ class DPSGD(NoiseDefense):
         noisy = add_on_grid(values, noise.mul_(std * strength), std, len(values)).div_(size)
         sizes = [tensor.numel() for tensor in total.values()]
         shared = {
-            name: part.view_as(tensor)
-            for (name, tensor), part in zip(total.items(), noisy.split(sizes), strict=True)
+            name: entries.view_as(tensor)
+            for (name, tensor), entries in zip(total.items(), noisy.split(sizes), strict=True)
         }
         # of this message, seen by itself, in units of independent noise
         gain = strength * math.sqrt(stream.power())

@@ -78,11 +78,11 @@ class Banded:
         """The first column of C⁻¹, `(messages,)` in float64."""
         return invert_series(self.column(messages))
 
-    def correlate(self, fresh: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def correlate(self, white_noise: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """(C⁻¹ z)_t, given z_t.
 
         Args:
-            fresh: z_t, `(n,)`.
+            white_noise: z_t, `(n,)`.
             memory: What the last call returned, `(self.memory, n)`; zeros before the first: the
                 last noises, the newest first.
 
@@ -90,7 +90,7 @@ class Banded:
             The noise `(n,)`, and what the next call needs.
         """
         weights = torch.tensor(self.bands[1:], dtype=memory.dtype, device=memory.device)
-        noise = fresh - weights @ memory
+        noise = white_noise - weights @ memory
         return noise, torch.cat([noise[None], memory])[: self.memory]
 
 
@@ -142,11 +142,11 @@ class Buffered:
         powers = decays[:, None] ** torch.arange(messages - 1, dtype=torch.float64)
         return torch.cat([torch.ones(1, dtype=torch.float64), -(weights @ powers)])
 
-    def correlate(self, fresh: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def correlate(self, white_noise: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """(C⁻¹ z)_t, given z_t.
 
         Args:
-            fresh: z_t, `(n,)`.
+            white_noise: z_t, `(n,)`.
             memory: The running sums that the last call returned, `(self.memory, n)`; zeros before
                 the first.
 
@@ -154,7 +154,7 @@ class Buffered:
             The noise `(n,)`, and the running sums for the next call.
         """
         weights, decays = _float64(self.weights).to(memory), _float64(self.decays).to(memory)
-        return fresh - weights @ memory, decays[:, None] * memory + fresh
+        return white_noise - weights @ memory, decays[:, None] * memory + white_noise
 
 
 Factor = Banded | Buffered
@@ -262,22 +262,23 @@ def invert_series(column: Tensor) -> Tensor:
         >>> invert_series(torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64)).tolist()
         [1.0, -0.5, 0.25]
     """
-    inverse, known = column[:1].reciprocal(), 1
-    while known < len(column):
-        known = min(2 * known, len(column))
-        product = _times(column[:known], inverse, known)
-        error = -product + torch.nn.functional.one_hot(torch.tensor(0), known) * 2
-        inverse = _times(inverse, error, known)
+    inverse, terms = column[:1].reciprocal(), 1
+    while terms < len(column):
+        terms = min(2 * terms, len(column))
+        product = _times(column[:terms], inverse, terms)
+        error = -product + torch.nn.functional.one_hot(torch.tensor(0), terms) * 2
+        inverse = _times(inverse, error, terms)
     return inverse
 
 
-def _times(left: Tensor, right: Tensor, length: int) -> Tensor:
+def _times(series: Tensor, factor: Tensor, length: int) -> Tensor:
     """The first coefficients of a product of series."""
     if length <= 64:  # exact where numbers are, and faster
-        matrix = _toeplitz(left, length)[:, : len(right)]
-        return matrix @ right
+        matrix = _toeplitz(series, length)[:, : len(factor)]
+        return matrix @ factor
     size = 2 * length
-    return torch.fft.irfft(torch.fft.rfft(left, size) * torch.fft.rfft(right, size), size)[:length]
+    spectrum = torch.fft.rfft(series, size) * torch.fft.rfft(factor, size)
+    return torch.fft.irfft(spectrum, size)[:length]
 
 
 def _toeplitz(column: Tensor, length: int) -> Tensor:

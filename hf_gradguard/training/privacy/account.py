@@ -112,7 +112,7 @@ class AccountFile:
         """
         beyond, present = [], dict.fromkeys(counted, 0)
         for path in dict.fromkeys((Path(folder) / self._name).resolve() for folder in folders):
-            for record in _read(path)[0]:
+            for record in _read_records(path)[0]:
                 if record["run"] != self.run:
                     continue
                 attempt, number = record["attempt"], record["number"] + 1
@@ -140,7 +140,7 @@ class AccountFile:
 
     def last_run(self) -> str | None:
         """The run that wrote to the output folder last; `None` if there is none."""
-        records, _, _ = _read(self._path)
+        records, _, _ = _read_records(self._path)
         return records[-1]["run"] if records else None
 
     def _append(self, content: str) -> None:
@@ -150,9 +150,9 @@ class AccountFile:
         try:
             state = os.fstat(descriptor)
             if (state.st_ino, state.st_size) != self._end:  # the first line, or another Trainer's
-                records, self._digest, size = _read(self._path)
-                if not self._counted and (others := {r["run"] for r in records} - {self.run}):
-                    logger.warning(_OTHER_RUNS.format(self._path, len(records), len(others)))
+                records, self._digest, size = _read_records(self._path)
+                if not self._counted and (runs := {r["run"] for r in records} - {self.run}):
+                    logger.warning(_OTHER_RUNS.format(self._path, len(records), len(runs)))
                 os.ftruncate(descriptor, size)  # a line that a kill cut off: it never left
             line, self._digest = _sealed(content, self._digest)
             os.write(descriptor, line)
@@ -171,7 +171,7 @@ def _sealed(content: str, digest: str) -> tuple[bytes, str]:
     return f"{content}\t{digest}\n".encode(), digest
 
 
-def _read(path: Path) -> tuple[list[dict[str, Any]], str, int]:
+def _read_records(path: Path) -> tuple[list[dict[str, Any]], str, int]:
     """The records of a file, the checksum of the last one, and where it ends."""
     records: list[dict[str, Any]] = []
     digest, end = "", 0

@@ -97,12 +97,12 @@ class CouplingCheck:
             if attempt:
                 seed_all(self._batches + attempt)
             state, name = DrawState.now(), ""
-            batch, end, draws = self._made(rows, state)
+            batch, end, draws = self._collate_rows(rows, state)
             if not draws:
-                alone, _, _ = self._made(rows[:1], state)
+                alone, _, _ = self._collate_rows(rows[:1], state)
                 name = _different(batch, alone, 0, len(rows), in_place=False)
             if not name:  # also of a collator that fills rows up with what others hold
-                exchanged, exchanged_end, _ = self._made(copies, state)
+                exchanged, exchanged_end, _ = self._collate_rows(copies, state)
                 if end != exchanged_end:
                     continue  # other draws: nothing can be said
                 name = _different(batch, exchanged, 0, len(rows), in_place=True)
@@ -115,7 +115,7 @@ class CouplingCheck:
     def _is_replayed(self, rows: list[int], state: DrawState, batch: Mapping[str, Any]) -> bool:
         """Whether the same rows under the same draws are the same batch again."""
         for _ in range(_REPEATS):
-            replayed, _, _ = self._made(rows, state)
+            replayed, _, _ = self._collate_rows(rows, state)
             if any(
                 _different(batch, replayed, place, len(rows), True) for place in range(len(rows))
             ):
@@ -123,7 +123,9 @@ class CouplingCheck:
                 return False
         return True
 
-    def _made(self, numbers: list[int], state: DrawState) -> tuple[Mapping[str, Any], Any, bool]:
+    def _collate_rows(
+        self, numbers: list[int], state: DrawState
+    ) -> tuple[Mapping[str, Any], Any, bool]:
         """A batch, where the generators ended, and whether anything was drawn."""
         state.restore()
         collate = copy.deepcopy(self._collate, _kept_whole(self._collate))

@@ -52,8 +52,8 @@ def randomized_response(label: int, epsilon: float, classes: int, stream: Stream
         raise ValueError(f"A label must be a class id from 0 to {classes - 1}, but is {label!r}.")
     if float(stream.uniform((), dtype=torch.float64)) < keep_probability(epsilon, classes):
         return label
-    other = int(stream.integers(classes - 1, ()))
-    return other + (other >= label)
+    drawn_class = int(stream.integers(classes - 1, ()))
+    return drawn_class + (drawn_class >= label)
 
 
 class LabelKey:

@@ -345,8 +345,8 @@ def log_protection(defense: Defense) -> None:
     for link in chained_defenses(defense):
         if is_client_level(link):
             logger.warning_once(CLIENT_LEVEL.format(link.name))
-        if link.name != "none" and (known := recovered_behind(link)):
-            logger.warning_once(f"Known of {link.name}: {known}. Stronger attacks find more.")
+        if link.name != "none" and (recovered := recovered_behind(link)):
+            logger.warning_once(f"Known of {link.name}: {recovered}. Stronger attacks find more.")
 
 
 def is_client_level(defense: Defense) -> bool:
