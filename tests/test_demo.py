@@ -28,7 +28,9 @@ def test_it_prints_one_table_three_sentences_and_a_path(
     lines = capsys.readouterr().out.strip().splitlines()
     assert len(lines) <= 30
     assert lines[0].split("  ")[0] == "defense"
-    assert [line.split()[0] for line in lines[2:5]] == list(demo.DEFENSES)
+    assert [line.split()[0] for line in lines[2:4]] == list(demo.DEFENSES)
+    assert lines[4].startswith(demo.HEAD)
+    assert "≤ 5%, proved" in lines[4]
     undefended = re.split(r"\s{2,}", lines[2])
     assert len(undefended) == len(demo.HEADER)
     assert undefended[2] == "100%"  # every word, and no more than every word

@@ -244,43 +244,6 @@ class Observation:
             return self.local.gradient_map(self.model, batch, loss_fn)
         return GradientMap(self.model, batch, loss_fn=loss_fn)
 
-    def log_likelihood(
-        self, candidates: Sequence[Any], labels: Sequence[Any] | None = None
-    ) -> Tensor:
-        """`(K,)` in float64: log p(message | candidate) of each, up to what all have in common. For
-        attacks of your own: it is what the attack `candidates` ranks by, many in a pass.
-
-        Args:
-            candidates: Texts, ids, pixels or mappings of a batch's entries, as `candidates` takes.
-            labels: One per candidate. Default: the observation's, or each that it may have.
-
-        Raises:
-            ValueError: If the message is of several samples, or its mechanism was not granted or
-                has no likelihood.
-
-        Example:
-            >>> grants = {"labels": labels[:1], "tokenizer": tokenizer, "noise_variance": 0.1}
-            >>> alone = Observation(model, shared, (1, 8), **grants)
-            >>> alone.log_likelihood(["a fine film", "a dull plot"]).shape
-            torch.Size([2])
-        """
-        # Ranking needs observations, so that this cannot be imported above.
-        from .candidates.attack import Candidates
-
-        mechanism = self.mechanism
-        if self.batch_size > 1:
-            raise ValueError(
-                f"A message of {self.batch_size} samples has no likelihood for one of them: rank "
-                "candidates with the attack 'candidates'."
-            )
-        is_stated = mechanism is not None and not (mechanism.fitted or mechanism.has_residual)
-        if not is_stated and (mechanism is not None or self.noise_variance is None):
-            raise ValueError(
-                "A likelihood needs to know how the message was made: give a mechanism that states "
-                "it (defense.mechanism(message)), or noise_variance."
-            )
-        return Candidates(candidates, labels)(self).scores  # type: ignore[attr-defined]
-
     def _check_variances(self) -> None:
         for grant, variances in (
             ("noise_variance", self.noise_variance),

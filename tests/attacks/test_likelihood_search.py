@@ -17,7 +17,7 @@ from test_span import TOKENIZER, build, observe
 from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.attacks import Observation, Reconstruction, make_attack
+from hf_gradguard.attacks import Observation, Reconstruction, log_likelihood, make_attack
 from hf_gradguard.attacks.likelihood import mechanism_of
 from hf_gradguard.attacks.likelihood_search.attack import Found, LikelihoodSearch
 from hf_gradguard.attacks.likelihood_search.messages import white_message
@@ -195,7 +195,7 @@ def test_the_log_likelihood_is_that_of_gradients_written_out() -> None:
     observation = message("gaussian_noise", relative_scale=2.0)
     observation = replace(observation, mechanism=None, noise_variance=0.01)
     texts = [list(TRUE), [2, 20, 31, 42, 53, 59, 3]]
-    found = observation.log_likelihood(texts)
+    found = log_likelihood(observation, texts)
     expected = []
     for text in texts:
         ids = torch.tensor([text])
@@ -211,6 +211,6 @@ def test_the_log_likelihood_is_that_of_gradients_written_out() -> None:
 def test_a_log_likelihood_needs_a_mechanism_that_has_one() -> None:
     observation = message("none")
     with pytest.raises(ValueError, match="noise_variance"):
-        replace(observation, mechanism=None).log_likelihood(["w1"])
+        log_likelihood(replace(observation, mechanism=None), ["w1"])
     with pytest.raises(ValueError, match="2 samples"):
-        observe(build("bert"), [TRUE, TRUE]).log_likelihood(["w1"])
+        log_likelihood(observe(build("bert"), [TRUE, TRUE]), ["w1"])

@@ -244,3 +244,39 @@ def _check_together(observations: Sequence[Observation]) -> None:
                 "Updates of one sample are followed step by step, those of several to first order: "
                 "do not attack them together, but by themselves."
             )
+
+
+def log_likelihood(
+    observation: Observation, candidates: Sequence[Any], labels: Sequence[Any] | None = None
+) -> Tensor:
+    """`(K,)` in float64: log p(message | candidate) of each, up to what all have in common. For
+    attacks of your own: it is what the attack `candidates` ranks by, many in a pass.
+
+    Args:
+        observation: Of one message of one sample, with the mechanism or `noise_variance` granted.
+        candidates: Texts, ids, pixels or mappings of a batch's entries, as `candidates` takes.
+        labels: One per candidate. Default: the observation's, or each that it may have.
+
+    Raises:
+        ValueError: If the message is of several samples, or its mechanism was not granted or
+            has no likelihood.
+
+    Example:
+        >>> grants = {"labels": labels[:1], "tokenizer": tokenizer, "noise_variance": 0.1}
+        >>> alone = Observation(model, shared, (1, 8), **grants)
+        >>> log_likelihood(alone, ["a fine film", "a dull plot"]).shape
+        torch.Size([2])
+    """
+    mechanism = observation.mechanism
+    if observation.batch_size > 1:
+        raise ValueError(
+            f"A message of {observation.batch_size} samples has no likelihood for one of them: rank "
+            "candidates with the attack 'candidates'."
+        )
+    is_stated = mechanism is not None and not (mechanism.fitted or mechanism.has_residual)
+    if not is_stated and (mechanism is not None or observation.noise_variance is None):
+        raise ValueError(
+            "A likelihood needs to know how the message was made: give a mechanism that states "
+            "it (defense.mechanism(message)), or noise_variance."
+        )
+    return Candidates(candidates, labels)(observation).scores  # type: ignore[attr-defined]
