@@ -270,8 +270,8 @@ def log_likelihood(
     mechanism = observation.mechanism
     if observation.batch_size > 1:
         raise ValueError(
-            f"A message of {observation.batch_size} samples has no likelihood for one of them: rank "
-            "candidates with the attack 'candidates'."
+            f"A message of {observation.batch_size} samples has no likelihood for one of them: "
+            "rank candidates with the attack 'candidates'."
         )
     is_stated = mechanism is not None and not (mechanism.fitted or mechanism.has_residual)
     if not is_stated and (mechanism is not None or observation.noise_variance is None):
