@@ -12,7 +12,6 @@ from ..registry import ATTACKS, make, need
 
 try:
     from .base import Attack, Observation, Reconstruction
-    from .candidates.attack import log_likelihood
     from .labels import recover_labels, recover_labels_below
     from .layer_inputs import observed_length
     from .likelihood import Distinguishability
@@ -30,7 +29,6 @@ __all__ = [
     "Observation",
     "Reconstruction",
     "average",
-    "log_likelihood",
     "make_attack",
     "observed_length",
     "recover_labels",

@@ -13,10 +13,9 @@ import numpy as np
 from torch import nn
 from transformers.utils import logging
 
-from ..audit.cells import write_json, write_text
+from ..audit.cells import values_of, write_json, write_text
 from ..audit.client import modality_of
 from ..audit.command import check_specs, load
-from ..audit.report.estimates import values_of
 from ..audit.report.summary import Summary, summarize
 from ..audit.report.verdicts import AttackScores, Estimate, MainScore
 from ..audit.run import Spec, audit, default_attacks, make_defenses

@@ -949,7 +949,7 @@ def test_command_line_for_texts(text_folder: Path, capsys: pytest.CaptureFixture
         ({"--label_column": "words"}, "--label_column"),
         (
             {"--label_column": "sentence"},
-            "no class of the model. Its classes are: bad, good, so so",
+            "sentence cannot be input and label",
         ),
         ({"--output": "data.tsv/out"}, "Cannot write to"),
         ({"--config": "wrong.yaml"}, "holds atack, which no flag is called"),

@@ -11,7 +11,7 @@ import pytest
 from test_audit import HIGH, LOW, MIDDLE, TEXTS, Spy, made, spy, text_model  # noqa: F401
 
 from hf_gradguard.audit import audit, markdown_table, summarize, write_report
-from hf_gradguard.audit.report import estimates as estimates_module
+from hf_gradguard.audit import cells as cells_module
 from hf_gradguard.audit.report.verdicts import MAIN_SCORES
 from hf_gradguard.metrics.scores import bootstrap_intervals
 
@@ -24,7 +24,7 @@ def bootstraps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(1)
         return bootstrap_intervals(*arguments, **settings)
 
-    monkeypatch.setattr(estimates_module, "bootstrap_intervals", counted)
+    monkeypatch.setattr(cells_module, "bootstrap_intervals", counted)
     return calls
 
 

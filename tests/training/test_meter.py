@@ -384,6 +384,8 @@ def test_no_noise_is_logged_as_infinite_leakage(make_trainer: MakeTrainer) -> No
         "dfil_max": math.inf,
         "mse_bound": 0.0,
         "i2f_lower_bound": 0.0,
+        "mse_bound_with_prior": 0.0,
+        "label_information": math.inf,
     }
     assert logged(trainer)[1] == nothing
 

@@ -123,7 +123,7 @@ SEAMS = (
     Seam(
         "torch.nn.modules.batchnorm",
         "_NormBase",
-        "training/guards/batch_statistics.py and gradient_map/replay.py find batch statistics",
+        "training/guards/batch_statistics.py finds batch statistics",
     ),
     Seam(
         "torch.nn.modules.instancenorm",

@@ -13,8 +13,15 @@ from scipy.stats import binom, spearmanr
 
 from ...attacks.likelihood import Distinguishability, Pair, summarize_pairs
 from ...metrics import score_candidates
-from ..cells import Audit, Cell
-from .estimates import Values, differences, estimates, values_of, with_open_ends
+from ..cells import (
+    Audit,
+    Cell,
+    Values,
+    differences,
+    estimates,
+    values_of,
+    with_open_ends,
+)
 from .verdicts import (
     MAIN_SCORES,
     PERCENTILE,
