@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -73,22 +74,31 @@ def test_scores_are_those_of_gradients_written_out(name: str) -> None:
     turned = linear_names(observation.model)
     for text, (value, own) in zip(texts, found.tolist(), strict=True):
         gradient = GradientMap(observation.model, score.batch([text])).gradient()
-        inner = square = 0.0
+        parts = []
         for layer_name, layer in score._layers.items():
             g = gradient[layer_name].T if turned[layer_name] else gradient[layer_name]
             outputs, inputs = score.message.scales[layer_name]
-            white = g / outputs[:, None] / inputs
-            change = layer.outputs.T @ white @ layer.inputs - layer.mean
-            inner += float((layer.weights * change * layer.message).sum())
-            square += float((layer.weights * change * change).sum())
-        assert own == pytest.approx(square**0.5 / score.unit, rel=1e-3)
+            parts.append((layer, layer.outputs.T @ (g / outputs[:, None] / inputs) @ layer.inputs))
+        # As a message without noise it would lose its own share of the mean.
+        share = total(layer.weights * layer.mean * g for layer, g in parts) / total(
+            layer.weights * layer.mean.square() for layer, _ in parts
+        )
+        changes = [(layer, g - layer.mean, g - max(share, 0.0) * layer.mean) for layer, g in parts]
+        inner = total(layer.weights * change * layer.message for layer, change, _ in changes)
+        square = total(layer.weights * change.square() for layer, change, _ in changes)
+        alone = total(layer.weights * change * centered for layer, change, centered in changes)
+        assert own == pytest.approx(alone / square**0.5 / score.unit, rel=1e-3)
         assert value == pytest.approx(inner / square**0.5 / score.unit, rel=1e-3, abs=1e-3)
+
+
+def total(products: Iterable[Tensor]) -> float:
+    return sum(float(product.sum()) for product in products)
 
 
 def test_the_true_text_scores_what_it_is_expected_to() -> None:
     score = scorer(message("gaussian_noise", relative_scale=1.0))
     value, own = score([tuple(TRUE[1:-1])])[0].tolist()
-    assert abs(value - own) < 0.1 * own  # 4.2 standard deviations: the expectation is rough
+    assert abs(value - own) < 4  # standard deviations of the noise
     assert score.expected is not None
     assert abs(score.expected - own) < 0.5 * own
     assert float(score(public_ids()[:64])[:, 0].max()) < value
@@ -124,9 +134,8 @@ def test_a_mechanism_that_states_no_noise_expects_no_score() -> None:
     assert "of about" in stopped.undecided
 
 
-@pytest.mark.xfail(reason="the scores of two labels are not yet comparable: finds 0", strict=False)
 def test_unknown_labels_are_tried() -> None:
-    observation = replace(message("gaussian_noise", relative_scale=0.1), labels=None)
+    observation = replace(message("gaussian_noise", relative_scale=0.5), labels=None)
     found = LikelihoodSearch(PUBLIC, evaluations=200)(observation, torch_rng())
     assert found.labels is not None
     assert found.labels.tolist() == [1]

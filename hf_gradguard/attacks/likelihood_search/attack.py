@@ -159,9 +159,7 @@ class LikelihoodSearch(Attack):
             WhitenedScore(observation, message, public, label, self.damping)
             for label in _labels(observation)
         ]
-        if len(scores) == 1:
-            return scores[0]
-        return max(scores, key=lambda score: float(score(public[:AT_ONCE])[:, 0].mean()))
+        return max(scores, key=lambda score: score.fit)
 
 
 def _labels(observation: Observation) -> list[Tensor | None]:

@@ -102,8 +102,8 @@ class WhitenedScore:
                 self._layers[name] = layer
                 changes[name] = layer.coordinates(slopes, features)
         self._keep_largest(changes)
-        self._center()
-        _, squares, noise = self._products({name: changes[name] for name in self._layers})
+        self.fit = self._center()
+        _, squares, noise, _ = self._products({name: changes[name] for name in self._layers})
         self.unit = float((noise / squares).mean().sqrt())
         self.expected = self._expect(squares) if message.is_noise_known else None
 
@@ -124,18 +124,20 @@ class WhitenedScore:
             counted += sizes[name]
         self._parameters = {name: self._parameters[name] for name in self._layers}
 
-    def _center(self) -> None:
+    def _center(self) -> float:
         """Takes the mean gradient out of the message: as much of it as the message has, since
-        losses differ, and defenses may scale.
+        losses differ, and defenses may scale. Returns how well the mean alone fits the message.
         """
         product = square = 0.0
         for layer in self._layers.values():
             weighed = layer.weights * layer.mean
             product += float((weighed * layer.message).sum(dtype=torch.float64))
             square += float((weighed * layer.mean).sum(dtype=torch.float64))
-        share = max(product / (square + 1e-300), 0.0)
+        self._mean_square = square + 1e-300
+        share = max(product / self._mean_square, 0.0)
         for layer in self._layers.values():
             layer.message = layer.message - share * layer.mean
+        return product / self._mean_square**0.5
 
     def _expect(self, squares: Tensor) -> float:
         """What the true text would score: its norm in this metric. That is known from the
@@ -149,16 +151,18 @@ class WhitenedScore:
         mean = (own / spread + usual / usual_spread) / (1 / spread + 1 / usual_spread)
         return max(mean, 0.0) ** 0.5 / self.unit
 
-    def _products(self, changes: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """`(K,)` each: with the message, with themselves, and how much noise varies the first."""
-        totals: list[Any] = [0.0, 0.0, 0.0]
+    def _products(self, changes: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`(K,)` each: with the message, with themselves, how much noise varies the first, and with
+        the mean.
+        """
+        totals: list[Any] = [0.0, 0.0, 0.0, 0.0]
         for name, change in changes.items():
             layer = self._layers[name]
             weighed = change * layer.weights
-            for place, other in enumerate((layer.message, change, weighed)):
+            for place, other in enumerate((layer.message, change, weighed, layer.mean)):
                 product = (weighed * other).flatten(1).sum(1, dtype=torch.float64)
                 totals[place] = totals[place] + product
-        return totals[0], totals[1], totals[2]
+        return totals[0], totals[1], totals[2], totals[3]
 
     def __call__(self, texts: Sequence[Text]) -> Tensor:
         """`(K, 2)` in float64: the score of each text, and what it would be on average if the text
@@ -167,11 +171,13 @@ class WhitenedScore:
         rows = [torch.zeros(0, 2, dtype=torch.float64)]
         for start in range(0, len(texts), AT_ONCE):
             factors = self._factors(texts[start : start + AT_ONCE])
-            inner, squares, _ = self._products(
+            inner, squares, _, common = self._products(
                 {name: self._layers[name].coordinates(*pair) for name, pair in factors.items()}
             )
             norms = squares.clamp(min=1e-300).sqrt()
-            rows.append((torch.stack([inner / norms, norms], 1) / self.unit).cpu())
+            # Its message would have lost its own share of the mean, which is not 1.
+            own = squares - (common / self._mean_square).clamp(min=-1) * common
+            rows.append((torch.stack([inner, own], 1) / (norms[:, None] * self.unit)).cpu())
         return torch.cat(rows)
 
     def _factors(self, texts: Sequence[Text]) -> dict[str, tuple[Tensor, Tensor]]:
