@@ -22,6 +22,7 @@ from transformers.utils import logging
 from .audit import audit, summarize
 from .audit.cells import Audit
 from .audit.client import modality_of
+from .audit.report.page import strongest_attacks
 from .audit.report.summary import Summary
 from .audit.run import make_defenses
 from .audit.settings import AuditSettings
@@ -30,8 +31,7 @@ from .heads import head_of
 from .leakage import membership_power
 from .models import classifier_head, load_model
 from .recommend.settings import TrialSettings
-from .recommend.trials import right_shares, train
-from .training.config import GradGuardConfig
+from .recommend.trials import quiet_arguments, right_shares, train
 from .training.trainer import GradGuardTrainer
 
 DEFENSES = ("none", "gaussian_noise:relative_scale=20")
@@ -148,11 +148,10 @@ def _train_head(
         "dp_sgd", per_sample=True, correlated=True, clip=CLIP, noise_multiplier=NOISE_MULTIPLIER
     )
     with tempfile.TemporaryDirectory() as folder:
-        args = GradGuardConfig(
-            folder, num_train_epochs=1,  # each sentence is in one message
-            per_device_train_batch_size=16, learning_rate=10.0,
-            optim="sgd", max_grad_norm=0.0, seed=seed, save_strategy="no", logging_strategy="no",
-            report_to="none", disable_tqdm=True, remove_unused_columns=False, use_cpu=True,
+        args = quiet_arguments(
+            folder, head, num_train_epochs=1,  # each sentence is in one message
+            per_device_train_batch_size=16, learning_rate=10.0, optim="sgd", max_grad_norm=0.0,
+            seed=seed,
         )  # fmt: skip
         trainer = GradGuardTrainer(head, args, defense=defense, train_dataset=rows)
         trainer.remove_callback(PrinterCallback)
@@ -171,14 +170,14 @@ def _table(
     summary: Summary, right: Mapping[str, float], count: int, seconds: Mapping[str, float]
 ) -> str:
     """One row for each defense, in columns of equal width."""
-    score, rows = summary.main_score.name, [HEADER]
+    strongest, rows = strongest_attacks(summary), [HEADER]
     for label in right:
         interval = binomtest(round(right[label]), count).proportion_ci(method="wilson")
         accuracy = f"{right[label] / count:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
         if label == HEAD:
             rows.append((label, accuracy, "–", "–", _bound(), f"{seconds[label]:.0f}"))
             continue
-        recovered = max(row.scores[score].mean for row in summary.reconstructions(label))
+        recovered = strongest[label].scores[summary.main_score.name].mean
         pairs = summary.distinguishability[label]
         inferred = [row.scores["top1"].mean for row in summary.membership if row.defense == label]
         rows.append(
@@ -201,16 +200,12 @@ def _table(
 
 def _beside(result: Audit, summary: Summary, tokenizer: PreTrainedTokenizerBase) -> str:
     """Three sentences, each above what the best attack reconstructed of it by defense."""
-    score, lines = summary.main_score.name, list[str]()
-    best = {
-        label: max(summary.reconstructions(label), key=lambda row: row.scores[score].mean).attack
-        for label in result.defenses
-    }
+    strongest, lines = strongest_attacks(summary), list[str]()
     for number, message in enumerate(result.messages[:3]):
         lines.append(f"sent:  {tokenizer.decode(message['ids'][0], skip_special_tokens=True)}")
         for cell in result.cells:
             label = cell["defense"]
-            if cell["message"] == number and cell["attack"] == best[label]:
+            if cell["message"] == number and cell["attack"] == strongest[label].attack:
                 text = tokenizer.decode(cell["ids"][0], skip_special_tokens=True)
                 lines.append(f"  {label.partition(':')[0]}: {text}")
     return "\n".join(lines)

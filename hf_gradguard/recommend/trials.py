@@ -232,12 +232,9 @@ def train(
         processing_class: Goes to the Trainer.
     """
     with tempfile.TemporaryDirectory() as folder:
-        args = GradGuardConfig(
-            folder, max_steps=settings.steps, per_device_train_batch_size=settings.batch_size,
-            learning_rate=rate, warmup_steps=WARMUP, seed=seed,
-            save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
-            remove_unused_columns=False,
-            use_cpu=next(model.parameters()).device.type == "cpu",
+        args = quiet_arguments(
+            folder, model, max_steps=settings.steps, learning_rate=rate, warmup_steps=WARMUP,
+            per_device_train_batch_size=settings.batch_size, seed=seed,
         )  # fmt: skip
         trainer = GradGuardTrainer(
             model, args, defense=copy.deepcopy(defense), train_dataset=rows,
@@ -246,6 +243,15 @@ def train(
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(LearningRateUnderNoise)  # rates are what is tried
         trainer.train()
+
+
+def quiet_arguments(folder: str, model: nn.Module, **settings: Any) -> GradGuardConfig:
+    """Of a training on the model's device that writes and prints nothing."""
+    return GradGuardConfig(
+        folder, save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
+        remove_unused_columns=False, use_cpu=next(model.parameters()).device.type == "cpu",
+        **settings,
+    )  # fmt: skip
 
 
 def right_shares(model: nn.Module, modality: Modality, samples: Sequence[Sample]) -> list[float]:

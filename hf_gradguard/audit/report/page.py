@@ -70,7 +70,7 @@ class WorstSample:
 
 def headline(summary: Summary) -> str:
     """What a server could recover, under which defense, and at what price."""
-    strongest = _strongest_attacks(summary)
+    strongest = strongest_attacks(summary)
     if not strongest:
         return "No attack gave anything, so nothing is known of what a server could recover."
     defended = [label for label in strongest if label != "none"]
@@ -96,7 +96,7 @@ def worst_sample(summary: Summary) -> WorstSample | None:
     """The sample that gives away most under the defense that leaks least, or undefended where
     nothing is defended.
     """
-    strongest, score = _strongest_attacks(summary), summary.main_score.name
+    strongest, score = strongest_attacks(summary), summary.main_score.name
     if not strongest:
         return None
     defended = [label for label in strongest if label != "none"]
@@ -117,7 +117,7 @@ def worst_sample(summary: Summary) -> WorstSample | None:
     return WorstSample(message, index, [(label, strongest[label].attack) for label in labels])
 
 
-def _strongest_attacks(summary: Summary) -> dict[str, AttackScores]:
+def strongest_attacks(summary: Summary) -> dict[str, AttackScores]:
     """By defense, the attack that recovers most. Membership inference reconstructs nothing, so it
     counts only where no other attack was applicable.
     """
