@@ -10,7 +10,6 @@ the same with biases in a ladder, the samples between two steps are in the diffe
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from ..gradient_map.domain import IMAGE
 from ..gradient_map.inputs import PixelSpace
 from ..gradient_map.replay import hooked
-from .base import Attack, Observation, Reconstruction, without_dropout
+from .base import ENDLESS, Attack, Clock, Observation, Reconstruction, without_dropout
 from .labels import recover_labels
 
 
@@ -59,7 +58,7 @@ def position_embeddings(observation: Observation, projection: str) -> list[str]:
 
 
 def read_patches(
-    observation: Observation, projection: str, positions: list[str]
+    observation: Observation, projection: str, positions: list[str], clock: Clock = ENDLESS
 ) -> tuple[Tensor, str]:
     """The image, `(1, C, H, W)`, and what of it was not decided.
 
@@ -67,6 +66,7 @@ def read_patches(
         observation: An observation of one image.
         projection: Name of the module that reads the patches.
         positions: Names of what may be its position embeddings.
+        clock: The attack's: where it is over before the patches are solved, they are gray.
 
     Raises:
         ValueError: For several images, or if one of the two gradients was not shared, or the model
@@ -106,6 +106,8 @@ def read_patches(
         raise ValueError(
             f"The gradient of {added_positions[0]} is zero, so it says nothing of the patches."
         )
+    if clock.is_over:
+        return gray, "Time was up before the patches were solved: this is gray."
     solved, rank = solve_patches(slopes, product, gray_patches, ratio, rounding)
     sides = tuple(side // size * size for side, size in zip(gray.shape[2:], kernel, strict=True))
     images = nn.functional.fold(solved.T[None], sides, kernel, stride=kernel)
@@ -219,6 +221,8 @@ class Analytic(Attack):
 
     Args:
         tolerance: How far two readings of one image may differ, in the range of pixels.
+        seconds: After so many, readings in the range of pixels are taken uncounted, or patches
+            are left gray, and the result is not complete.
 
     Example:
         >>> from hf_gradguard.attacks import make_attack
@@ -231,24 +235,27 @@ class Analytic(Attack):
     domains: ClassVar[tuple[str, ...]] = ("image",)
     informed_by: ClassVar[frozenset[str]] = frozenset({"noise_variance"})
     tolerance: float = 0.02
+    seconds: float | None = None
 
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
-        started = time.perf_counter()
+        clock = Clock(self.seconds)
         undecided = ""
         if (layer := _find_pixel_reader(observation, _reads_all_pixels(observation))) is not None:
-            images = self._images(observation, *layer)
+            images = self._images(observation, *layer, clock)
         else:
             projection, positions = _patch_embedding(observation)
-            images, undecided = read_patches(observation, projection, positions)
+            images, undecided = read_patches(observation, projection, positions, clock)
             space = PixelSpace(images, observation.image_mean, observation.image_std)
             space.project_(images)
             images = images.to(IMAGE.main_input(observation.placeholder()))
-        seconds = time.perf_counter() - started
         return Reconstruction(
-            images, labels=observation.labels, seconds=seconds, undecided=undecided
-        )
+            images, labels=observation.labels, seconds=clock.elapsed, undecided=undecided,
+            complete=not clock.has_stopped,
+        )  # fmt: skip
 
-    def _images(self, observation: Observation, name: str, layer: nn.Module) -> Tensor:
+    def _images(
+        self, observation: Observation, name: str, layer: nn.Module, clock: Clock
+    ) -> Tensor:
         """`(B, C, H, W)` off a linear layer on all pixels."""
         assert isinstance(layer, nn.Linear)
         if layer.bias is None:
@@ -267,16 +274,19 @@ class Analytic(Attack):
         space = PixelSpace(
             observation.gradient[weight], observation.image_mean, observation.image_std
         )
-        images = self._most_frequent(space.plain(rows.view(-1, *shape[1:])), observation.batch_size)
+        readings = space.plain(rows.view(-1, *shape[1:]))
+        images = self._most_frequent(readings, observation.batch_size, clock)
         normalized: Tensor = (images - space.mean) / space.std
         return normalized
 
-    def _most_frequent(self, images: Tensor, count: int) -> Tensor:
+    def _most_frequent(self, images: Tensor, count: int, clock: Clock) -> Tensor:
         """`(B, C, H, W)` in [0, 1]: the readings that lie there, the most frequent first."""
         flat = images.flatten(1)
         excess = (flat.clamp(0, 1) - flat).square().mean(1).sqrt()
         order = excess.argsort()[: max(count, 512)]
         flat, excess = flat[order].clamp(0, 1), excess[order]
+        if clock.is_over:  # those that lie there best, how often they come up or not
+            return flat[torch.arange(count) % len(flat)].view(-1, *images.shape[1:])
         distance = torch.cdist(flat, flat) / flat.shape[1] ** 0.5
         near = distance < self.tolerance
         score = near.sum(1) - 1e3 * (excess > self.tolerance)

@@ -325,6 +325,9 @@ class Clock:
     Args:
         seconds: How many; `None` for as many as it takes.
 
+    Attributes:
+        has_stopped: Whether an attack was told that time is over, and so did not come to its end.
+
     Raises:
         ValueError: If they are below 0.
 
@@ -337,6 +340,7 @@ class Clock:
         if seconds is not None and not seconds >= 0:
             raise ValueError(f"seconds must be at least 0, but is {seconds}.")
         self.seconds, self._started = seconds, time.perf_counter()
+        self.has_stopped = False
 
     @property
     def elapsed(self) -> float:
@@ -345,8 +349,10 @@ class Clock:
 
     @property
     def is_over(self) -> bool:
-        """Whether an attack has to stop."""
-        return self.seconds is not None and self.elapsed >= self.seconds
+        """Whether an attack has to stop: asked where there is more to do, and nowhere else."""
+        is_over = self.seconds is not None and self.elapsed >= self.seconds
+        self.has_stopped |= is_over
+        return is_over
 
 
 ENDLESS = Clock(None)
@@ -371,6 +377,8 @@ class Reconstruction:
         history: The objective on the way, if the attack iterates.
         undecided: What of this nothing in the gradient decided, in words: an order, whose a token
             is. Empty if there is no such thing.
+        complete: Whether the attack came to its end. One that its `seconds` stopped returns the
+            best so far.
 
     Example:
         >>> Reconstruction(token_ids=[[101, 7592, 102]], text=["hello"]).text
@@ -385,6 +393,7 @@ class Reconstruction:
     seconds: float = float("nan")
     history: list[float] = field(default_factory=list)
     undecided: str = ""
+    complete: bool = True
 
 
 class Attack:

@@ -4,7 +4,6 @@ gradient.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..gradient_map.domain import TEXT
-from .base import Attack, Observation, Reconstruction, as_text
+from .base import Attack, Clock, Observation, Reconstruction, as_text
 from .span.row_space import distances, row_space
 
 
@@ -30,6 +29,10 @@ class EmbeddingRows(Attack):
     counts; and of a batch not whose token it is: every sample gets the whole set, the largest row
     first.
 
+    Args:
+        seconds: Of a tied head the span takes most of the time: after so many, rows are ranked by
+            their norm alone, and the result is not complete.
+
     Example:
         >>> from hf_gradguard import GradientMap
         >>> whole = GradientMap(model, batch, share_input_embeddings=True).gradient()
@@ -41,13 +44,14 @@ class EmbeddingRows(Attack):
 
     name: ClassVar[str] = "embedding_rows"
     domains: ClassVar[tuple[str, ...]] = ("text",)
+    seconds: float | None = None
 
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
-        start = time.perf_counter()
+        clock = Clock(self.seconds)
         gradient, tied = _gradient(observation)
         max_tokens = int(observation.tokens.sum())
         norms = gradient.norm(dim=1)
-        if tied:
+        if tied and not clock.is_over:
             tokens = _outside_head(gradient, max_tokens)
             tokens = tokens[norms[tokens].argsort(descending=True)]
         else:
@@ -58,7 +62,8 @@ class EmbeddingRows(Attack):
             text=as_text(ids, observation.tokenizer),
             labels=observation.labels,
             objective=1 - float(norms[tokens].square().sum() / norms.square().sum()),
-            seconds=time.perf_counter() - start,
+            seconds=clock.elapsed,
+            complete=not clock.has_stopped,
         )
 
 

@@ -136,6 +136,22 @@ def with_public_texts(
     return listed
 
 
+def with_seconds(attacks: Mapping[str, Attack], seconds: float | None) -> dict[str, Attack]:
+    """The attacks, each with so many seconds a message where it takes a time and has none of the
+    user's.
+
+    Args:
+        attacks: By label.
+        seconds: `None` leaves all as they are.
+    """
+    listed = dict(attacks)
+    for label, attack in attacks.items() if seconds is not None else ():
+        names = {field.name for field in fields(attack) if field.init}  # type: ignore[arg-type]
+        if "seconds" in names and is_default(attack, "seconds"):
+            listed[label] = replace(attack, seconds=seconds)  # type: ignore[type-var]
+    return listed
+
+
 # --- smoothing of images
 
 
@@ -236,6 +252,8 @@ def threat_model(model: nn.Module, modality: Modality, settings: AuditSettings) 
         sentences.append("The model ran in training mode: dropout adds noise of its own.")
     else:
         sentences.append("The model ran in eval mode, without dropout: the attacker's best case.")
+    if (seconds := settings.attack_seconds) is not None:
+        sentences.append(f"Each attack has {seconds:g} seconds a message: more time may find more.")
     return [
         *sentences,
         "Every message is attacked by itself. A server that sees the same data again knows more.",

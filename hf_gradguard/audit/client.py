@@ -297,6 +297,7 @@ class Upload:
             **scored,
             **_membership(reconstruction, attacker.attack, modality, batch),
             "knows_defense": knows_defense,
+            **({} if reconstruction.complete else {"complete": False}),
             "objective": _finite(reconstruction.objective),
             "seconds": _finite(reconstruction.seconds),
         }

@@ -36,6 +36,7 @@ from .attackers import (
     threat_model,
     with_candidates,
     with_public_texts,
+    with_seconds,
 )
 from .cells import Audit, Cell, Cells, code_digest, digest, write_json
 from .client import DEFENSE, Client, Modality, Shared, Upload, attack_together
@@ -105,6 +106,7 @@ def run(
     """
     attacks = with_candidates(attacks, setup.candidates, settings.seed)
     attacks = with_public_texts(attacks, setup.candidates, setup.batches, setup.modality)
+    attacks = with_seconds(attacks, settings.attack_seconds)
     learn_strengths(setup, settings, defenses)
     grid = _Grid(setup, settings, defenses, attacks, cells)
     grid.record["metrics"] = dict(metrics)

@@ -54,6 +54,8 @@ class AuditSettings:
         optimizer: Of the local steps: `"sgd"` or `"adamw"`, without weight decay.
         word_pairs: Pairs per message that differ in one word (one patch of an image), of which a
             message may tell which one it is of. 0 leaves that out.
+        attack_seconds: Each attack stops after so many a message, with the best so far; one that
+            has `seconds` of its own keeps those. Default: as attacks' settings say.
 
     Raises:
         ValueError: For numbers out of range, or local steps without a learning rate.
@@ -83,6 +85,9 @@ class AuditSettings:
     word_pairs: int = option(
         8, "pairs per message that differ in one word or patch, to be told apart; 0 leaves that out"
     )
+    attack_seconds: float | None = option(
+        None, "each attack stops after so many seconds a message, with the best so far"
+    )
 
     def __post_init__(self) -> None:
         for name, minimum in _MINIMUM.items():
@@ -91,6 +96,9 @@ class AuditSettings:
                 raise ValueError(
                     f"{name} must be a whole number of at least {minimum}, but is {value!r}."
                 )
+        seconds = self.attack_seconds
+        if seconds is not None and (isinstance(seconds, bool) or not 0 < seconds < math.inf):
+            raise ValueError(f"attack_seconds must be above 0, but is {seconds!r}.")
         self._check_local()
 
     def _check_local(self) -> None:

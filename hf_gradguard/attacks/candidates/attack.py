@@ -8,7 +8,6 @@ millions of coordinates.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ...metrics import membership_log_odds
 from ...randomness import Stream, torch_generator
-from ..base import Attack, Observation, Reconstruction, as_text
+from ..base import Attack, Clock, Observation, Reconstruction, as_text
 from ..uploads import average, can_average
 from .inputs import Entries, at_places, make_entries
 from .scorer import Scorer
@@ -37,6 +36,8 @@ class Ranked(Reconstruction):
         posterior: `(K,)`: the probability of each of being in the message, where all were equally
             likely before and B of them are. They add up to B. Where the defense has no known
             mechanism, they are only as good as a guess at one.
+        scored: How many were scored, with those that cannot be in the message. Others, which time
+            did not reach, count as the least likely one of these.
 
     Example:
         >>> found = Candidates(["a fine film", "a dull plot"])(observation)
@@ -47,6 +48,7 @@ class Ranked(Reconstruction):
     scores: Tensor = field(default_factory=lambda: torch.empty(0))
     ranking: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     posterior: Tensor = field(default_factory=lambda: torch.empty(0))
+    scored: int = 0
 
 
 @dataclass
@@ -76,6 +78,9 @@ class Candidates(Attack):
             of their own, and how much these differ counts as noise.
         rounding: How far evaluations of one gradient differ, in units of its root mean square.
         vectorized: Evaluate several candidates in one pass, where the model allows it.
+        seconds: Stop after so many a message with those that were scored: at least the first pass.
+            What candidates of a label have on average always is computed.
+        progress: Show a bar.
 
     Example:
         >>> from hf_gradguard.attacks import make_attack
@@ -93,12 +98,15 @@ class Candidates(Attack):
     draws: int = 4
     rounding: float = 1e-4
     vectorized: bool = True
+    seconds: float | None = None
+    progress: bool = False
 
     def __post_init__(self) -> None:
         if self.draws < 1:
             raise ValueError(f"draws must be at least 1, but is {self.draws}.")
         if not 0 < self.rounding < 1:
             raise ValueError(f"rounding must be between 0 and 1, but is {self.rounding}.")
+        Clock(self.seconds)
 
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Ranked:
         return self._rank([[observation]], generator)[0]
@@ -145,14 +153,15 @@ class Candidates(Attack):
         self, targets: Sequence[Sequence[Observation]], generator: torch.Generator
     ) -> list[Ranked]:
         """One result a target: the uploads of one batch, each at a model of its own."""
-        started = time.perf_counter()
+        clock, share = Clock(None), len(targets) / len(targets[0])  # of the time, in each round
         totals: list[Tensor] = []
         for uploads in zip(*targets, strict=True):
+            own_clock = Clock(None if self.seconds is None else self.seconds * share)
             entries = [self._entries(observation) for observation in uploads]
-            scores_of_round = Scorer(self, uploads, entries, generator).scores()
+            scores_of_round = Scorer(self, uploads, entries, generator, own_clock).scores()
             totals = totals or [torch.zeros_like(scores) for scores in scores_of_round]
             totals = [a + b for a, b in zip(totals, scores_of_round, strict=True)]
-        seconds = (time.perf_counter() - started) / len(targets)
+        seconds = clock.elapsed / len(targets)
         return [
             _ranked(uploads[0], target_entries, scores + target_entries.likely, seconds)
             for uploads, target_entries, scores in zip(targets, entries, totals, strict=True)
@@ -184,7 +193,9 @@ def _at_same_weights(observations: Sequence[Observation]) -> list[list[Observati
 
 
 def _ranked(observation: Observation, entries: Entries, scores: Tensor, seconds: float) -> Ranked:
-    """The K scores at their places in the list."""
+    """The K scores, NaN of those that time did not reach, at their places in the list."""
+    is_scored = ~scores.isnan()
+    scores = scores.masked_fill(~is_scored, float(scores[is_scored].min()))
     best = [entries.inputs[int(k)] for k in scores.argsort(descending=True, stable=True)]
     best = best[: observation.batch_size]
     best += [best[-1]] * (observation.batch_size - len(best))  # a short list
@@ -201,7 +212,15 @@ def _ranked(observation: Observation, entries: Entries, scores: Tensor, seconds:
         scores=listed_scores,
         ranking=listed_scores.argsort(descending=True, stable=True),
         posterior=posterior,
+        scored=int(is_scored.sum()),
+        undecided=_unreached(is_scored),
+        complete=bool(is_scored.all()),
     )
+
+
+def _unreached(is_scored: Tensor) -> str:
+    count = len(is_scored) - int(is_scored.sum())
+    return f"Time was up before {count} of {len(is_scored)} candidates were scored." * bool(count)
 
 
 def _texts(observation: Observation, best: list[Tensor]) -> dict[str, Any]:

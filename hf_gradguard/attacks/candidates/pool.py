@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,10 @@ class PairPrior:
     def share(self) -> Tensor:
         """`(P,)`, of the population of candidates: they add up to 1."""
         return self.prior / self.prior.sum()
+
+    def among(self, is_scored: Tensor) -> PairPrior:
+        """The same, where it may only have pairs that were scored, `(P,)`."""
+        return replace(self, prior=self.prior * is_scored)
 
     def select(self, rows: list[int], gradient: Tensors) -> tuple[list[int], Tensors]:
         """Which of these pairs it may have, and their gradients, `(K, *parameter.shape)`."""

@@ -9,20 +9,21 @@ Each candidate's gradient is computed once. Everything that makes a score reads 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from ...defenses.mechanism import Fitted
 from ...gradient_map import Tensors
 from ...gradient_map.per_sample.products import GradientProducts
 from ...gradient_map.per_sample.span import Powers
 from ...gradient_map.vectorized import ManyGradients, has_draws
-from ..base import Observation
+from ..base import Clock, Observation
 from ..likelihood import Likelihood, clipped, mechanism_of, scaled
 from ..uploads import single_batch_entries
 from .fitted import Fits, SpanCoordinates, accumulate, draw_span_with_shares, spans_of
@@ -48,6 +49,7 @@ class Settings(Protocol):
     draws: int
     rounding: float
     vectorized: bool
+    progress: bool
 
 
 @dataclass
@@ -71,6 +73,7 @@ class Scorer:
         observations: Of one model, with gradients of the same parameters.
         entries: The candidates of each, from one list.
         generator: Of draws and sketches: each message's are what they would be by itself.
+        clock: The attack's: passes stop when it is over.
     """
 
     def __init__(
@@ -79,8 +82,11 @@ class Scorer:
         observations: Sequence[Observation],
         entries: Sequence[Entries],
         generator: torch.Generator,
+        clock: Clock,
     ) -> None:
-        self.attack, self.pool = attack, Pool(entries)
+        self.attack, self.pool, self.clock = attack, Pool(entries), clock
+        pairs = len(observations), len(self.pool.batches)
+        self.is_scored = torch.zeros(pairs, dtype=torch.bool, device=self.pool.size.device)
         self.generator, self.names = generator, list(observations[0].gradient)
         model, batches = observations[0].model, self.pool.batches
         drops = has_draws(model, batches[0])
@@ -135,10 +141,29 @@ class Scorer:
             rows = possible.nonzero().flatten().tolist()
             batches = [self.pool.batches[row] for row in rows]
             messages = [likelihood.message for likelihood in likelihoods]
-            for chosen, found in products(batches, messages, likelihoods[0].weights):
-                places = [rows[number] for number in chosen]
+            passes = (
+                ([rows[number] for number in chosen], found)
+                for chosen, found in products(batches, messages, likelihoods[0].weights)
+            )
+            for places, found in self._in_time(passes, len(rows), group):
                 for place, (i, likelihood) in enumerate(zip(group, likelihoods, strict=True)):
                     totals[i][places] = likelihood(found, place)
+
+    def _in_time(
+        self, passes: Iterable[tuple[list[int], Any]], total: int, messages: Sequence[int]
+    ) -> Iterator[tuple[list[int], Any]]:
+        """Passes over pairs, until time is up and each of these messages has a score."""
+        bar = logging.tqdm(total=total, desc="candidates", disable=not self.attack.progress)
+        done, index = 0, torch.tensor(list(messages), device=self.is_scored.device)
+        for rows, found in passes:
+            yield rows, found
+            self.is_scored[index[:, None], torch.tensor(rows, device=index.device)] = True
+            bar.update(len(rows))
+            done += len(rows)
+            priors = [self.pool.priors[i].among(self.is_scored[i]).prior for i in messages]
+            if done < total and all(prior.any() for prior in priors) and self.clock.is_over:
+                break
+        bar.close()
 
     def _gradients(self, observation: Observation, seeds: list[int]) -> ManyGradients:
         """Of candidates: an update of several samples is compared to first order."""
@@ -175,8 +200,10 @@ class Scorer:
         filtered = [i for i in range(len(self.observations)) if i not in totals]
         means, sizes = self._means(filtered, any(map(self._has_others, filtered)))
         filters = self._filters(filtered, self._centers(means), sizes)
-        needs_gradients = written or filtered or self.fits.numbers
-        for rows, gradient in self.gradients_of(self.pool.batches if needs_gradients else []):
+        by_gradients = [i for i in range(len(self.observations)) if i not in self.by_products]
+        batches = self.pool.batches if by_gradients else []
+        passes = self.gradients_of(batches)
+        for rows, gradient in self._in_time(passes, len(batches), by_gradients):
             as_sent = {is_sum: self._of_sample(gradient, rows, is_sum) for is_sum in set(self.sums)}
             for i, likelihood in written.items():
                 possible, gradients = self.pool.priors[i].select(rows, as_sent[False])
@@ -191,16 +218,41 @@ class Scorer:
             for matched_filter, group in filters:
                 change = changes[self.sums[group.indices[0]]]
                 matched_filter.add(rows, group.coordinates(change) if group.coordinates else change)
+        unreached = self._leave_out_unreached()
         statistics = {i: [self._by_candidate(s, i, exclusive=True)] for i, s in totals.items()}
         for matched_filter, group in filters:
             for place, i in enumerate(group.indices):
                 statistics.setdefault(i, []).extend(self._filtered(matched_filter, place, i))
         return [
-            statistics[i][0]
-            if self._is_likelihood(i)
-            else _most_outstanding(statistics[i], observation.batch_size)
-            for i, observation in enumerate(self.observations)
+            self._combined(statistics[i], i, is_reached)
+            for i, is_reached in enumerate(~unreached)
         ]
+
+    def _leave_out_unreached(self) -> Tensor:
+        """`(messages, K)`: which candidates no pass reached before time was up. No message may have
+        them from here on.
+        """
+        count = int(self.pool.candidate.max()) + 1
+        unreached = torch.zeros(
+            len(self.observations), count, dtype=torch.bool, device=self.is_scored.device
+        )
+        for i, prior in enumerate(self.pool.priors if self.clock.has_stopped else []):
+            left = prior.among(self.is_scored[i])
+            unreached[i, self.pool.candidate[prior.prior > 0]] = True
+            unreached[i, self.pool.candidate[left.prior > 0]] = False
+            self.pool.priors[i] = left
+        return unreached
+
+    def _combined(self, statistics: Sequence[Tensor], i: int, is_reached: Tensor) -> Tensor:
+        """`(K,)`: one score of a message's statistics; NaN of candidates that no pass reached."""
+        reached = [statistic[is_reached] for statistic in statistics]
+        scores = statistics[0].new_full((len(is_reached),), torch.nan)
+        scores[is_reached] = (
+            reached[0]
+            if self._is_likelihood(i)
+            else _most_outstanding(reached, self.observations[i].batch_size)
+        )
+        return scores
 
     def _fit(self, i: int) -> Fitted | None:
         mechanism = self.mechanisms[i]

@@ -313,6 +313,7 @@ class _Search:
             seconds=self.clock.elapsed,
             history=[-score for score in self.history],
             undecided=f"The search stopped at {self._standing()}." if unfinished else "",
+            complete=self._has_settled(),
             score=self.scores[self.best],
             expected_score=math.nan if expected is None else expected,
             evaluated=len(self.scores),

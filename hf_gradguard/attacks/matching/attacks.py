@@ -81,17 +81,16 @@ class GradientMatching(MatchingSettings, Attack):
         with without_dropout(observations[0].model):
             problem = self.problem(observations)
             descents = descend(problem, generator, clock)
-        seconds = clock.elapsed
         results = []
         for number, observation in enumerate(observations):
             own_descents = descents[number * self.restarts :][: self.restarts]
             best = min(own_descents, key=lambda descent: float(descent.objective))
-            results.append(_reconstruction(problem, observation, best, seconds))
+            results.append(_reconstruction(problem, observation, best, clock))
         return results
 
 
 def _reconstruction(
-    problem: Problem, observation: Observation, descent: Descended, seconds: float
+    problem: Problem, observation: Observation, descent: Descended, clock: Clock
 ) -> Reconstruction:
     ids = problem.space.decode(descent.x)
     return Reconstruction(
@@ -100,8 +99,9 @@ def _reconstruction(
         text=None if ids is None else as_text(ids, observation.tokenizer),
         labels=descent.labels.argmax(-1) if problem.soft else descent.labels,
         objective=float(descent.objective),
-        seconds=seconds,
+        seconds=clock.elapsed,
         history=descent.history.tolist(),
+        complete=not clock.has_stopped,
     )
 
 

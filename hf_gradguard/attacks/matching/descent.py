@@ -200,6 +200,8 @@ class _Descent:
         is_hidden = not attack.progress or offset > 0
         bar = logging.tqdm(range(attack.steps), desc=attack.name, disable=is_hidden)
         for step in bar:
+            if step and clock.is_over:
+                break
             optimizer.step(evaluate)
             rate.step()
             self.problem.space.project_(self.x)
@@ -213,8 +215,6 @@ class _Descent:
             if self._is_over().all():
                 break
             if attack.patience is not None and steps_since >= attack.patience:
-                break
-            if clock.is_over:
                 break
         bar.close()
         self.problem.space.project_(self.best_x)  # evaluated before a step's projection

@@ -328,6 +328,7 @@ class Span(Attack):
             objective=_objective(observation, first_view, rows),
             seconds=clock.elapsed,
             undecided=" ".join(filter(None, (undecided, _cut_short(clock), _repeated(ids)))),
+            complete=not clock.has_stopped,
         )
 
     def _views(
@@ -423,7 +424,7 @@ def _undecided(observation: Observation, unmixed: Readers) -> str:
 
 def _cut_short(clock: Clock) -> str:
     """What is left open where time was up."""
-    if not clock.is_over:
+    if not clock.has_stopped:
         return ""
     return f"Time was up after {clock.seconds:g} seconds: these are the nearest texts so far."
 
