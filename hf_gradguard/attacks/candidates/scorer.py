@@ -224,8 +224,7 @@ class Scorer:
             for place, i in enumerate(group.indices):
                 statistics.setdefault(i, []).extend(self._filtered(matched_filter, place, i))
         return [
-            self._combined(statistics[i], i, is_reached)
-            for i, is_reached in enumerate(~unreached)
+            self._combined(statistics[i], i, is_reached) for i, is_reached in enumerate(~unreached)
         ]
 
     def _leave_out_unreached(self) -> Tensor:
