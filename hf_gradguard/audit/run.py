@@ -307,28 +307,28 @@ def _label_of(named: Defense | Attack) -> str:
         same = value is default or value == default
         if field.init and field.repr and same is not True:
             changed[field.name] = value
-    return _label((named.name, _given(named, changed)))
+    return _label((named.name, _settings_needed(named, changed)))
 
 
-def _given(named: Defense | Attack, changed: dict[str, Any]) -> dict[str, Any]:
+def _settings_needed(named: Defense | Attack, changed: dict[str, Any]) -> dict[str, Any]:
     """Without settings that follow from the others: of a name alone, or of what else is given."""
 
     def is_made_by(settings: dict[str, Any]) -> bool:
         try:
-            made = type(named)(**settings)
+            rebuilt = type(named)(**settings)
         except (TypeError, ValueError):
             return False
-        return all(getattr(made, name) == value for name, value in changed.items())
+        return all(getattr(rebuilt, name) == value for name, value in changed.items())
 
     if not all(isinstance(value, bool | int | float | str) for value in changed.values()):
         return changed
     if is_made_by({}):
         return {}
-    given = changed
+    needed = changed
     for name in changed:
-        others = {other: value for other, value in given.items() if other != name}
-        given = others if is_made_by(others) else given
-    return given
+        fewer = {key: value for key, value in needed.items() if key != name}
+        needed = fewer if is_made_by(fewer) else needed
+    return needed
 
 
 def _separated(text: str) -> list[str]:

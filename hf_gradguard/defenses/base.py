@@ -37,6 +37,8 @@ class DefenseFacts:
         needs_samples: It asks for what each sample adds to the gradient.
         needs_second_order: Its next call differentiates twice, so its map needs
             `second_order=True`.
+        reruns_model: Its next call may run the model again, on other inputs or sample by sample. If
+            not, its map keeps no state to do so in, which saves time, and refuses.
         sharded_refusal: Why it does not protect a sharded model, with the way out. `None`: it does,
             since it takes figures of a whole gradient (norms, counts, ranges) over all shards.
         adds_gaussian_noise: Its messages have `noise`: Gaussian noise of known covariance on the
@@ -62,6 +64,7 @@ class DefenseFacts:
     needs_input: bool = True
     needs_samples: bool = False
     needs_second_order: bool = False
+    reruns_model: bool = True
     sharded_refusal: str | None = (
         "it asks for second derivatives or for a whole gradient, which no device holds, or does "
         "not say that it asks for neither (sharded_refusal=None in its facts). Use "
@@ -189,7 +192,8 @@ class Defense:
         facts = self.facts
         kind = SampleMap if facts.needs_samples and not measured else GradientMap
         needed: Any = {
-            "needs_input": facts.needs_input or measured, "second_order": facts.needs_second_order
+            "needs_input": facts.needs_input or measured, "second_order": facts.needs_second_order,
+            "reruns": facts.reruns_model or measured,
         }  # fmt: skip
         return kind(model, batch, **needed, **sharing)
 
@@ -247,7 +251,11 @@ class NoDefense(Defense):
 
     name: ClassVar[str] = "none"
     facts = DefenseFacts(
-        needs_input=False, post_processes=True, sharded_refusal=None, is_exact=True
+        needs_input=False,
+        reruns_model=False,
+        post_processes=True,
+        sharded_refusal=None,
+        is_exact=True,
     )
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:

@@ -111,6 +111,7 @@ class Chain(Defense):
             needs_input=first_facts.needs_input or second_facts.needs_input,
             needs_samples=first_facts.needs_samples,
             needs_second_order=first_facts.needs_second_order or second_facts.needs_second_order,
+            reruns_model=first_facts.reruns_model or second_facts.reruns_model,
             sharded_refusal=_refusal(self.first) or _refusal(self.second),
             adds_gaussian_noise=still_noisy
             or (first_facts.is_exact and second_facts.adds_gaussian_noise),

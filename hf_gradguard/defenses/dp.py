@@ -191,6 +191,7 @@ class DPSGD(NoiseDefense):
         return replace(
             super().facts,
             needs_samples=self.per_sample,
+            reruns_model=self.per_sample or super().facts.reruns_model,
             adds_gaussian_noise=not (self.per_sample or self.correlated),
             post_processes=not (self.per_sample or self.correlated),
             follows_transcript=not self.per_sample and self.follows_transcript,

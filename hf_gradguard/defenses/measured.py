@@ -171,10 +171,10 @@ def _of_noise(name: str, settings: Any) -> str:
     rows: Rows = UNIFORM_NOISE
     if name.startswith("optimal"):
         rows = OWN_SHAPE if settings.shape == "own" else OPTIMAL_NOISE
-    known = _at(rows, "relative_scale", settings.relative_scale, "noise.md")
+    outcome = _at(rows, "relative_scale", settings.relative_scale, "noise.md")
     if name in ("laplace_noise", "dp_sgd"):  # clipping by norm keeps the direction
-        known = f"of Gaussian noise of equal power: {known}"
-    return f"{known}; {_SHAPE}" if rows is OWN_SHAPE else known
+        outcome = f"of Gaussian noise of equal power: {outcome}"
+    return f"{outcome}; {_SHAPE}" if rows is OWN_SHAPE else outcome
 
 
 def _of_selection(name: str, settings: Any) -> str:

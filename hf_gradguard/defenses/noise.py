@@ -224,6 +224,7 @@ class NoiseDefense(Defense):
     def facts(self) -> DefenseFacts:
         return DefenseFacts(
             needs_input=False,
+            reruns_model=self.follows_transcript and not self._usual.mean,  # its first message
             post_processes=True,
             sharded_refusal=None,
             adds_gaussian_noise=self.distribution == "gaussian",

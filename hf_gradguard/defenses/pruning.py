@@ -135,6 +135,7 @@ class Pruning(PruningDefense):
         return replace(
             super().facts,
             needs_input=False,
+            reruns_model=False,
             post_processes=True,
             sharded_refusal=None,
             selection="largest",

@@ -32,7 +32,9 @@ class Quantization(BiasedDefense):
     """
 
     name: ClassVar[str] = "quantization"
-    facts = DefenseFacts(needs_input=False, post_processes=True, sharded_refusal=None)
+    facts = DefenseFacts(
+        needs_input=False, reruns_model=False, post_processes=True, sharded_refusal=None
+    )
     bits: int | None = None
     stochastic: bool = False
     sign_only: bool = False

@@ -323,6 +323,7 @@ class SensitivityDefense(Defense):
         return replace(
             super().facts,
             needs_input=True,
+            reruns_model=True,
             post_processes=self.shape == "public",
             sharded_refusal=refusal,
         )

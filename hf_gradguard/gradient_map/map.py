@@ -49,6 +49,7 @@ class GradientMap:
             second derivatives, while this object computes; the model's setting stands again after
             every call.
         needs_input: `False`, with `second_order=False`, asks for no continuous input.
+        reruns: `False` notes nothing that another pass needs: a gradient is all that can be asked.
         shards: The client's devices, if `fully_shard` has cut the model over them. The map is then
             this device's part of it, and figures of a whole gradient are asked of `shards`.
 
@@ -86,6 +87,7 @@ class GradientMap:
         withhold: Sequence[str] = (),
         second_order: bool = True,
         needs_input: bool = True,
+        reruns: bool = True,
         shards: Shards | None = None,
     ) -> None:
         check_sharding(model, shards, second_order)
@@ -94,7 +96,7 @@ class GradientMap:
         self._share, self._withhold = share_input_embeddings, withhold
         # First-order defenses take batches of any kind, also without text or image.
         self._source = find_input(model, batch) if self._needs_input else None
-        self.replay = Replay(model, second_order, self.loss_fn)
+        self.replay = Replay(model, second_order, self.loss_fn, reruns)
         with torch.enable_grad(), self.replay.kernels():
             if not self._share:
                 find_tables(model, batch, self.loss_fn, shards)

@@ -27,12 +27,10 @@ class DrawState(NamedTuple):
 
     Example:
         >>> before = DrawState.now()
-        >>> _ = torch.rand(1)
-        >>> before.is_now()
-        False
+        >>> number = torch.rand(1)
         >>> before.restore()
-        >>> before.is_now()
-        True
+        >>> number == torch.rand(1)
+        tensor([True])
     """
 
     of_torch: torch.Tensor
@@ -50,10 +48,6 @@ class DrawState(NamedTuple):
         np.random.set_state(self.of_numpy)
         random.setstate(self.of_python)
 
-    def is_now(self) -> bool:
-        """Whether nothing was drawn since."""
-        return self.plain() == DrawState.now().plain()
-
     def plain(self) -> tuple[Any, ...]:
         """What is equal where the state is."""
         return self.of_torch.numpy().tobytes(), pickle.dumps(self.of_numpy), self.of_python
@@ -64,10 +58,9 @@ def draws_restored() -> Iterator[DrawState]:
     """Whatever is drawn in here, afterwards the three generators are as they were.
 
     Example:
-        >>> before = DrawState.now()
         >>> with draws_restored():
-        ...     _ = random.random(), np.random.rand(), torch.rand(1)
-        >>> before.is_now()
+        ...     number = random.random()
+        >>> number == random.random()
         True
     """
     state = DrawState.now()
@@ -236,8 +229,8 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]
         np.random.RandomState.get_state, np.random.RandomState.set_state
     ),
     np.random.Generator: (
-        lambda held: held.bit_generator.state,
-        lambda held, state: setattr(held.bit_generator, "state", state),
+        lambda generator: generator.bit_generator.state,
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
     ),
 }  # fmt: skip
 """How the state of a generator that somebody holds is read and written, by its type."""
@@ -258,6 +251,7 @@ class Replay:
         model: The model, in the mode in which it will run.
         second_order: Whether derivatives of derivatives are wanted.
         loss: What runs it, and may hold a state as well.
+        reruns: Whether it will run more than once. If not, nothing is noted.
 
     Raises:
         NotImplementedError: If they are, and the model has kernels whose own are silently wrong.
@@ -266,7 +260,9 @@ class Replay:
     kind: str = ""
     """Of maps that are tried out together: how well differences do on one says it of the others."""
 
-    def __init__(self, model: nn.Module, second_order: bool, loss: Any = None) -> None:
+    def __init__(
+        self, model: nn.Module, second_order: bool, loss: Any = None, reruns: bool = True
+    ) -> None:
         self.modules, self.second_order = list(model.modules()), second_order
         if second_order and any(_is_ligers(module) for module in self.modules):
             raise NotImplementedError(
@@ -275,22 +271,27 @@ class Replay:
                 "with second_order=False, and ask it for nothing that differentiates twice."
             )
         self._devices = devices_that_draw(model)
-        self._state = DrawState.now()
-        self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
-        self._held = HeldState([*HeldState.owners_of(self.modules), *Outer.of(loss)])
+        self._held_state: HeldState | None = None
+        if reruns:
+            self._state = DrawState.now()
+            self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
+            self._held_state = HeldState([*HeldState.owners_of(self.modules), *Outer.of(loss)])
 
     @contextmanager
     def draws(self) -> Iterator[None]:
-        """The random draws of when this was made, and what modules held then; both stay as they
-        are now.
-        """
+        """Random draws and held state as when this was made. Both stay as they are now."""
+        if self._held_state is None:
+            raise RuntimeError(
+                "Its map was made with reruns=False, so the model runs once. A defense that asks "
+                "for more than the gradient has to say so in its facts: reruns_model=True."
+            )
         with draws_restored(), torch.random.fork_rng(devices=self._devices):
             self._state.restore()
             for device, state in zip(self._devices, self._cuda, strict=True):
                 torch.cuda.set_rng_state(state, device)
             # Copies take the updates: writing a value back would count as an in-place change to
             # what autograd saved.
-            with self._held.replayed():
+            with self._held_state.replayed():
                 yield
 
     def kernels(self) -> AbstractContextManager[None]:

@@ -120,7 +120,9 @@ class _Contract:
         """One message, with everything around it watched."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # dropout draws from the process's generator
-            gmap = GradientMap(model, batch, second_order=defense.facts.needs_second_order)
+            facts = defense.facts
+            needed: Any = {"second_order": facts.needs_second_order, "reruns": facts.reruns_model}
+            gmap = GradientMap(model, batch, **needed)
         gmap.gradient()
         generator = Stream.from_seeds(seed)
         with self.unchanged(gmap, batch):

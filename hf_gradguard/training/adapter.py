@@ -65,6 +65,7 @@ class TrainerAdapter(Trainer):
     _begins_anew = False  # though it was to be resumed: there is no checkpoint
     counts_items: bool = True  # whether ranks add up the labels of a step
     next_pass_counts: bool = False  # for what a loss holds; the passes of a defense do not
+    _has_own_loss: bool = False  # and not the Trainer's, which holds nothing
     _loss_state: HeldState | None = None  # when the message began
     accelerator: GuardedAccelerator
 
@@ -239,14 +240,15 @@ class TrainerAdapter(Trainer):
         """What each pass of a loss in this training is to run in: nothing is exchanged, and what a
         loss holds, to count, to draw or to log, changes once a message.
         """
-        has_own = self._losses()[0] is not Trainer.compute_loss
+        self._has_own_loss = self._losses()[0] is not Trainer.compute_loss
         is_alone = self.accelerator.num_processes == 1
-        return nullcontext if is_alone and not has_own else self._silent_pass
+        return nullcontext if is_alone and not self._has_own_loss else self._silent_pass
 
     def begin_message(self) -> None:
         """The next pass with gradients counts for what the loss holds, its defense's do not."""
         self.next_pass_counts = True
-        self._loss_state = self._held_by_loss()
+        if self._has_own_loss:
+            self._loss_state = self._held_by_loss()
 
     def _losses(self) -> list[Any]:
         """What computes the loss: the user's first."""
@@ -259,8 +261,9 @@ class TrainerAdapter(Trainer):
         if losses[0] is Trainer.compute_loss:
             return None
         attributes = self.__dict__
-        held = attributes.values()
-        values = [v for a in held for v in (a.values() if isinstance(a, dict) else [a])]
+        values = [
+            v for a in attributes.values() for v in (a.values() if isinstance(a, dict) else [a])
+        ]
         values += losses
         objects = [v for v in values if isinstance(v, nn.Module) and v is not self.model]
         modules = {module for loss in objects for module in loss.modules()}
@@ -278,10 +281,10 @@ class TrainerAdapter(Trainer):
         # A loss is computed several times per batch. The first pass with gradients counts.
         counts = self.next_pass_counts and torch.is_grad_enabled()
         self.next_pass_counts = self.next_pass_counts and not counts
-        held = None if counts else self._loss_state or self._held_by_loss()
+        state = None if counts else self._loss_state or self._held_by_loss()
         kinds = {(kind.__module__.split(".")[0], kind.__name__) for kind in type(self).__mro__}
         gathers_for_log = bool(kinds & _GATHER_FOR_LOG)
-        as_before = nullcontext() if held is None else held.replayed()
+        as_before = nullcontext() if state is None else state.replayed()
         with self.accelerator.in_loss(gathers_for_log), no_exchange(self.model), as_before:
             yield
 

@@ -24,7 +24,7 @@ def test_every_rank_logs_its_own_figures(ranks: list[dict[str, Any]]) -> None:
     assert len(one) == len(two) == STEPS
     for ours, theirs in zip(one, two, strict=True):
         assert ours.keys() == theirs.keys()
-        assert len(ours) == 4
+        assert len(ours) == 5
         assert all(0 < ours[name] < math.inf and ours[name] != theirs[name] for name in ours)
 
 
