@@ -41,10 +41,10 @@ from recipes.command_line import flag
 
 SHRINKAGE = 0.5
 CORRELATED = {  # what --correlated has in the place of other defaults
-    "per_device_train_batch_size": 16, "num_train_epochs": 1.0, "learning_rate": 10.0,
+    "per_device_train_batch_size": 16, "num_train_epochs": 1.0, "learning_rate": 20.0,
     "optim": "sgd", "max_grad_norm": 0.0,
 }  # fmt: skip
-CORRELATED_CLIP, CORRELATED_NOISE = 0.3, 1.5
+CORRELATED_CLIP, CORRELATED_NOISE, MOST_DIRECTIONS = 0.3, 1.5, 1400
 DP_SGD = {"per_sample": True, "clip": 1.0, "noise_multiplier": 2.0, "delta": 1e-5}
 
 
@@ -66,7 +66,9 @@ class Arguments(command_line.TrainingArguments):
     num_train_epochs: float = flag(24.0, "Passes over the data.")
     learning_rate: float = flag(2e-3, "Peak learning rate.")
     correlated: bool = flag(False, "Correlated noise, on features of all layers.")
-    directions: int = flag(1400, "Of those features, with --correlated.")
+    directions: int | None = flag(
+        None, "Of those features. Default: one for every 16 rows, at most 1,400."
+    )
     noise_multiplier: float | None = flag(None, "Of dp_sgd; 0: no defense.")
 
     def __post_init__(self) -> None:
@@ -169,8 +171,8 @@ def main() -> None:
     card["dataset"] = os.path.basename(recipe.data_dir or "SST-2")
     if args.correlated:
         head = head_of(
-            encoder.model, public, args.directions, class_count(data), encoder.tokenizer,
-            recipe.max_length,
+            encoder.model, public, directions_for(args, data), class_count(data),
+            encoder.tokenizer, recipe.max_length,
         )  # fmt: skip
         data = embedded(data, column, head.features_of, state, "features")
         train(args, data, head, "eval_sentences", **card)
@@ -209,6 +211,11 @@ def whitening_by(
     starts = logging.tqdm(range(0, len(public), 64), desc=description)
     rows = torch.cat([encoder(public[start : start + 64]) for start in starts])
     return whitening_of(rows, SHRINKAGE)
+
+
+def directions_for(args: Arguments, data: DatasetDict) -> int:
+    """Few samples cannot tell many directions from noise."""
+    return args.directions or min(MOST_DIRECTIONS, max(2, len(data["train"]) // 16))
 
 
 def class_count(data: DatasetDict) -> int:

@@ -107,8 +107,9 @@ def main() -> None:
         if public is None:
             sys.exit("--correlated takes --public_images, by which features are whitened.")
         features = head_of(
-            encoder.model, public, args.directions, head.class_count(data), encoder.process
-        )
+            encoder.model, public, head.directions_for(args, data), head.class_count(data),
+            encoder.process,
+        )  # fmt: skip
         data = head.embedded(data, column, features.features_of, state, "features")
         head.train(args, data, features, "eval_images", **card)
         return

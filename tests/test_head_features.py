@@ -75,10 +75,9 @@ def test_samples_have_norm_one_and_the_head_starts_at_zero() -> None:
     head = head_of(model, PUBLIC, processing_class=tokenizer)
     features = head.features_of(["a fine film", "the plot"])
     torch.testing.assert_close(features.norm(dim=1), torch.ones(2))
-    assert not bool(head.head.weight.any() or head.head.bias.any())
-    assert [n for n, p in head.named_parameters() if p.requires_grad] == [
-        "head.weight", "head.bias",
-    ]  # fmt: skip
+    torch.testing.assert_close(features[:, -1], torch.full((2,), 0.3))  # in a bias's place
+    assert not bool(head.head.weight.any())
+    assert [n for n, p in head.named_parameters() if p.requires_grad] == ["head.weight"]
     inputs = tokenizer(["a fine film", "the plot"], padding=True, return_tensors="pt")  # type: ignore[operator]
     torch.testing.assert_close(head.train().encode(**inputs), features)
     torch.testing.assert_close(head(**inputs).logits, head(features=features).logits)
@@ -87,7 +86,7 @@ def test_samples_have_norm_one_and_the_head_starts_at_zero() -> None:
 def test_packaged_sentences_are_public() -> None:
     model, tokenizer = names()
     head = head_of(model, processing_class=tokenizer, directions=10)
-    assert head.head.in_features == 10
+    assert head.head.in_features == 11
 
 
 @pytest.mark.parametrize("task", ["vit"])
@@ -102,13 +101,13 @@ def test_images(task: str) -> None:
 
     images = list(batch["pixel_values"])
     head = head_of(model, images, directions=3, processing_class=Processor())
-    assert head.features_of(images).shape == (5, 3)
+    assert head.features_of(images).shape == (5, 4)
 
 
 def test_any_module_gives_features() -> None:
     public = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
     head = head_of(nn.Linear(4, 6), public, directions=3, classes=5)
-    assert head.features_of(public).shape == (9, 3)
+    assert head.features_of(public).shape == (9, 4)
     assert head.head.out_features == 5
 
 

@@ -97,7 +97,7 @@ class HeadTask(FeaturesTask):
 
     def start(self, seed: int) -> FeatureHead:
         """At zero, without the encoder: features are made."""
-        width = self.train_rows["features"].shape[1]
+        width = self.train_rows["features"].shape[1] - 1  # and a constant
         return FeatureHead(LayerFeatures(nn.Identity()), nn.Linear(width, width), 2)
 
     def trainer(self, model: nn.Module, rows: Any, cell: dict) -> GradGuardTrainer:

@@ -93,7 +93,7 @@ def test_correlated_noise_on_features_of_all_layers(recipe, tmp_path: Path) -> N
     assert settings["correlated"]
     assert (settings["noise_multiplier"], private["steps"]) == (1.5, 5)
     assert private["epsilon"] == pytest.approx(gaussian_epsilon(1.5, 1e-5), rel=2e-3)
-    assert load_file(tmp_path / "model.safetensors")["head.weight"].shape == (2, 20)
+    assert load_file(tmp_path / "model.safetensors")["head.weight"].shape == (2, 21)
     assert "correlated noise" in (tmp_path / "README.md").read_text()
     plain = recipe(*flags, "--noise_multiplier", "0")
     assert plain["defense"] == "none"
