@@ -110,15 +110,14 @@ def read_patches(
         return gray, "Time was up before the patches were solved: this is gray."
     solved, rank = solve_patches(slopes, product, gray_patches, ratio, rounding)
     sides = tuple(side // size * size for side, size in zip(gray.shape[2:], kernel, strict=True))
-    images = nn.functional.fold(solved.T[None], sides, kernel, stride=kernel)
-    gray[..., : sides[0], : sides[1]] = images
-    undecided = ""
-    if rank < len(gray_patches):
-        undecided = (
-            f"The slopes at {len(gray_patches)} patches, of {slopes.shape[1]} dimensions, are "
-            f"{rank} independent ones: what lies between those is taken for gray."
-        )
-    return gray, undecided
+    solved_pixels = nn.functional.fold(solved.T[None], sides, kernel, stride=kernel)
+    gray[..., : sides[0], : sides[1]] = solved_pixels
+    if rank == len(gray_patches):
+        return gray, ""
+    return gray, (
+        f"The slopes at {len(gray_patches)} patches, of {slopes.shape[1]} dimensions, are {rank} "
+        "independent ones: what lies between those is taken for gray."
+    )
 
 
 def solve_patches(

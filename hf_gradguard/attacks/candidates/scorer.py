@@ -142,12 +142,12 @@ class Scorer:
             batches = [self.pool.batches[row] for row in rows]
             messages = [likelihood.message for likelihood in likelihoods]
             passes = (
-                ([rows[number] for number in chosen], found)
-                for chosen, found in products(batches, messages, likelihoods[0].weights)
+                ([rows[number] for number in chosen], computed)
+                for chosen, computed in products(batches, messages, likelihoods[0].weights)
             )
-            for places, found in self._in_time(passes, len(rows), group):
+            for places, computed in self._in_time(passes, len(rows), group):
                 for place, (i, likelihood) in enumerate(zip(group, likelihoods, strict=True)):
-                    totals[i][places] = likelihood(found, place)
+                    totals[i][places] = likelihood(computed, place)
 
     def _in_time(
         self, passes: Iterable[tuple[list[int], Any]], total: int, messages: Sequence[int]
@@ -155,8 +155,8 @@ class Scorer:
         """Passes over pairs, until time is up and each of these messages has a score."""
         bar = logging.tqdm(total=total, desc="candidates", disable=not self.attack.progress)
         done, index = 0, torch.tensor(list(messages), device=self.is_scored.device)
-        for rows, found in passes:
-            yield rows, found
+        for rows, computed in passes:
+            yield rows, computed
             self.is_scored[index[:, None], torch.tensor(rows, device=index.device)] = True
             bar.update(len(rows))
             done += len(rows)
@@ -236,10 +236,10 @@ class Scorer:
             len(self.observations), count, dtype=torch.bool, device=self.is_scored.device
         )
         for i, prior in enumerate(self.pool.priors if self.clock.has_stopped else []):
-            left = prior.among(self.is_scored[i])
+            reached = prior.among(self.is_scored[i])
             unreached[i, self.pool.candidate[prior.prior > 0]] = True
-            unreached[i, self.pool.candidate[left.prior > 0]] = False
-            self.pool.priors[i] = left
+            unreached[i, self.pool.candidate[reached.prior > 0]] = False
+            self.pool.priors[i] = reached
         return unreached
 
     def _combined(self, statistics: Sequence[Tensor], i: int, is_reached: Tensor) -> Tensor:
