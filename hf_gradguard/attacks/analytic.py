@@ -94,8 +94,7 @@ def read_patches(
     space = PixelSpace(
         observation.gradient[weight].double(), observation.image_mean, observation.image_std
     )
-    gray = torch.full((1, *observation.input_shape[1:]), 0.5).to(space.mean)
-    gray = (gray - space.mean) / space.std
+    gray = ((0.5 - space.mean) / space.std).expand(1, *observation.input_shape[1:]).clone()
     gray_patches = _patches(gray, kernel)
     slopes, product = _slopes_and_product(
         observation.gradient, weight, added_positions[0], len(gray_patches)

@@ -1,4 +1,4 @@
-"""What a search by likelihood reconstructs of single sentences behind noise."""
+"""What a search by likelihood reconstructs behind noise, of single sentences and of several."""
 
 import random
 import time
@@ -15,11 +15,13 @@ from hf_gradguard.randomness import Stream
 
 from ..study import Study
 from .lib.tables import write_table
-from .lib.text import batches_of_one, load_classifier, load_tokenizer, sst2
+from .lib.text import load_classifier, load_tokenizer, sst2
 
 STRENGTHS = (20.0, 5.0, 100.0)
+STRENGTHS_OF_SEVERAL = (5.0, 20.0)
 STATES = ("start", "trained")
-PUBLISHED_SENTENCES = 2  # of the first row, the start behind twenty times
+SEVERAL = 4  # sentences of a message
+EVALUATIONS_OF_SEVERAL = 16_000
 TRAINING = {"rows": 8000, "batch": 16, "learning_rate": 5e-5}
 
 
@@ -32,21 +34,29 @@ class LikelihoodSearches(Study):
     ARGUMENTS: dict[str, Any] = Study.ALL | {
         "--model": "an encoder",
         "--data_dir": "folder with dev.tsv and train.tsv",
-        "--sentences": {"type": int, "default": PUBLISHED_SENTENCES, "help": "of each row"},
+        "--sentences": {"type": int, "default": 20, "help": "of each row"},
     }
 
     def cells(self) -> dict:
         rows = [(state, r) for state in STATES for r in STRENGTHS]
-        if not self.args.all:
+        if self.quick and not self.args.all:
             rows = rows[:1]
         evaluations = 200 if self.quick else 9000
-        return {
+        several = {
+            (f"start, {SEVERAL} in a message", f"{r:g}", "00"): {
+                "state": "start", "relative_scale": r, "sentence": 0, "texts": SEVERAL,
+                "evaluations": 400 if self.quick else EVALUATIONS_OF_SEVERAL, "version": 1,
+            }
+            for r in STRENGTHS_OF_SEVERAL[: 1 if self.quick else None]
+        }  # fmt: skip
+        single = {
             (state, f"{r:g}", f"{number:02}"): {
                 "state": state, "relative_scale": r, "sentence": number,
                 "evaluations": evaluations, "version": 1,
             }
             for state, r in rows for number in range(self.args.sentences)
         }  # fmt: skip
+        return self.published(single | several)
 
     def load(self) -> None:
         logging.set_verbosity_error()
@@ -68,7 +78,11 @@ class LikelihoodSearches(Study):
         if cell["state"] not in self.models:
             self.models["trained"] = self._train()
         model = self.models[cell["state"]]
-        [batch] = batches_of_one(self.tokenizer, [self.sentences[cell["sentence"]]])
+        first = cell["sentence"]
+        rows = self.sentences[first : first + cell.get("texts", 1)]
+        texts = [row["sentence"] for row in rows]
+        batch = dict(self.tokenizer(texts, padding=True, return_tensors="pt"))
+        batch["labels"] = torch.tensor([row["label"] for row in rows])
         defense = make_defense(
             "gaussian_noise", relative_scale=cell["relative_scale"], strength="own"
         )
@@ -78,6 +92,7 @@ class LikelihoodSearches(Study):
             gradient=message,
             input_shape=tuple(batch["input_ids"].shape),
             labels=batch["labels"],
+            attention_mask=batch["attention_mask"],
             tokenizer=self.tokenizer,
             mechanism=defense.mechanism(message),
         )
@@ -88,13 +103,14 @@ class LikelihoodSearches(Study):
         started = time.process_time()
         found: Any = attack(observation, Stream.from_seeds(cell["sentence"]))
         seconds = time.process_time() - started
-        true = batch["input_ids"].tolist()
+        ids, lengths = batch["input_ids"].tolist(), batch["attention_mask"].sum(1).tolist()
+        true = [row[:length] for row, length in zip(ids, lengths, strict=True)]
         scores = score_text(found.token_ids, true, tokenizer=self.tokenizer).mean
-        public_best = self._best_public(true[0])
+        public_best = sum(map(self._best_public, true)) / len(true)
         return {
             "token_f1": round(scores["token_f1"], 4),
             "position_accuracy": round(scores["position_accuracy"], 4),
-            "chance": public_best,
+            "chance": round(public_best, 4),
             "score": round(found.score, 2),
             "expected": round(found.expected_score, 2),
             "evaluated": found.evaluated,
@@ -144,7 +160,7 @@ class LikelihoodSearches(Study):
                 )  # fmt: skip
         write_table(
             self.output,
-            ("model", "noise", "sentences", "token F1", "words at their place", "public sentences",
+            ("model", "noise", "messages", "token F1", "words at their place", "public sentences",
              "F1 of each", "score of each, of what is expected", "processor seconds"),
             rows,
         )  # fmt: skip

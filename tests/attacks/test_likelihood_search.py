@@ -14,18 +14,20 @@ from typing import Any
 import pytest
 import torch
 from helpers import torch_rng
-from test_span import TOKENIZER, build, observe
+from test_span import TOKENIZER, build, collate, observe
 from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, Reconstruction, make_attack
 from hf_gradguard.attacks.candidates.attack import log_likelihood
+from hf_gradguard.attacks.labels import recover_labels
 from hf_gradguard.attacks.likelihood import mechanism_of
-from hf_gradguard.attacks.likelihood_search.attack import Found, LikelihoodSearch
+from hf_gradguard.attacks.likelihood_search.attack import Found, LikelihoodSearch, _rows_of
 from hf_gradguard.attacks.likelihood_search.messages import white_message
 from hf_gradguard.attacks.likelihood_search.proposals import PublicWords, cross, mutate
 from hf_gradguard.attacks.likelihood_search.score import Text, WhitenedScore, linear_names
 from hf_gradguard.defenses.mechanism import Mechanism
+from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
 
 TRUE = [2, 20, 31, 42, 53, 60, 3]
@@ -190,10 +192,86 @@ def test_changes_keep_the_length_and_stay_in_public_words() -> None:
         assert set(child) <= known
 
 
-def test_it_refuses_several_texts_and_few_public_ones() -> None:
-    model = build("bert", torch.float32)
-    with pytest.raises(ValueError, match="one text"):
-        LikelihoodSearch(PUBLIC)(observe(model, [TRUE, TRUE]))
+# --- messages of several texts
+
+SEVERAL = [[2, 20, 31, 42, 53, 60, 3], [2, 9, 14, 27, 38, 3], [2, 11, 58, 8, 33, 47, 3]]
+CLASSES = [1, 0, 0]
+
+
+def message_of(texts: list[list[int]], name: str, scale: float | None) -> Observation:
+    """With lengths, classes and the noise known."""
+    batch: dict[str, Tensor] = collate(texts)
+    batch["labels"] = torch.tensor(CLASSES[: len(texts)])
+    if name == "gpt2_lm":
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    made = make_defense("none") if scale is None else make_defense(
+        "gaussian_noise", relative_scale=scale)  # fmt: skip
+    shared = made(GradientMap(build(name, torch.float32), batch), Stream.from_seeds(3))
+    return Observation(
+        build(name, torch.float32), shared, tuple(batch["input_ids"].shape), tokenizer=TOKENIZER,
+        labels=None if name == "gpt2_lm" else batch["labels"], mechanism=made.mechanism(shared),
+        attention_mask=batch["attention_mask"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2_lm"])
+def test_leaving_out_a_text_is_a_message_without_it(name: str) -> None:
+    """Beside gradients that are written out, each weighed as in the mean loss."""
+    observation = message_of(SEVERAL[:2], name, 2.0)
+    first, second = _rows_of(observation)
+    mechanism, linear = mechanism_of(observation), linear_names(observation.model)
+    white = white_message(observation, mechanism, linear).of_share(first.share)
+    others = [] if second.label is None else [torch.tensor([second.label])]
+    settings = public_ids(), first.observation.labels, 10.0, others, 2
+    score = WhitenedScore(first.observation, white, *settings)
+    untouched = score([tuple(SEVERAL[0][1:-1])])[0, 0]
+
+    ids = torch.tensor([SEVERAL[1]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch["labels"] = ids if second.label is None else torch.tensor([second.label])
+    gradient = GradientMap(observation.model, batch).gradient()
+    count = len(SEVERAL[0]) + len(SEVERAL[1])
+    share = (len(SEVERAL[1]) - 1) / (count - 2) if name == "gpt2_lm" else 0.5
+    left = {n: y - 0.6 * share * gradient[n] for n, y in observation.gradient.items()}
+    white = white_message(replace(observation, gradient=left), mechanism, linear)
+    expected = WhitenedScore(first.observation, white.of_share(first.share), *settings)
+
+    score.leave_out([({**batch}, 0.6 * second.share / first.share)])
+    texts = [tuple(SEVERAL[0][1:-1]), *public_ids()[:5]]
+    assert torch.allclose(score(texts), expected(texts), rtol=1e-3, atol=1e-3)
+    assert abs(float(score(texts)[0, 0] - untouched)) > 1e-2
+    score.leave_out([])
+    assert float(score(texts[:1])[0, 0]) == pytest.approx(float(untouched), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "least"),
+    [("bert", None, 0.8), ("bert", 0.5, 0.7), ("gpt2_lm", 0.5, 0.7)],
+)
+def test_texts_of_a_message_are_told_apart(name: str, scale: float | None, least: float) -> None:
+    observation = message_of(SEVERAL, name, scale)
+    found = LikelihoodSearch(PUBLIC, evaluations=12_000)(observation, torch_rng())
+    assert found.token_ids is not None
+    assert [len(ids) for ids in found.token_ids] == [len(text) for text in SEVERAL]
+    scores = score_text(found.token_ids, SEVERAL, tokenizer=TOKENIZER)
+    assert scores.mean["token_f1"] >= least  # a public text has 0.1 on average
+    assert min(scores.per_sample["token_f1"]) > 0.3
+
+
+def test_classes_of_several_texts_are_read_off() -> None:
+    observation = message_of(SEVERAL, "bert", None)
+    found = LikelihoodSearch(PUBLIC, evaluations=200)(replace(observation, labels=None))
+    assert found.labels is not None
+    assert found.labels.tolist() == recover_labels(observation).tolist()
+    told = LikelihoodSearch(PUBLIC, evaluations=200)(observation)
+    assert told.labels is not None
+    assert told.labels.tolist() == CLASSES
+
+
+def test_it_refuses_few_public_texts_and_what_has_no_class() -> None:
+    observation = message_of(SEVERAL, "bert", None)
+    with pytest.raises(ValueError, match="class"):
+        LikelihoodSearch(PUBLIC)(replace(observation, labels=torch.rand(3)))
     with pytest.raises(ValueError, match="tokenizer"):
         LikelihoodSearch(PUBLIC)(replace(message("none"), tokenizer=None))
     with pytest.raises(ValueError, match="public_texts"):

@@ -16,7 +16,7 @@ def sentences(tmp_path: Path, sst2: Path) -> Path:
     words = sorted(set((sst2 / "train.tsv").read_text().split()) - {"sentence", "label"})
     words = [word for word in words if not word.isdigit()]
     stream = random.Random(0)
-    for split, count in (("train", 60), ("dev", 3)):
+    for split, count in (("train", 60), ("dev", 4)):
         rows = [f"{' '.join(stream.choices(words, k=9))}\t{number % 2}" for number in range(count)]
         (tmp_path / f"{split}.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
     return tmp_path
@@ -28,7 +28,9 @@ def test_sentences_are_searched_and_summarized(encoder, sentences, quick, tmp_pa
     found = study.figures["start"]["20"]
     assert list(found) == ["00", "01"]
     scores = [cell["token_f1"] for cell in found.values()]
-    (row,) = study.rows()
+    row, several = study.rows()
+    assert several[:3] == ["start, 4 in a message", "5", "1"]
+    assert study.figures["start, 4 in a message"]["5"]["00"]["evaluated"] <= 800
     assert row[:3] == ["start", "20", "2"]
     assert row[3].startswith(f"{sum(scores) / 2:.2f} [{min(scores):.2f}, {max(scores):.2f}]")
     assert all(cell["evaluated"] <= 300 for cell in found.values())
@@ -37,5 +39,5 @@ def test_sentences_are_searched_and_summarized(encoder, sentences, quick, tmp_pa
 def test_all_cells_are_strengths_of_both_models():
     flags = ["--all", "--model", "m", "--data_dir", "d", "--output", "o", "--sentences", "3"]
     cells = LikelihoodSearches.parse(flags).cells()
-    assert len(cells) == 2 * 3 * 3
-    assert {state for state, _, _ in cells} == {"start", "trained"}
+    assert len(cells) == 2 * 3 * 3 + 2
+    assert {state for state, _, _ in cells} == {"start", "trained", "start, 4 in a message"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from ..base import Attack, Clock, Observation, Reconstruction, as_text, without_
 from ..labels import recover_labels
 from ..layer_inputs import is_causal_lm
 from ..likelihood import mechanism_of
-from .messages import white_message
+from .messages import WhiteMessage, white_message
 from .proposals import PublicWords, cross, mutate, neighbors, texts_of_length
 from .score import AT_ONCE, Text, WhitenedScore, linear_names
 
@@ -26,11 +26,13 @@ _FEWEST = 16  # public texts
 _MOST_CLASSES = 8  # that are tried where the label is unknown
 _SCANNED = 0.25  # of the effort goes to public texts themselves
 _POPULATION = 96
-_ALIKE = 4  # texts of a population that differ from one in a word at most
+_NEAR_COPIES = 4  # texts of a population that differ from one in a word at most
 _SWEEP_EVERY = 20  # generations
 _SWEPT_WORDS = 24  # at each place
 _SETTLED = 1.0  # standard deviations below what a text's own gradient says it would score
 _PATIENCE = 40  # generations without a better text, once it has settled
+_TURNS = 3  # of each of several texts
+_REMEMBERED = 192  # texts that a turn begins with
 
 
 @dataclass
@@ -38,8 +40,8 @@ class Found(Reconstruction):
     """What a search found, and how far it came.
 
     Args:
-        score: Of the text, in standard deviations of the noise.
-        expected_score: What the true text would score; NaN where the noise is unknown.
+        score: Of the text, in standard deviations of the noise; of several texts their mean.
+        expected_score: What the true text would score, likewise; NaN where the noise is unknown.
         evaluated: How many texts were scored.
         scores: The best score after each generation.
     """
@@ -63,7 +65,10 @@ class LikelihoodSearch(Attack):
     public texts make the words. It needs no slope, so it works behind every defense: with the
     mechanism's noise where that is known, by cosine where it is not.
 
-    Of messages of one text. Lengths and special tokens are the observation's.
+    A message of several texts is a sum. Each text has turns in which it is searched in what the
+    others leave of the message: as much of these is taken out as their scores say is right.
+    Lengths and special tokens are the observation's; labels that it lacks are tried out for one
+    text, and read off the last layer for several.
 
     References: genetic search for adversarial texts, Alzantot et al. (2018); discrete search on
     gradients, Balunović et al., "LAMP" (2022). The metric is this library's.
@@ -106,39 +111,32 @@ class LikelihoodSearch(Attack):
             raise ValueError(f"evaluations must be at least 1, but is {self.evaluations}.")
 
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Found:
-        clock = Clock(self.seconds)
+        effort = _Effort(self)
         public = self._public(observation)
-        length = int(observation.tokens.sum()) - sum(map(len, observation.frame))
-        same_length = texts_of_length(public, length) if length > 0 else []
-        if len(same_length) < _FEWEST:
-            raise ValueError(
-                f"public_texts have {len(same_length)} texts of {length} tokens, where the search "
-                f"needs {_FEWEST}: give more, or longer ones."
-            )
+        rows = _rows_of(observation)
+        by_length = {row.length: _of_length(public, row.length) for row in rows}
+        mechanism = mechanism_of(observation)
+        message = white_message(observation, mechanism, linear_names(observation.model))
         with without_dropout(observation.model):
-            score = self._score(observation, same_length)
+            scores: dict[Any, WhitenedScore] = {}
+            for row in rows:
+                if row.key not in scores:
+                    scores[row.key] = self._score(row, rows, message, by_length[row.length])
             table: Any = TEXT.token_embeddings(observation.model)[0].weight
             seed = int(torch.randint(2**31, (1,), generator=generator, device=generator.device))
-            search = _Search(
-                self,
-                score,
-                PublicWords(public, table.detach()),
-                same_length,
-                random.Random(seed),
-                clock,
-            )
-            search.run()
-        return search.found(observation)
+            words, random_ = PublicWords(public, table.detach()), random.Random(seed)
+            searches = [
+                _Search(self, row, scores[row.key], words, by_length[row.length], random_, effort)
+                for row in rows
+            ]
+            _take_turns(searches)
+        effort.bar.close()
+        return _found(observation, searches, effort)
 
     def _public(self, observation: Observation) -> list[Text]:
         if observation.tokenizer is None:
             raise ValueError(
                 "likelihood_search reads public texts: give the Observation the model's tokenizer."
-            )
-        if observation.batch_size > 1:
-            raise ValueError(
-                f"likelihood_search reads messages of one text, and this one is of "
-                f"{observation.batch_size}: take candidates, or span."
             )
         special = set(observation.tokenizer.all_special_ids)
         encoded = [
@@ -151,15 +149,76 @@ class LikelihoodSearch(Attack):
             tuple(word for word in ids if word not in special) for ids in encoded if len(ids) > 0
         ]
 
-    def _score(self, observation: Observation, public: Sequence[Text]) -> WhitenedScore:
+    def _score(
+        self, row: _Row, rows: Sequence[_Row], message: WhiteMessage, public: Sequence[Text]
+    ) -> WhitenedScore:
         """With the label that public texts fit best, where it is not known."""
-        mechanism = mechanism_of(observation)
-        message = white_message(observation, mechanism, linear_names(observation.model))
+        message, count = message.of_share(row.share), len(rows)
+        other_labels = {text.label for text in rows} - {row.label, None}
+        classes = [torch.tensor([k], device=row.observation.device) for k in other_labels]
         scores = [
-            WhitenedScore(observation, message, public, label, self.damping)
-            for label in _labels(observation)
+            WhitenedScore(row.observation, message, public, label, self.damping, classes, count)
+            for label in _labels(row.observation)
         ]
         return max(scores, key=lambda score: score.fit)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One text of a message.
+
+    Args:
+        observation: As if the message were of it alone.
+        length: Words, without the special tokens around them.
+        share: Of the gradient.
+        label: Its class, beside other texts.
+    """
+
+    observation: Observation
+    length: int
+    share: float = 1.0
+    label: int | None = None
+
+    @property
+    def key(self) -> Any:
+        """Texts of one key have one metric."""
+        return self.length, self.label
+
+
+def _rows_of(observation: Observation) -> list[_Row]:
+    framed = sum(map(len, observation.frame))
+    lengths = observation.tokens.sum(1).tolist()
+    if observation.batch_size == 1:
+        return [_Row(observation, lengths[0] - framed)]
+    if is_causal_lm(observation.model):  # whose mean loss is over the words that it predicts
+        total = sum(lengths) - len(lengths)
+        alone = [_alone(observation, length, None) for length in lengths]
+        return [_Row(seen, length - framed, (length - 1) / total)
+                for seen, length in zip(alone, lengths, strict=True)]  # fmt: skip
+    labels = observation.labels
+    labels = recover_labels(observation) if labels is None else labels
+    if labels.dim() > 1 or labels.is_floating_point():
+        raise ValueError("likelihood_search reads several texts where each has one class.")
+    rows = zip(lengths, labels, strict=True)
+    return [
+        _Row(_alone(observation, length, label[None]), length - framed, 1 / len(labels), int(label))
+        for length, label in rows
+    ]
+
+
+def _alone(observation: Observation, length: int, labels: Tensor | None) -> Observation:
+    """As if the message were of one text of so many tokens."""
+    return replace(observation, input_shape=(1, length), attention_mask=None, labels=labels)
+
+
+def _of_length(public: Sequence[Text], length: int) -> list[Text]:
+    same_length = texts_of_length(public, length) if length > 0 else []
+    if len(same_length) < _FEWEST:
+        raise ValueError(
+            f"public_texts have {len(same_length)} texts of {length} tokens, where the search "
+            f"needs {_FEWEST}: give more, or longer ones."
+        )
+    return same_length
 
 
 def _labels(observation: Observation) -> list[Tensor | None]:
@@ -179,17 +238,38 @@ def _labels(observation: Observation) -> list[Tensor | None]:
     return [torch.tensor([label], device=observation.device) for label in range(classes)]
 
 
+class _Effort:
+    """What is granted of time and evaluations, and how much of it was spent."""
+
+    def __init__(self, attack: LikelihoodSearch) -> None:
+        self.attack, self.clock, self.evaluated = attack, Clock(attack.seconds), 0
+        self.bar = logging.tqdm(total=100, desc=attack.name, disable=not attack.progress)
+
+    @property
+    def spent(self) -> float:
+        """Its share."""
+        spent = self.clock.elapsed / self.attack.seconds
+        if self.attack.evaluations is not None:
+            spent = max(spent, self.evaluated / self.attack.evaluations)
+        return spent
+
+    def show(self, standing: str) -> None:
+        """On the bar."""
+        self.bar.update(min(int(100 * self.spent), 100) - self.bar.n)
+        self.bar.set_postfix_str(standing)
+
+
 class _Search:
     """A population of texts, and all that were scored."""
 
     def __init__(
-        self, attack: LikelihoodSearch, score: WhitenedScore, words: PublicWords,
-        public: Sequence[Text], random_: random.Random, clock: Clock,
+        self, attack: LikelihoodSearch, row: _Row, score: WhitenedScore, words: PublicWords,
+        public: Sequence[Text], random_: random.Random, effort: _Effort,
     ) -> None:  # fmt: skip
-        self.attack, self.score, self.words, self.public = attack, score, words, public
-        self.random, self.clock = random_, clock
+        self.row, self.score, self.words, self.public = row, score, words, public
+        self.random, self.effort = random_, effort
         self.scores: dict[Text, float] = {}
-        self._own: dict[Text, float] = {}
+        self._own_scores: dict[Text, float] = {}
         self._fitness: dict[Text, float] = {}
         self.population: list[Text] = []
         self.history: list[float] = []
@@ -198,38 +278,48 @@ class _Search:
         self._swept: set[Text] = set()
 
     @property
-    def effort(self) -> float:
-        """Of what is granted, which share was spent."""
-        spent = self.clock.elapsed / self.attack.seconds
-        if self.attack.evaluations is not None:
-            spent = max(spent, len(self.scores) / self.attack.evaluations)
-        return spent
-
-    @property
     def best(self) -> Text:
         return self.population[0]
 
-    def run(self) -> None:
-        """Until time is up, or the best text scores as the true one would and stays the best."""
-        bar = logging.tqdm(total=100, desc=self.attack.name, disable=not self.attack.progress)
-        self._scan()
+    @property
+    def rightness(self) -> float:
+        """How much of the best text's gradient is in the message, by its score."""
+        return min(max(self.scores[self.best] / self._own_scores[self.best], 0.0), 1.0)
+
+    def take_out(self, searches: Sequence[_Search]) -> None:
+        """What other texts, as far as they are known, have in the message."""
+        self.score.leave_out([
+            (text.score.batch([text.best]), text.rightness * text.row.share / self.row.share)
+            for text in searches
+        ])  # fmt: skip
+        best = sorted(self.scores, key=lambda text: -self._fitness[text])[:_REMEMBERED]
+        for stale in (self.scores, self._own_scores, self._fitness, self._swept, self.history):
+            stale.clear()
+        self.population = []
+        for start in range(0, len(best), AT_ONCE):
+            self._evaluate(best[start : start + AT_ONCE])
+
+    def run(self, end: float) -> None:
+        """Until so much of the effort is spent, or the best text scores as the true one would and
+        stays the best.
+        """
+        if not self.population:
+            self._scan(self.effort.spent + _SCANNED * (end - self.effort.spent))
         self.words.learn(self.scores)
         for number, texts in enumerate(self._generations(), 1):
             self._evaluate(texts)
             self.history.append(self.scores[self.best])
             if number % 10 == 0:
                 self.words.learn(self.scores)
-            bar.update(min(int(100 * self.effort), 100) - bar.n)
-            bar.set_postfix_str(self._standing())
-            if self.effort >= 1 or self._has_settled():
+            self.effort.show(self.standing())
+            if self.effort.spent >= end or self.has_settled():
                 break
-        bar.close()
 
-    def _scan(self) -> None:
+    def _scan(self, end: float) -> None:
         order = list(self.public)
         for start in range(0, len(order), AT_ONCE):
             self._evaluate(order[start : start + AT_ONCE])
-            if self.effort >= _SCANNED:
+            if self.effort.spent >= end:
                 break
 
     def _generations(self) -> Iterator[list[Text]]:
@@ -270,56 +360,79 @@ class _Search:
             for place in range(len(text))
             for word in self.words.likeliest_between(*neighbors(text, place), _SWEPT_WORDS)
         ]
-        return [other for other in dict.fromkeys(changed) if other not in self.scores]
+        return [variant for variant in dict.fromkeys(changed) if variant not in self.scores]
 
     def _evaluate(self, texts: Sequence[Text]) -> None:
         texts = [text for text in dict.fromkeys(texts) if text not in self.scores]
-        for text, (score, own) in zip(texts, self.score(texts).tolist(), strict=True):
+        self.effort.evaluated += len(texts)
+        for text, (score, own_score) in zip(texts, self.score(texts).tolist(), strict=True):
             prior = self.words.log_probability(text) * self._slope
-            self.scores[text], self._own[text] = score, own
+            self.scores[text], self._own_scores[text] = score, own_score
             self._fitness[text] = score + prior
         ordered = sorted({*self.population, *texts}, key=lambda t: -self._fitness[t])
         self.population = []
         for text in ordered:
-            alike = sum(_distance(text, other) <= 1 for other in self.population)
-            if alike < _ALIKE:
+            near_copies = sum(_distance(text, kept_text) <= 1 for kept_text in self.population)
+            if near_copies < _NEAR_COPIES:
                 self.population.append(text)
             if len(self.population) == _POPULATION:
                 break
 
-    def _has_settled(self) -> bool:
+    def has_settled(self) -> bool:
         """A text whose score is what its own gradient says the true text would score."""
         if self.score.expected is None or len(self.history) <= _PATIENCE:
             return False
-        misses = self._own[self.best] - self.scores[self.best]
+        misses = self._own_scores[self.best] - self.scores[self.best]
         return misses < _SETTLED and self.history[-1] <= self.history[-1 - _PATIENCE]
 
-    def _standing(self) -> str:
+    def standing(self) -> str:
+        """The best score beside the expected one."""
         expected = self.score.expected
-        of = "" if expected is None else f" of about {expected:.1f} that the true text would score"
-        return f"{self.scores[self.best]:.1f}{of}"
-
-    def found(self, observation: Observation) -> Found:
-        """The best text so far."""
-        before, after = observation.frame
-        ids = [[*before, *self.best, *after]]
-        expected = self.score.expected
-        unfinished = expected is not None and not self._has_settled()
-        return Found(
-            token_ids=ids,
-            text=as_text(ids, observation.tokenizer),
-            labels=self.score.label,
-            objective=-self._fitness[self.best],
-            seconds=self.clock.elapsed,
-            history=[-score for score in self.history],
-            undecided=f"The search stopped at {self._standing()}." if unfinished else "",
-            complete=self._has_settled(),
-            score=self.scores[self.best],
-            expected_score=math.nan if expected is None else expected,
-            evaluated=len(self.scores),
-            scores=list(self.history),
+        goal = (
+            "" if expected is None else f" of about {expected:.1f} that the true text would score"
         )
+        return f"{self.scores[self.best]:.1f}{goal}"
 
 
-def _distance(text: Text, other: Text) -> int:
-    return sum(a != b for a, b in zip(text, other, strict=True))
+def _take_turns(searches: Sequence[_Search]) -> None:
+    """One text has one turn. Of several each is searched in what the others leave."""
+    turns = 1 if len(searches) == 1 else _TURNS * len(searches)
+    for turn in range(turns):
+        search = searches[turn % len(searches)]
+        if len(searches) > 1:
+            search.take_out([x for x in searches if x is not search and x.population])
+        search.run((turn + 1) / turns)
+
+
+def _found(observation: Observation, searches: Sequence[_Search], effort: _Effort) -> Found:
+    """The best texts so far."""
+    prefix_ids, suffix_ids = observation.frame
+    ids = [[*prefix_ids, *search.best, *suffix_ids] for search in searches]
+    labels = [search.score.label for search in searches if search.score.label is not None]
+    expected = [search.score.expected for search in searches]
+    is_known = None not in expected
+    open_ = [search.standing() for search in searches if not search.has_settled()]
+    undecided = f"The search stopped at {', '.join(open_)}." if open_ and is_known else ""
+    fitness = _mean([search._fitness[search.best] for search in searches])
+    return Found(
+        token_ids=ids,
+        text=as_text(ids, observation.tokenizer),
+        labels=torch.cat(labels) if labels else None,
+        objective=-fitness,
+        seconds=effort.clock.elapsed,
+        history=[-score for score in searches[-1].history],
+        undecided=undecided,
+        complete=not open_,
+        score=_mean([search.scores[search.best] for search in searches]),
+        expected_score=_mean([e for e in expected if e is not None]) if is_known else math.nan,
+        evaluated=effort.evaluated,
+        scores=list(searches[-1].history),
+    )
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def _distance(text: Text, reference: Text) -> int:
+    return sum(a != b for a, b in zip(text, reference, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,13 @@ class WhiteMessage:
     tensors: Tensors
     scales: Mapping[str, tuple[Tensor, Tensor]]
     is_noise_known: bool
+
+    def of_share(self, share: float) -> WhiteMessage:
+        """The same, for a text that has this share of the gradient."""
+        scales = {
+            name: (outputs / share, inputs) for name, (outputs, inputs) in self.scales.items()
+        }
+        return replace(self, scales=scales)
 
     def whiten(self, name: str, slopes: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's slopes and features in these units."""

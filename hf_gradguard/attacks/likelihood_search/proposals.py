@@ -42,12 +42,12 @@ class PublicWords:
         self._after_two: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
         for text in texts:
             padded = [_START, *text, _END]
-            for left, word, right in zip(padded, padded[1:], padded[2:], strict=False):
-                self.after[left][word] += 1
+            for left_word, word, right in zip(padded, padded[1:], padded[2:], strict=False):
+                self.after[left_word][word] += 1
                 self.before[right][word] += 1
-                self.between[left, right][word] += 1
-            for first, second, word in zip(padded, padded[1:], padded[2:-1], strict=False):
-                self._after_two[first, second][word] += 1
+                self.between[left_word, right][word] += 1
+            for word_before, second, word in zip(padded, padded[1:], padded[2:-1], strict=False):
+                self._after_two[word_before, second][word] += 1
         self._total = sum(counts.values())
         self._counts = counts
         self.log_frequency = torch.tensor([math.log(counts[word]) for word in self.words])
@@ -75,13 +75,13 @@ class PublicWords:
         """Of a text as public ones are, by what two words are followed by (Jelinek and Mercer's
         interpolation).
         """
-        total, first, second = 0.0, _START, _START
+        total, word_before, second = 0.0, _START, _START
         for word in text:
             single = (self._counts[word] + 0.1) / (self._total + 0.1 * len(self.words))
             after_one = _share(self.after.get(second), word)
-            after_two = _share(self._after_two.get((first, second)), word)
+            after_two = _share(self._after_two.get((word_before, second)), word)
             total += math.log(0.25 * single + 0.4 * after_one + 0.35 * after_two)
-            first, second = second, word
+            word_before, second = second, word
         return total
 
     def draw(self, random_: random.Random) -> int:
@@ -89,12 +89,12 @@ class PublicWords:
         place = int(torch.searchsorted(self._cumulated, random_.random()))
         return self.words[min(place, len(self.words) - 1)]
 
-    def draw_between(self, left: int, right: int, random_: random.Random) -> int:
+    def draw_between(self, left_word: int, right: int, random_: random.Random) -> int:
         """A word that public texts have there: beside both neighbors, or beside one of them."""
-        both, which = self.between.get((left, right)), random_.random()
+        both, which = self.between.get((left_word, right)), random_.random()
         if both and which < 0.35:
             return _draw(both, random_)
-        counts = self.after.get(left) if which < 0.7 else self.before.get(right)
+        counts = self.after.get(left_word) if which < 0.7 else self.before.get(right)
         return _draw(counts, random_) if counts else self.draw(random_)
 
     def draw_alike(self, word: int, random_: random.Random) -> int:
@@ -103,16 +103,16 @@ class PublicWords:
             cosines = self._directions @ self._directions[self.place[word]]
             count = min(_NEIGHBORS + 1, len(self.words))
             near = [self.words[place] for place in cosines.topk(count).indices.tolist()]
-            self._neighbors[word] = [other for other in near if other != word] or [word]
+            self._neighbors[word] = [similar for similar in near if similar != word] or [word]
         return random_.choice(self._neighbors[word])
 
-    def likeliest_between(self, left: int, right: int, count: int) -> list[int]:
+    def likeliest_between(self, left_word: int, right: int, count: int) -> list[int]:
         """So many words, by what both neighbors and scores say of each."""
         weights = self.log_weights.clone()
         for counts, weight in (
-            (self.after.get(left), 1.0),
+            (self.after.get(left_word), 1.0),
             (self.before.get(right), 1.0),
-            (self.between.get((left, right)), 2.0),
+            (self.between.get((left_word, right)), 2.0),
         ):
             total = sum(counts.values()) if counts else 0
             for word, times in (counts or {}).items():
@@ -144,8 +144,8 @@ def mutate(text: Text, words: PublicWords, others: Sequence[Text], random_: rand
     elif kind < 0.78:
         changed[place] = random_.choice(random_.choice(others))
     elif kind < 0.83:
-        other = random_.randrange(len(text))
-        changed[place], changed[other] = changed[other], changed[place]
+        target = random_.randrange(len(text))
+        changed[place], changed[target] = changed[target], changed[place]
     elif kind < 0.91:
         start, end = sorted(random_.sample(range(len(text) + 1), 2))
         segment = changed[start:end]
@@ -155,9 +155,9 @@ def mutate(text: Text, words: PublicWords, others: Sequence[Text], random_: rand
     else:
         del changed[place]
         place = random_.randrange(len(text))
-        left = changed[place - 1] if place else _START
+        left_word = changed[place - 1] if place else _START
         right = changed[place] if place < len(changed) else _END
-        changed.insert(place, words.draw_between(left, right, random_))
+        changed.insert(place, words.draw_between(left_word, right, random_))
     if random_.random() < 0.3:
         return mutate(tuple(changed), words, others, random_)
     return tuple(changed)
@@ -175,8 +175,8 @@ def cross(text: Text, other: Text, random_: random.Random) -> Text:
 
 def neighbors(text: Sequence[int], place: int) -> tuple[int, int]:
     """The words before and after a place."""
-    left = text[place - 1] if place else _START
-    return left, text[place + 1] if place + 1 < len(text) else _END
+    left_word = text[place - 1] if place else _START
+    return left_word, text[place + 1] if place + 1 < len(text) else _END
 
 
 def texts_of_length(texts: Sequence[Text], length: int) -> list[Text]:

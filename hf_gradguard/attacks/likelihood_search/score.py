@@ -61,9 +61,13 @@ class _LayerMetric:
     weights: Tensor
     message: Tensor
 
+    def gradients(self, slopes: Tensor, features: Tensor) -> Tensor:
+        """`(K, r, q)`, in these coordinates."""
+        return (slopes @ self.outputs).mT @ (features @ self.inputs)
+
     def coordinates(self, slopes: Tensor, features: Tensor) -> Tensor:
         """`(K, r, q)`, of gradients less their mean."""
-        return (slopes @ self.outputs).mT @ (features @ self.inputs) - self.mean
+        return self.gradients(slopes, features) - self.mean
 
 
 class WhitenedScore:
@@ -75,6 +79,8 @@ class WhitenedScore:
         public: Texts of that length, of which means and covariances are.
         label: `(1,)`, the class that they are taken to have; none of language models.
         damping: Of the noise's variance.
+        classes: Those of other texts that are in the message, where they are not this one.
+        texts: How many are in the message.
 
     Raises:
         ValueError: If the message has no linear layer whose gradient stands out.
@@ -82,7 +88,7 @@ class WhitenedScore:
 
     def __init__(
         self, observation: Observation, message: WhiteMessage, public: Sequence[Text],
-        label: Tensor | None, damping: float,
+        label: Tensor | None, damping: float, classes: Sequence[Tensor] = (), texts: int = 1,
     ) -> None:  # fmt: skip
         self.observation, self.message, self.label = observation, message, label
         parameters = dict(observation.model.named_parameters())
@@ -90,7 +96,8 @@ class WhitenedScore:
         public = list(public[:_PUBLIC])
         factors: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for start in range(0, len(public), AT_ONCE):
-            for name, pair in self._factors(public[start : start + AT_ONCE]).items():
+            batch = self.batch(public[start : start + AT_ONCE])
+            for name, pair in self._factors(batch).items():
                 factors.setdefault(name, []).append(pair)
         self._layers: dict[str, _LayerMetric] = {}
         changes: Tensors = {}
@@ -102,10 +109,16 @@ class WhitenedScore:
                 self._layers[name] = layer
                 changes[name] = layer.coordinates(slopes, features)
         self._keep_largest(changes)
+        self._whole = {name: layer.message for name, layer in self._layers.items()}
+        self._means = [{name: layer.mean for name, layer in self._layers.items()}]
+        for other_class in classes:
+            pairs_of_label = self._factors(self.batch(public[:AT_ONCE], other_class))
+            self._means.append({name: self._layers[name].gradients(*pair).mean(0)
+                                for name, pair in pairs_of_label.items()})  # fmt: skip
         self.fit = self._center()
         _, squares, noise, _ = self._products({name: changes[name] for name in self._layers})
         self.unit = float((noise / squares).mean().sqrt())
-        self.expected = self._expect(squares) if message.is_noise_known else None
+        self.expected = self._expect(squares, texts) if message.is_noise_known else None
 
     def _keep_largest(self, changes: Mapping[str, Tensor]) -> None:
         """Layers that say little cost as much as others, and the lowest ones most."""
@@ -125,30 +138,56 @@ class WhitenedScore:
         self._parameters = {name: self._parameters[name] for name in self._layers}
 
     def _center(self) -> float:
-        """Takes the mean gradient out of the message: as much of it as the message has, since
-        losses differ, and defenses may scale. Returns how well the mean alone fits the message.
+        """Takes the mean gradients of classes out of the message: as much of them as the message
+        has, since losses differ, and defenses may scale. Returns how well the mean alone fits the
+        message.
         """
-        product = square = 0.0
-        for layer in self._layers.values():
-            weighed = layer.weights * layer.mean
-            product += float((weighed * layer.message).sum(dtype=torch.float64))
-            square += float((weighed * layer.mean).sum(dtype=torch.float64))
-        self._mean_square = square + 1e-300
-        share = max(product / self._mean_square, 0.0)
-        for layer in self._layers.values():
-            layer.message = layer.message - share * layer.mean
-        return product / self._mean_square**0.5
+        count = len(self._means)
+        product, square = (
+            torch.zeros(count, dtype=torch.float64),
+            torch.zeros(count, count).double(),
+        )
+        for name, layer in self._layers.items():
+            means = torch.stack([mean[name] for mean in self._means]).flatten(1)
+            weighed = means * layer.weights.flatten()
+            product += (weighed.double() @ layer.message.flatten().double()).cpu()
+            square += (weighed.double() @ means.double().T).cpu()
+        self._mean_square = float(square[0, 0]) + 1e-300
+        if count == 1:
+            shares = [max(float(product[0]) / self._mean_square, 0.0)]
+        else:  # of two classes they are nearly opposite
+            ridge = 1e-6 * square.diagonal().mean() * torch.eye(count).double()
+            shares = torch.linalg.solve(square + ridge, product).tolist()
+        for name, layer in self._layers.items():
+            for share, mean in zip(shares, self._means, strict=True):
+                layer.message = layer.message - share * mean[name]
+        return float(product[0]) / self._mean_square**0.5
 
-    def _expect(self, squares: Tensor) -> float:
+    def leave_out(self, batches: Sequence[tuple[Mapping[str, Tensor], float]]) -> None:
+        """Takes other texts out of the message.
+
+        Args:
+            batches: Each of one text, and how much of its gradient is taken out, in units of
+                the share that a text has which is scored here.
+        """
+        parts = [(self._factors(batch), share) for batch, share in batches]
+        for name, layer in self._layers.items():
+            layer.message = self._whole[name]
+            for factors, share in parts:
+                layer.message = layer.message - share * layer.gradients(*factors[name])[0]
+        self._center()
+
+    def _expect(self, squares: Tensor, texts: int) -> float:
         """What the true text would score: its norm in this metric. That is known from the
         message's own norm less that of noise, and from public texts; each counts as it is precise.
         """
         weights = torch.cat([layer.weights.flatten() for layer in self._layers.values()]).double()
         entries = torch.cat([layer.message.flatten() for layer in self._layers.values()]).double()
-        own = float((weights * (entries.square() - 1)).sum())
+        power = float((weights * (entries.square() - 1)).sum()) / texts
         spread = float((weights.square() * (2 + 4 * (entries.square() - 1).clamp(min=0))).sum())
+        spread /= texts**2
         usual, usual_spread = float(squares.mean()), float(squares.var()) + 1e-30
-        mean = (own / spread + usual / usual_spread) / (1 / spread + 1 / usual_spread)
+        mean = (power / spread + usual / usual_spread) / (1 / spread + 1 / usual_spread)
         return max(mean, 0.0) ** 0.5 / self.unit
 
     def _products(self, changes: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -159,8 +198,8 @@ class WhitenedScore:
         for name, change in changes.items():
             layer = self._layers[name]
             weighed = change * layer.weights
-            for place, other in enumerate((layer.message, change, weighed, layer.mean)):
-                product = (weighed * other).flatten(1).sum(1, dtype=torch.float64)
+            for place, factor in enumerate((layer.message, change, weighed, layer.mean)):
+                product = (weighed * factor).flatten(1).sum(1, dtype=torch.float64)
                 totals[place] = totals[place] + product
         return totals[0], totals[1], totals[2], totals[3]
 
@@ -170,23 +209,25 @@ class WhitenedScore:
         """
         rows = [torch.zeros(0, 2, dtype=torch.float64)]
         for start in range(0, len(texts), AT_ONCE):
-            factors = self._factors(texts[start : start + AT_ONCE])
+            factors = self._factors(self.batch(texts[start : start + AT_ONCE]))
             inner, squares, _, common = self._products(
                 {name: self._layers[name].coordinates(*pair) for name, pair in factors.items()}
             )
             norms = squares.clamp(min=1e-300).sqrt()
             # Its message would have lost its own share of the mean, which is not 1.
-            own = squares - (common / self._mean_square).clamp(min=-1) * common
-            rows.append((torch.stack([inner, own], 1) / (norms[:, None] * self.unit)).cpu())
+            own_products = squares - (common / self._mean_square).clamp(min=-1) * common
+            rows.append(
+                (torch.stack([inner, own_products], 1) / (norms[:, None] * self.unit)).cpu()
+            )
         return torch.cat(rows)
 
-    def _factors(self, texts: Sequence[Text]) -> dict[str, tuple[Tensor, Tensor]]:
+    def _factors(self, batch: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Of each layer slopes and features, `(K, T, F)`, where the noise is white."""
-        model, batch = self.observation.model, self.batch(texts)
+        model, count = self.observation.model, len(batch["input_ids"])
         with Replay(model, second_order=False).run(), torch.enable_grad():
-            listener = Listener(model, self._parameters, batch, len(texts))
+            listener = Listener(model, self._parameters, batch, count)
             with listener.listening():
-                loss = model_loss(model, batch) * len(texts)
+                loss = model_loss(model, dict(batch)) * count
             shares = listener.shares(loss)
         factors = {}
         for share in shares.values():
@@ -197,14 +238,15 @@ class WhitenedScore:
                 factors[name] = self.message.whiten(name, slopes, features)
         return factors
 
-    def batch(self, texts: Sequence[Text]) -> dict[str, Tensor]:
-        """Texts as clients have them."""
-        before, after = self.observation.frame
+    def batch(self, texts: Sequence[Text], label: Tensor | None = None) -> dict[str, Tensor]:
+        """Texts as clients have them, of the class that they are taken to have or another one."""
+        label = self.label if label is None else label
+        prefix_ids, suffix_ids = self.observation.frame
         device = self.observation.device
-        ids = torch.tensor([[*before, *text, *after] for text in texts], device=device)
+        ids = torch.tensor([[*prefix_ids, *text, *suffix_ids] for text in texts], device=device)
         mask = torch.ones_like(ids)
-        if self.label is not None:
-            labels = self.label.to(device).expand(len(texts), *self.label.shape[1:])
+        if label is not None:
+            labels = label.to(device).expand(len(texts), *label.shape[1:])
         elif is_causal_lm(self.observation.model):
             labels = ids.masked_fill(mask == 0, IGNORED)
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
@@ -217,12 +259,12 @@ def _metric(y: Tensor, slopes: Tensor, features: Tensor, damping: float) -> _Lay
     )
     gradients = (slopes @ outputs).mT @ (features @ inputs)
     mean = gradients.mean(0)
-    own = (gradients - mean).square().mean(0)
+    variance = (gradients - mean).square().mean(0)
     # Few texts say little of single pairs.
-    left = (slopes @ outputs).square().mean((0, 1))
-    factored = left[:, None] * (features @ inputs).square().mean((0, 1))
-    factored = factored * (own.sum() / factored.sum().clamp(min=1e-38))
-    variance = (1 - _FACTORED) * own + _FACTORED * factored
+    slope_squares = (slopes @ outputs).square().mean((0, 1))
+    factored = slope_squares[:, None] * (features @ inputs).square().mean((0, 1))
+    factored = factored * (variance.sum() / factored.sum().clamp(min=1e-38))
+    variance = (1 - _FACTORED) * variance + _FACTORED * factored
     return _LayerMetric(outputs, inputs, mean, 1 / (variance + damping), outputs.T @ y @ inputs)
 
 
