@@ -8,6 +8,8 @@
 # make lint      what CI checks before the tests
 # make test-versions   the tests of Trainers, updates and the gradient map with the oldest and the newest supported versions
 # make results   figures, tables and pictures of docs/findings anew; only run X with ONLY=X (data sets: see docs/results.md)
+# make release   build dist/, and try its wheel where nothing else is installed; with TAG=v1.2.3 versions have to agree
+# make hub       stage what is published on the Hub in dist/hub: networks, the metric, the Space
 # make tables    its tables and pictures, of the figures that are there
 
 PYTHON ?= python3
@@ -18,7 +20,8 @@ OFFLINE := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKEN
 PYTEST := $(OFFLINE) $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .NOTPARALLEL:
-.PHONY: install demo test check ranks-test statistics-test docs-test docs lint slow test-versions results tables clean
+.PHONY: install demo test check ranks-test statistics-test docs-test docs lint slow test-versions results tables \
+	release hub clean
 
 install: .venv/installed
 
@@ -84,5 +87,14 @@ results: install
 tables: install
 	@$(BIN)/python recipes/results.py --tables $(ONLY)
 
+release: install
+	$(BIN)/python scripts/release.py check $(if $(TAG),--tag $(TAG))
+	rm -rf dist/*.whl dist/*.tar.gz
+	$(BIN)/python -m hatchling build -d dist
+	$(BIN)/python scripts/release.py try dist/*.whl
+
+hub: install
+	@$(BIN)/python scripts/release.py hub dist/hub
+
 clean:
-	rm -rf .venv .venv-oldest .venv-newest runs site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-newest runs site dist .pytest_cache .mypy_cache .ruff_cache
