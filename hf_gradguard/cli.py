@@ -3,77 +3,200 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from . import __version__
-from .audit.settings import add_fields, add_flags
-from .recommend.settings import CommandSettings, TrialSettings
+from .flags import FlagParser, fill, option
 from .registry import ATTACKS, DEFENSES, Registry
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, of which help imports nothing but its settings.
+
+    Args:
+        summary: What it does.
+        example: A line that runs, behind its name.
+        run: `"module:function"`, called with the flags that are used, by name.
+        settings: `"module:dataclass"` each, of which the flags are made.
+    """
+
+    summary: str
+    example: str
+    run: str
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True)
+class DemoSettings:
+    """What `gradguard demo` takes."""
+
+    _argument_group_name: ClassVar[str] = "settings"
+
+    model: str | None = option(
+        None, "folder or Hub name of a text encoder. Default: MiniLM, by the extra demo"
+    )
+    output: str = option("runs/demo", "folder of the audit")
+    steps: int = option(40, "optimizer steps of each training")
+    attacked: int = option(6, "sentences that are attacked, each alone in its message")
+    seed: int = option(0, "seed of trainings and attacks")
+
+
+@dataclass(kw_only=True)
+class EvalnetSettings:
+    """What `gradguard evalnet train` takes."""
+
+    _argument_group_name: ClassVar[str] = "settings"
+
+    output: str = option("", "folder to write the network to", required=True)
+    dataset: str = option("", "file, folder or Hub name; docs/data.md says which", required=True)
+    dataset_config: str | None = option(None, "configuration of a Hub data set that has several")
+    split: str = option("train", "split of a Hub data set")
+    column: str | None = option(None, "column or array to read. Default: the usual ones")
+    model: str | None = option(
+        None, "text: Hub name or folder of the model whose token embeddings are judged"
+    )
+    base_model: str | None = option(
+        None, "text: name of the model in the config. Default: --model, if on the Hub"
+    )
+    steps: int | None = option(None, "text: optimizer steps")
+    max_length: int | None = option(None, "text: longest passage in tokens")
+    epochs: float | None = option(None, "images: passes over the data")
+    num_channels: int | None = option(None, "images: gray or color", choices=(1, 3))
+    image_size: int | None = option(None, "images: resize to so many pixels square")
+    batch_size: int | None = option(None, "samples in a step")
+    learning_rate: float | None = option(None, "learning rate of the optimizer")
+    seed: int = option(0, "seed of the training")
+
+
+@dataclass(kw_only=True)
+class PushSettings:
+    """What `gradguard evalnet push` takes."""
+
+    _argument_group_name: ClassVar[str] = "settings"
+
+    folder: str = option("", "of the network", is_positional=True)
+    repo: str = option("", "name or organization/name on the Hub", is_positional=True)
+    private: bool = option(False, "if the repository is created now", action="store_true")
+
+
+COMMANDS = {
+    "recommend": Command(
+        "short trainings under several defenses, attacked: which one to train with",
+        "--model my-model --dataset train.tsv --output runs/recommend",
+        "recommend:run_recommend", ("recommend.settings:CommandSettings",),
+    ),
+    "train": Command(
+        "train a classifier or a language model under a defense",
+        "--model my-model --dataset train.tsv --output runs/model --defense gaussian_noise",
+        "train:run_train", ("train:TrainSettings", "train:TrainArguments"),
+    ),
+    "audit": Command(
+        "attack a model's shared gradients under chosen defenses; table, JSON, HTML",
+        "--model my-model --dataset train.tsv --output runs/audit --defense gaussian_noise",
+        "audit:run_audit", ("audit.settings:CommandSettings",),
+    ),
+    "demo": Command(
+        "train an encoder with and without protection, attack it, and show both",
+        "--output runs/demo", "cli:_demo", ("cli:DemoSettings",),
+    ),
+    "evalnet train": Command(
+        "train an evaluation network (for the refiner defense), on public text or images",
+        "--model my-model --dataset public.txt --output runs/network",
+        "cli:_train_evalnet", ("cli:EvalnetSettings",),
+    ),
+    "evalnet push": Command(
+        "push an evaluation network's folder to the Hub", "runs/network my-name/network",
+        "cli:_push_evalnet", ("cli:PushSettings",),
+    ),
+    "defenses": Command("list the defenses and their settings", "", "cli:_list_defenses"),
+    "attacks": Command("list the attacks and their settings", "", "cli:_list_attacks"),
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `gradguard`. Returns the exit status."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    command = arguments.command
-    name = f"{command} {arguments.action}" if command == "evalnet" else command
+    argv = sys.argv[1:] if argv is None else argv
+    words = next((n for n in (1, 2) if " ".join(argv[:n]) in COMMANDS), None)
+    if words is None:
+        group = "evalnet" if argv[:1] == ["evalnet"] else ""
+        _parser(group).parse_args(argv[1:] if group else argv)  # ends the program
+    name, flags = " ".join(argv[:words]), argv[words or 0 :]
+    command = COMMANDS[name]
     try:
-        if command in ("defenses", "attacks"):
-            print(describe(DEFENSES if command == "defenses" else ATTACKS))
-        elif command == "evalnet":
-            (_train_evalnet if arguments.action == "train" else _push_evalnet)(arguments)
-        else:
-            _run(command, {flag: v for flag, v in vars(arguments).items() if flag != "command"})
-    # These messages are for people; a traceback, or a second line, would bury them.
-    except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
-        parser.exit(1, f"gradguard {name}: {' '.join(str(error).split())}\n")
-    except KeyboardInterrupt:
-        parser.exit(
-            130, f"gradguard {name}: interrupted. The same command goes on where it stopped.\n"
+        settings = map(_load, command.settings)
+        parser = FlagParser(
+            f"gradguard {name}", command.summary, f"gradguard {name} {command.example}", *settings
         )
+        values = parser.values(flags)  # of which help is one, before anything heavy is imported
+        _load(command.run)(values)
+    except KeyboardInterrupt:
+        _end(130, name, "interrupted.")
+    # These messages are for people; a traceback, or a second line, would bury them.
+    except (
+        ValueError, TypeError, OSError, ImportError, FloatingPointError, NotImplementedError
+    ) as error:  # fmt: skip
+        _end(1, name, _one_line(error))
     return 0
 
 
-def _run(command: str, flags: dict[str, Any]) -> None:
-    # Imported here, so that help imports nothing heavy.
-    if command == "audit":
-        from .audit import run_audit
-
-        run_audit(flags)
-    elif command == "demo":
-        from .demo import run_demo
-
-        run_demo(**flags)
-    else:
-        from .recommend import run_recommend
-
-        run_recommend(flags)
+def _load(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(f".{module}", __package__), attribute)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _end(status: int, name: str, message: str) -> None:
+    print(f"gradguard {name}: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _one_line(error: Exception) -> str:
+    message = str(error)
+    # What a data loader's process raised comes with its traceback, the error last.
+    if "Original Traceback" in message:
+        message = message.strip().splitlines()[-1].partition(": ")[2]
+    return " ".join(message.split())
+
+
+def _parser(group: str) -> argparse.ArgumentParser:
+    """For what is no command: help, the version, or an error that names the commands of a group."""
+    commands = {
+        n.removeprefix(group).lstrip(): c for n, c in COMMANDS.items() if n[: len(group)] == group
+    }
+    width = max(map(len, commands)) + 2
+    lines = [f"  {name:{width}}{command.summary}" for name, command in commands.items()]
     parser = argparse.ArgumentParser(
-        prog="gradguard", description="Protected training for the Hugging Face Trainer."
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in ("defenses", "attacks"):
-        commands.add_parser(
-            name, help=f"list the {name} and their settings; docs/{name}.md says more"
-        )
-    _add_evalnet(commands)
-    audit = commands.add_parser(
-        "audit", help="attack a model's shared gradients under chosen defenses; table, JSON, HTML"
-    )
-    add_flags(audit)
-    recommend = commands.add_parser(
-        "recommend",
-        help="short trainings under several defenses, attacked: which one to train with",
-    )
-    add_fields(recommend, CommandSettings, TrialSettings)
-    _add_demo(commands)
+        prog=f"gradguard {group}".strip(),
+        description="Protected training for the Hugging Face Trainer.",
+        epilog="\n".join(["commands (--help behind one says more):", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"gradguard {__version__}")
+    parser.add_argument(
+        "name", metavar="ACTION" if group else "COMMAND", help=argparse.SUPPRESS,
+        choices=list(dict.fromkeys(name.split()[0] for name in commands)),
+    )  # fmt: skip
     return parser
+
+
+def _demo(flags: Mapping[str, Any]) -> None:
+    from .demo import run_demo
+
+    run_demo(**asdict(fill(DemoSettings, flags)))
+
+
+def _list_defenses(_: Mapping[str, Any]) -> None:
+    print(describe(DEFENSES))
+
+
+def _list_attacks(_: Mapping[str, Any]) -> None:
+    print(describe(ATTACKS))
 
 
 def describe(registry: Registry[Any]) -> str:
@@ -93,69 +216,12 @@ def describe(registry: Registry[Any]) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _add_demo(commands: Any) -> None:
-    demo = commands.add_parser(
-        "demo", help="train an encoder with and without protection, attack it, and show both"
-    )
-    demo.add_argument(
-        "--model", help="folder or Hub name of a text encoder. Default: MiniLM, by the extra demo"
-    )
-    demo.add_argument("--output", default="runs/demo", help="folder of the audit (%(default)s)")
-    counts = {
-        "steps": (40, "optimizer steps of each training"),
-        "attacked": (6, "sentences that are attacked, each alone in its message"),
-        "seed": (0, "seed of trainings and attacks"),
-    }
-    for name, (default, text) in counts.items():
-        demo.add_argument(
-            f"--{name}", type=int, default=default, help=f"{text} (default: {default})"
-        )
-
-
-def _add_evalnet(commands: Any) -> None:
-    evalnet = commands.add_parser(
-        "evalnet", help="train or publish an evaluation network (for the refiner defense)"
-    )
-    actions = evalnet.add_subparsers(dest="action", required=True, metavar="ACTION")
-    train = actions.add_parser(
-        "train", help="train on public text (with --model) or public images (without)"
-    )
-    train.add_argument("--output", required=True, help="folder to write the network to")
-    train.add_argument(
-        "--dataset",
-        required=True,
-        help="file, folder or Hub name; docs/data.md says which",
-    )
-    train.add_argument(
-        "--split", default="train", help="split of a Hub data set (default: %(default)s)"
-    )
-    train.add_argument("--num_channels", type=int, choices=(1, 3), help="images: gray or color")
-    train.add_argument("--seed", type=int, default=0)
-    flags: list[tuple[str, type, str]] = [
-        ("model", str, "text: Hub name or folder of the model whose token embeddings are judged"),
-        ("base_model", str, "name of the model in the config. Default: --model, if on the Hub"),
-        ("dataset_config", str, "configuration of a Hub data set that has several"),
-        ("column", str, "column or array to read. Default: the usual ones"),
-        ("steps", int, "text: optimizer steps"),
-        ("epochs", float, "images: passes over the data"),
-        ("batch_size", int, "samples in a step"),
-        ("learning_rate", float, "learning rate of the optimizer"),
-        ("max_length", int, "text: longest passage in tokens"),
-        ("image_size", int, "images: resize to so many pixels square"),
-    ]
-    for name, kind, text in flags:
-        train.add_argument(f"--{name}", type=kind, help=text)
-    push = actions.add_parser("push", help="push a network's folder to the Hub")
-    push.add_argument("folder")
-    push.add_argument("repo", help="name or organization/name on the Hub")
-    push.add_argument("--private", action="store_true", help="if the repository is created now")
-
-
-def _train_evalnet(args: argparse.Namespace) -> None:
+def _train_evalnet(flags: Mapping[str, Any]) -> None:
     from .data.samples import load_images, load_texts
     from .networks import save_network, train_image_network, train_text_network
     from .networks.loading import network_card
 
+    args = fill(EvalnetSettings, flags)
     text, images = ("steps", "max_length", "base_model"), ("epochs", "num_channels", "image_size")
     for name in images if args.model else text:
         if getattr(args, name) is not None:
@@ -164,7 +230,11 @@ def _train_evalnet(args: argparse.Namespace) -> None:
     names = ("steps", "max_length", "epochs", "batch_size", "learning_rate", "seed")
     settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     _check_output(args.output)
-    source = {"column": args.column, "split": args.split, "config": args.dataset_config}
+    source: dict[str, Any] = {
+        "column": args.column,
+        "split": args.split,
+        "config": args.dataset_config,
+    }
     network: Any
     if args.model:
         import torch
@@ -184,7 +254,7 @@ def _train_evalnet(args: argparse.Namespace) -> None:
         base_model = args.base_model or hub_name(args.model)
         network = train_text_network(embedding, tokenizer, texts, base_model=base_model, **settings)
     else:
-        sizes = {"num_channels": args.num_channels, "image_size": args.image_size}
+        sizes: dict[str, Any] = {"num_channels": args.num_channels, "image_size": args.image_size}
         if args.dataset.endswith(".npz") and any(sizes.values()):
             raise ValueError("An npz is taken as it is: leave --num_channels and --image_size out.")
         network = train_image_network(load_images(args.dataset, **source, **sizes), **settings)
@@ -205,7 +275,8 @@ def _check_output(output: str) -> None:
         raise ValueError(f"{output} holds another model, which would be lost. Give a new folder.")
 
 
-def _push_evalnet(args: argparse.Namespace) -> None:
+def _push_evalnet(flags: Mapping[str, Any]) -> None:
     from .networks.loading import push_network
 
+    args = fill(PushSettings, flags)
     print(push_network(args.folder, args.repo, private=args.private))

@@ -54,13 +54,7 @@ HEADER = ("defense", "accuracy", "words recovered", "words told apart", "recogni
 LEARNING_RATE, DECOYS = 2e-4, 44
 
 
-def run_demo(
-    model: str | None = None,
-    output: str = "runs/demo",
-    steps: int = 40,
-    attacked: int = 6,
-    seed: int = 0,
-) -> None:
+def run_demo(model: str | None, output: str, steps: int, attacked: int, seed: int) -> None:
     """Train under each defense, attack each, and print one table, three sentences beside what was
     reconstructed of each, and the path of the report.
 

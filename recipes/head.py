@@ -33,6 +33,7 @@ from hf_gradguard.data.samples import load_texts
 from hf_gradguard.heads import head_of
 from hf_gradguard.leakage import membership_power
 from hf_gradguard.models import explain_missing_model, load_tokenizer
+from hf_gradguard.train import accuracy_of, report_run, train_and_save
 
 # Started as a file, it finds no other recipe by itself.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -239,12 +240,12 @@ def train(args: Arguments, data: DatasetDict, head: nn.Module, counted: str, **c
         args=args,
         train_dataset=data["train"],
         eval_dataset=data["validation"],
-        compute_metrics=command_line.accuracy_of,
+        compute_metrics=accuracy_of,
     )
     card["finetuned_from"] = args.model_name_or_path
-    metrics = command_line.train_and_save(trainer, card)
+    metrics = train_and_save(trainer, card)
     proved, claim = private(trainer)
-    command_line.report_run(trainer, metrics, counted, claim, classes=classes, **proved)
+    report_run(trainer, metrics, counted, claim, classes=classes, **proved)
 
 
 def public_texts(path: str, secret: Iterable[str]) -> list[str]:

@@ -31,12 +31,12 @@ from hf_gradguard.data.images import read_image, to_pil
 from hf_gradguard.data.samples import Labeled
 from hf_gradguard.heads import head_of
 from hf_gradguard.models import explain_missing_model
+from hf_gradguard.train import mode_of
 
 # Started as a file, it finds no other recipe by itself.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from recipes import head
-from recipes.command_line import flag, load_classes, parse_arguments, run
-from recipes.image_classification import DataArguments, mode_of
+from recipes.command_line import DataArguments, flag, load_classes, parse_arguments, run
 
 
 @dataclass

@@ -21,13 +21,13 @@ ROOMS = [
     "testing", "__main__", "cli",
     "demo",
     "recommend",
-    "heads",
+    "heads", "train",
     "audit", "federation",
     "training",
     "secure", "sharded",
     "leakage", "attacks", "defenses", "metrics", "networks",
     "gradient_map", "data",
-    "randomness", "registry", "models",
+    "randomness", "registry", "models", "flags",
 ]  # fmt: skip
 """From the top. A room imports rooms that come later, and nothing that comes earlier."""
 

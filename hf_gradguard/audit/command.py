@@ -17,17 +17,17 @@ from ..gradient_map.domain import domain_of_model
 from ..models import find_head, label_kind, load_model, task_of
 from .cells import Cells
 from .run import audit, make_attacks, make_defenses
-from .settings import AuditSettings, SourceSettings, read_settings
+from .settings import AttackedSettings, AuditSettings, read_settings
 
 
 def run_audit(flags: Mapping[str, Any]) -> None:
     """Attack a model on data, write audit.json, table.md and report.html, and print the table.
 
     Args:
-        flags: Those that were used, by name; `config` names a YAML or JSON file with others.
+        flags: Those that were used, by name.
 
     Raises:
-        ValueError: For settings that are missing, unknown or wrong.
+        ValueError: For settings that are wrong.
         OSError: If a file cannot be read or the output folder not be written to.
     """
     settings = read_settings(flags)
@@ -65,7 +65,7 @@ def check_specs(defenses: Any, attacks: Any) -> None:
 
 
 def load(
-    source: SourceSettings, count: int, decoys: int, seed: int
+    source: AttackedSettings, count: int, decoys: int, seed: int
 ) -> tuple[nn.Module, Any, list[Sample]]:
     """The model, its tokenizer or image processor, and samples as its head takes them. A terminal
     shows the first rows. A model without a head gets one for the data's classes.
@@ -104,7 +104,7 @@ def load(
     return model.to(device), processing_class, samples
 
 
-def _load_candidates(source: SourceSettings, model: nn.Module, dataset: str) -> list[Any]:
+def _load_candidates(source: AttackedSettings, model: nn.Module, dataset: str) -> list[Any]:
     task = task_of(model)
     if task is not None and task.name in ("token-classification", "text2text-generation"):
         raise ValueError(

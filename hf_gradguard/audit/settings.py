@@ -5,20 +5,14 @@ Nothing heavy is imported here, so that `gradguard audit --help` answers at once
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any, Self, get_args, get_type_hints
+from typing import Any, ClassVar, Self
 
-
-def option(default: Any, text: str) -> Any:
-    """A field with its sentence of help, which the command line shows."""
-    return field(default=default, metadata={"help": text})
-
+from ..flags import SourceSettings, fill, option, read_mapping
 
 _MINIMUM = {
     "batch_size": 1, "accumulation": 1, "repeats": 1, "seed": 0, "max_length": 1,
@@ -64,6 +58,8 @@ class AuditSettings:
         >>> AuditSettings(labels_known=False).batch_size
         1
     """
+
+    _argument_group_name: ClassVar[str] = "messages, and what the attacker knows"
 
     batch_size: int = option(1, "samples in a batch, which is protected by itself")
     repeats: int = option(1, "times that each message is protected and attacked")
@@ -146,31 +142,20 @@ class AuditSettings:
 
 
 @dataclass(kw_only=True)
-class SourceSettings:
-    """Which model and data a command loads."""
+class AttackedSettings(SourceSettings):
+    """What a command that attacks takes beside a model and data."""
 
-    model: str = option("", "a folder, a checkpoint, a folder of PEFT adapters, or a Hub name")
-    task: str | None = option(
-        None,
-        "what the model's head is for: text-classification, token-classification, "
-        "text-generation, fill-mask, text2text-generation or image-classification. Default: what "
-        "its configuration names",
-    )
-    dataset: str = option(
-        "", "csv, tsv, txt, json, parquet or npz (images) file, a folder, or a Hub name"
-    )
-    dataset_config: str | None = option(None, "configuration of a Hub data set that has several")
-    split: str = option("train", "split of a Hub data set or a folder")
-    column: str | None = option(None, "column of texts or images. Default: the usual names")
-    label_column: str | None = option(
-        None, "column of labels or target texts. Default: the usual names"
-    )
+    _argument_group_name: ClassVar[str] = "output"
+
+    output: str = option("", "folder to write to; an interrupted run in it goes on", required=True)
     device: str | None = option(None, "device to run on. Default: cuda if there is one")
 
 
 @dataclass(kw_only=True)
-class CommandSettings(SourceSettings, AuditSettings):
+class CommandSettings(AttackedSettings, AuditSettings):
     """What `gradguard audit` takes: settings of the audit, and what is audited with what."""
+
+    _argument_group_name: ClassVar[str] = "defenses and attacks"
 
     # A mapping in a file, so neither has a type that says more.
     defense: Any = option(  # noqa: RUF009
@@ -195,7 +180,6 @@ class CommandSettings(SourceSettings, AuditSettings):
         "the metrics.json of your training runs, or a JSON file {defense: accuracy}: what each "
         "defense costs, for the report's first sentence",
     )
-    output: str = option("", "folder to write to; an interrupted audit in it goes on")
     samples: int = option(8, "samples to audit, drawn at random from the data")
     decoys: int = option(
         100, "further samples as candidates for membership inference; 0 leaves that out"
@@ -205,87 +189,17 @@ class CommandSettings(SourceSettings, AuditSettings):
     )
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field of `CommandSettings`, and `--config` for a file of them."""
-    parser.add_argument(
-        "--config", help="YAML or JSON file of settings, called like the flags; flags override it"
-    )
-    add_fields(parser, CommandSettings, AuditSettings)
-
-
-def add_fields(parser: argparse.ArgumentParser, settings: type, base: type) -> None:
-    """One flag for each field of a class of settings; those of its base come last."""
-    base_names = {field.name for field in fields(base)}
-    types = get_type_hints(settings)
-    for setting in sorted(fields(settings), key=lambda field: field.name in base_names):
-        kinds = get_args(types[setting.name]) or (types[setting.name],)
-        options: dict[str, Any] = {}
-        if bool in kinds:
-            options = {"action": argparse.BooleanOptionalAction}
-        elif int in kinds or float in kinds:
-            options = {"type": int if int in kinds else float}
-        elif list[str] in kinds:
-            options = {"nargs": "+", "metavar": "FILE"}
-        elif str not in kinds:  # specs of defenses and attacks
-            options = {"action": "append"}
-        parser.add_argument(
-            f"--{setting.name}",
-            # A flag that was left out must not override what a file says.
-            default=argparse.SUPPRESS,
-            help=setting.metadata["help"] + _default_text(setting.default),
-            **options,
-        )
-
-
 def read_settings(flags: Mapping[str, Any]) -> CommandSettings:
-    """Flags over the file that `config` names over defaults.
+    """Flags over what the training says over defaults.
 
     Args:
         flags: Those that were used, by name.
 
     Raises:
-        ValueError: For settings that are missing, unknown or out of range.
-        OSError: If the file cannot be read.
+        ValueError: For settings that are out of range.
+        OSError: If a file cannot be read.
     """
-    values = dict(flags)
-    if (path := values.pop("config", None)) is not None:
-        in_file = _read_mapping(path)
-        unknown = sorted(set(in_file) - {field.name for field in fields(CommandSettings)})
-        if unknown:
-            raise ValueError(
-                f"{path} holds {', '.join(unknown)}, which no flag is called. See --help."
-            )
-        values = in_file | values
-    settings = CommandSettings.from_mapping(_training_settings(values) | values)
-    check_required(settings)
-    return settings
-
-
-def check_required(settings: Any) -> None:
-    """Refuse a command's settings without the flags that it cannot do without."""
-    required = ("model", "dataset", "output")
-    if missing := [f"--{name}" for name in required if not getattr(settings, name)]:
-        raise ValueError(f"{', '.join(missing)} must be given.")
-
-
-def _read_mapping(path: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            is_json = os.path.splitext(path)[1] == ".json"
-            values = json.load(file) if is_json else yaml.safe_load(file)
-    except OSError as error:
-        raise type(error)(
-            f"{path} cannot be read ({error.strerror}): name a YAML or JSON file."
-        ) from error
-    except (ValueError, yaml.YAMLError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = getattr(error, "lineno", mark.line + 1 if mark else "unknown")
-        raise ValueError(f"{path} is no YAML or JSON: mend line {line}.") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a mapping of settings.")
-    return values
+    return fill(CommandSettings, _training_settings(flags) | dict(flags))
 
 
 _TRAINING_ARGUMENTS = {
@@ -298,18 +212,12 @@ def _training_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the training says of its messages: its arguments, or the state in a checkpoint."""
     settings: dict[str, Any] = {}
     state = os.path.join(str(values.get("model") or ""), "trainer_state.json")
-    if os.path.exists(state) and (size := _read_mapping(state).get("train_batch_size")):
+    if os.path.exists(state) and (size := read_mapping(state).get("train_batch_size")):
         settings["batch_size"] = size
     if values.get("training"):
-        arguments = _read_mapping(values["training"])
+        arguments = read_mapping(values["training"])
         pairs = _TRAINING_ARGUMENTS.items()
         settings |= {name: arguments[key] for key, name in pairs if key in arguments}
         if arguments.get("defense"):
             settings["defense"] = {arguments["defense"]: arguments.get("defense_kwargs") or None}
     return settings
-
-
-def _default_text(default: object) -> str:
-    if isinstance(default, bool):
-        return f" (default: {'yes' if default else 'no'})"
-    return f" (default: {default})" if isinstance(default, int | float) or default else ""

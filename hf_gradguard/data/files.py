@@ -70,7 +70,9 @@ def load_rows(dataset: str, split: str = "train", config: str | None = None) -> 
         return _load_by_library(dataset, config, split)
 
 
-def load_splits(dataset: str, config: str | None = None, seed: int = 0) -> DatasetDict:
+def load_splits(
+    dataset: str, config: str | None = None, seed: int = 0, split: str = "train"
+) -> DatasetDict:
     """The splits to train on and to judge by, `train` and `validation`.
 
     Without a validation or test split a tenth of the rows is held out, drawn by the seed.
@@ -79,6 +81,7 @@ def load_splits(dataset: str, config: str | None = None, seed: int = 0) -> Datas
         dataset: As for `load_rows`.
         config: Likewise.
         seed: Of that draw.
+        split: The one to train on, of a folder or a Hub data set.
 
     Raises:
         DataError: As `load_rows` does.
@@ -96,11 +99,14 @@ def load_splits(dataset: str, config: str | None = None, seed: int = 0) -> Datas
     check_data_name(dataset)
     with explain_unreadable(dataset):
         if path.is_file():
-            splits: Mapping[str, Any] = {"train": _read_file(path)}
+            rows = _read_file(path)
+            rows = rows.to_dataset(dataset) if isinstance(rows, Arrays) else rows
+            splits: Mapping[str, Any] = {split: rows}
         else:
             splits = _saved(path) or _tables_of(path) or _load_by_library(dataset, config)
-        train = _split_of(splits, "train", dataset)
-        judging = next((name for name in ("validation", "test") if name in splits), None)
+        train = _split_of(splits, split, dataset)
+        names = [name for name in ("validation", "test") if name in splits and name != split]
+        judging = names[0] if names else None
         if judging is not None:
             return DatasetDict(train=train, validation=_split_of(splits, judging, dataset))
         if len(train) < 2:
@@ -313,6 +319,20 @@ class Arrays:
 
     def __getitem__(self, column: str) -> Any:
         return self._arrays[column]
+
+    def to_dataset(self, name: str) -> Dataset:
+        """The same as rows of `datasets`, images as PNG.
+
+        Raises:
+            DataError: If columns differ in length, or pixels are no image's.
+        """
+        from .images import read_image
+
+        return _rows_of(name, {
+            column: array.tolist() if array.ndim == 1 else
+            [read_image(x, f"{name}, row {row}") for row, x in enumerate(array, 1)]
+            for column, array in self._arrays.items()
+        }, "")  # fmt: skip
 
 
 def _rows_of(name: str, columns: Mapping[str, Sequence[Any]], note: str) -> Dataset:

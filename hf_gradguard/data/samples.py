@@ -271,9 +271,12 @@ class Labeled:
         Raises:
             DataError: If a row is empty, or its label none of the model's.
         """
-        inputs = list(self.inputs(rows))
+        return list(zip(self.inputs(rows), self.label_ids(classes, rows), strict=True))
+
+    def label_ids(self, classes: Mapping[str, int] | None, rows: Sequence[int]) -> list[Any]:
+        """The labels of rows as the model takes them. Arguments and errors: as for `samples`."""
         if self.labels is None:
-            return [(content, None) for content in inputs]
+            return [None] * len(rows)
         names = class_names(self.rows.features.get(self.label_column))
         # A data set's numbers follow its own order of classes, and the model's another one.
         by_name = check_names(names, classes, self.dataset)
@@ -283,7 +286,7 @@ class Labeled:
             with _at_row(self.dataset, row, self.label_column):
                 plain = name_class(plain, names) if by_name else plain
                 converted.append(CONVERTERS[self.labels](plain, classes))
-        return list(zip(inputs, converted, strict=True))
+        return converted
 
     def new_head(self) -> dict[str, Any]:
         """What a new head is made for: settings of a model's configuration.

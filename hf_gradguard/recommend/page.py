@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -11,15 +13,20 @@ import yaml
 from ..audit.report.page import template
 from ..audit.report.verdicts import MainScore
 from ..defenses import DEFENSES, Defense
+from ..flags import SourceSettings
 from .choice import Choice, Outcome, low_end, percent, shown_leak
 from .settings import WARMUP, TrialSettings
+
+TRAIN_FILE = "train.yaml"
+_SOURCE = ("model", "task", "dataset", "dataset_config", "split", "column", "label_column")
+_AS_MEASURED = " These are the steps that it was measured with. Train longer, and audit the result."
 
 _WIDTH, _HEIGHT, _MARGIN, _BOTTOM, _TOP, _RIGHT = 480, 340, 56, 50, 20, 34
 _NUMBER_WIDTH, _NUMBER_HEIGHT = 20, 15  # of a point's number
 
 
-def markdown_table(choice: Choice, score: MainScore) -> str:
-    """The words, and a line for every defense."""
+def markdown_table(choice: Choice, score: MainScore, command: str) -> str:
+    """The words, what to type, and a line for every defense."""
     header = [
         "defense", "learning rate", "accuracy", "lost", f"{score.name}, best attack", "by",
         "members identified",
@@ -28,7 +35,8 @@ def markdown_table(choice: Choice, score: MainScore) -> str:
     if choice.untrained is not None:
         entries.insert(0, ["before training", "", percent(choice.untrained, digits=1), *[""] * 4])
     lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *entries)]
-    return "\n".join([choice.words, "", *lines]) + "\n"
+    typed = [f"    {command}", ""] if command else []
+    return "\n".join([choice.words, "", *typed, *lines]) + "\n"
 
 
 def _entries(outcome: Outcome, score: MainScore) -> list[str]:
@@ -40,17 +48,41 @@ def _entries(outcome: Outcome, score: MainScore) -> list[str]:
     ]  # fmt: skip
 
 
-def configuration(choice: Choice, flags: Mapping[str, Any], settings: TrialSettings) -> str:
-    """A file of flags for the recipes: the setting that is recommended, with its own `flags`."""
+def train_flags(
+    choice: Choice,
+    defense: Mapping[str, Any],
+    settings: TrialSettings,
+    source: SourceSettings | None,
+    folder: Path,
+) -> str:
+    """A file for `gradguard train --config`: the setting that is recommended, on the same data, for
+    as many steps as the measured accuracy is of.
+    """
     assert choice.chosen is not None
+    data = {} if source is None else {
+        name: value for name in _SOURCE if (value := getattr(source, name)) is not None
+    }  # fmt: skip
     values = {
-        **flags,
+        **data,
+        "output": str(folder / "model"),
+        **defense,
         "learning_rate": float(f"{choice.chosen.learning_rate:.3g}"),
         "warmup_steps": WARMUP,
         "per_device_train_batch_size": settings.batch_size,
+        "max_steps": settings.steps,
+        "max_length": settings.max_length,
+        "seed": settings.seed,
     }
-    words = "\n".join(f"# {line}" for line in textwrap.wrap(choice.words, 96))
+    words = "\n".join(f"# {line}" for line in textwrap.wrap(choice.words + _AS_MEASURED, 96))
     return f"{words}\n{yaml.safe_dump(values, sort_keys=False)}"
+
+
+def train_command(folder: Path) -> str:
+    """What to type, once `train.yaml` is in the folder."""
+    missing = [] if "dataset:" in (folder / TRAIN_FILE).read_text(encoding="utf-8") else [
+        "--model MODEL --dataset FILE"
+    ]  # fmt: skip
+    return " ".join(["gradguard train --config", shlex.quote(str(folder / TRAIN_FILE)), *missing])
 
 
 def flags_of(defense: Defense) -> dict[str, Any] | None:
@@ -67,7 +99,9 @@ def flags_of(defense: Defense) -> dict[str, Any] | None:
     return flags
 
 
-def html_report(choice: Choice, chance: float, settings: TrialSettings, score: MainScore) -> str:
+def html_report(
+    choice: Choice, chance: float, settings: TrialSettings, score: MainScore, command: str
+) -> str:
     """The page: one file, no script, nothing from elsewhere."""
     outcomes = choice.outcomes
     ticks = score.ticks([chance, *(outcome.leak.high or 0.0 for outcome in outcomes)])
@@ -98,6 +132,7 @@ def html_report(choice: Choice, chance: float, settings: TrialSettings, score: M
     _place_numbers(points)
     page: str = template("recommend", "recommend.html.jinja").render(
         choice=choice,
+        command=command,
         settings=settings,
         score=score,
         rows=[_entries(outcome, score) for outcome in outcomes],

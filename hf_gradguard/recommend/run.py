@@ -19,9 +19,10 @@ from ..audit.command import check_specs, load
 from ..audit.report.summary import Summary, summarize
 from ..audit.report.verdicts import AttackScores, Estimate, MainScore
 from ..audit.run import Spec, audit, default_attacks, make_defenses
-from ..audit.settings import AuditSettings, check_required
+from ..audit.settings import AuditSettings
 from ..data.samples import Sample
 from ..defenses import Defense
+from ..flags import SourceSettings, fill
 from ..gradient_map.domain import domain_of_model
 from ..models import label_kind
 from .choice import (
@@ -32,7 +33,14 @@ from .choice import (
     finalists,
     mean_over_seeds,
 )
-from .page import configuration, flags_of, html_report, markdown_table
+from .page import (
+    TRAIN_FILE,
+    flags_of,
+    html_report,
+    markdown_table,
+    train_command,
+    train_flags,
+)
 from .settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, WARMUP, CommandSettings, TrialSettings
 from .trials import Split, Trials
 
@@ -42,7 +50,7 @@ Stages = Mapping[str, Summary]  # what attacks recovered, by stage of a training
 
 _TOKEN_ACCURACY = " Accuracy is the share of tokens that are predicted right, a mean over texts."
 _NO_FLAGS = (
-    " No flags name a chain or an object of your own, so there is no recommended.yaml: give the "
+    " No flags name a chain or an object of your own, so there is no train.yaml: give the "
     "defense itself to GradGuardTrainer, with this learning rate and "
     f"warmup_steps={WARMUP}."
 )
@@ -56,14 +64,15 @@ def recommend(
     attacks: Spec | Sequence[Spec] | None = None,
     *,
     output: str | os.PathLike[str],
+    source: SourceSettings | None = None,
     **settings: Any,
 ) -> Choice:
     """Train a model for a few steps under each defense, attack each, and say which to train with.
 
     Each defense trains at its own best learning rate, and is attacked at both ends of its training.
     Up to three finalists are judged on three more seeds. In `output`: `recommend.json`, `.md` and
-    `.html`, the audits, and, if flags can name what is recommended, `recommended.yaml` for the
-    recipes' `--config`. An interrupted run goes on. Trainings are short: audit the long one too.
+    `.html`, the audits, and, if flags can name what is recommended, `train.yaml` for `gradguard
+    train --config`. An interrupted run goes on. Trainings are short: audit the long one too.
 
     Args:
         model: A classifier of texts, words or images, or a language model, as its training starts.
@@ -73,6 +82,7 @@ def recommend(
         defenses: As for `audit`. Default: noise and pruning in several strengths.
         attacks: As for `audit`, knowing the noise's covariance. Default: strong quick ones.
         output: Folder to write to. Holds private data afterwards.
+        source: Names of the model and the data, for `train.yaml`.
         **settings: Fields of `TrialSettings`.
 
     Raises:
@@ -105,7 +115,7 @@ def recommend(
     choice = dataclasses.replace(
         choice, outcomes=outcomes, words=words, untrained=accuracy_over_seeds([untrained])
     )
-    return _write(choice, flags, guess, trial_settings, folder, score)
+    return _write(choice, flags, guess, trial_settings, folder, score, source)
 
 
 def _to_compare(model: nn.Module, defenses: Spec | Sequence[Spec] | None) -> dict[str, Defense]:
@@ -346,7 +356,7 @@ def _membership(label: str, halves: list[Stages]) -> tuple[Estimate | None, int]
 
 def _write(
     choice: Choice, flags: Mapping[str, dict[str, Any] | None], chance: float,
-    settings: TrialSettings, folder: Path, score: MainScore,
+    settings: TrialSettings, folder: Path, score: MainScore, source: SourceSettings | None,
 ) -> Choice:  # fmt: skip
     chosen_flags = None if choice.chosen is None else flags[choice.chosen.defense]
     if choice.chosen is not None and chosen_flags is None:
@@ -356,13 +366,14 @@ def _write(
         # Long lists that only the tests between defenses need.
         del outcome["accuracy_by_sample"], outcome["leak_by_message"]
     record = {"settings": dataclasses.asdict(settings), "chance": chance, **stored}
-    write_json(folder / "recommend.json", record)
-    write_text(folder / "recommend.md", markdown_table(choice, score))
-    write_text(folder / "recommend.html", html_report(choice, chance, settings, score))
-    path = folder / "recommended.yaml"
+    path, command = folder / TRAIN_FILE, ""
     path.unlink(missing_ok=True)
     if chosen_flags is not None:
-        write_text(path, configuration(choice, chosen_flags, settings))
+        write_text(path, train_flags(choice, chosen_flags, settings, source, folder))
+        command = train_command(folder)
+    write_json(folder / "recommend.json", record)
+    write_text(folder / "recommend.md", markdown_table(choice, score, command))
+    write_text(folder / "recommend.html", html_report(choice, chance, settings, score, command))
     return choice
 
 
@@ -373,11 +384,10 @@ def run_recommend(flags: Mapping[str, Any]) -> None:
         flags: Those that were used, by name.
 
     Raises:
-        ValueError: For settings that are missing or wrong.
+        ValueError: For settings that are wrong.
         OSError: If a file cannot be read or the output folder not be written to.
     """
-    settings = CommandSettings(**flags)
-    check_required(settings)
+    settings = fill(CommandSettings, flags)
     check_specs(settings.defense, settings.attack)  # a misspelt name is refused before a download
     model, processing_class, samples = load(settings, 1, settings.rows - 1, settings.seed)
     recommend(
@@ -387,10 +397,9 @@ def run_recommend(flags: Mapping[str, Any]) -> None:
         settings.defense,
         settings.attack,
         output=settings.output,
+        source=settings,
         **{f.name: getattr(settings, f.name) for f in dataclasses.fields(TrialSettings)},
     )
     folder = Path(settings.output)
     print((folder / "recommend.md").read_text(encoding="utf-8"))
     print(f"{folder / 'recommend.html'} (the audits beside it hold private samples)")
-    if (folder / "recommended.yaml").exists():
-        print(f"Train with it: --config {folder / 'recommended.yaml'}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from ..audit.settings import SourceSettings, option
+from ..audit.settings import AttackedSettings
+from ..flags import option
 
 _FED_BACK = "optimal_pruning:ratio={},error_feedback=true"
 DEFAULT_DEFENSES = {
@@ -44,6 +45,8 @@ class TrialSettings:
     Raises:
         ValueError: For values out of range.
     """
+
+    _argument_group_name: ClassVar[str] = "trainings and messages"
 
     steps: int = option(100, "optimizer steps of a training")
     batch_size: int = option(16, "samples in a message of training")
@@ -93,10 +96,11 @@ class TrialSettings:
 
 
 @dataclass(kw_only=True)
-class CommandSettings(SourceSettings, TrialSettings):
+class CommandSettings(AttackedSettings, TrialSettings):
     """What the command takes beside them."""
+
+    _argument_group_name: ClassVar[str] = "defenses and attacks"
 
     rows: int = option(6000, "rows of the data to use at most, drawn at random")
     defense: Any = option(None, "as for `gradguard audit`. Default: noise and pruning")  # noqa: RUF009
     attack: Any = option(None, "as for `gradguard audit`. Default: the strongest that are quick")  # noqa: RUF009
-    output: str = option("", "folder to write to; an interrupted run in it goes on")

@@ -19,12 +19,12 @@ from transformers import PrinterCallback
 from ..attacks.layer_inputs import is_causal_lm
 from ..audit.cells import Cell, Cells, code_digest, digest
 from ..audit.client import Modality
-from ..audit.texts import IGNORED
 from ..data.samples import Sample
 from ..defenses import Defense
 from ..defenses.base import NoDefense
 from ..defenses.dp import DPSGD
 from ..leakage import dp_sgd_noise_multiplier
+from ..train import share_right
 from ..training.config import GradGuardConfig
 from ..training.learning_rate import LearningRateUnderNoise
 from ..training.trainer import GradGuardTrainer
@@ -264,27 +264,6 @@ def right_shares(model: nn.Module, modality: Modality, samples: Sequence[Sample]
         with torch.no_grad():
             predicted = model(**inputs).logits.argmax(-1).cpu()
         shares += share_right(predicted, batch["labels"], is_causal_lm(model))
-    return shares
-
-
-def share_right(predicted: torch.Tensor, labels: torch.Tensor, shifted: bool) -> list[float]:
-    """Of each sample 0 or 1, or which share of those of its tokens that have a label.
-
-    Args:
-        predicted: `(B,)` or `(B, T)` class or token ids.
-        labels: Likewise, -100 where there is none.
-        shifted: Whether a place predicts the label of the next one.
-
-    Example:
-        >>> share_right(torch.tensor([[7, 8, 9]]), torch.tensor([[5, 7, -100]]), shifted=True)
-        [1.0]
-    """
-    if shifted:
-        predicted, labels = predicted[:, :-1], labels[:, 1:]
-    # One label per sample is a row of one token.
-    counts = (labels != IGNORED).flatten(1) if labels.dim() > 1 else (labels != IGNORED)[:, None]
-    right = (predicted == labels).view_as(counts) & counts
-    shares: list[float] = (right.sum(1) / counts.sum(1).clamp_min(1)).tolist()
     return shares
 
 

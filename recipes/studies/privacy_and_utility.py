@@ -293,12 +293,12 @@ class Accuracy(Study):
         flags += ["--seed", str(cell["seed"]), "--max_steps", str(steps), *FLAGS]
         flags += ["--logging_steps", str(min(50, steps))]
         run = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH[2:], str(RECIPE), *flags]
-        data = ["--model_name_or_path", self.args.model, "--data_dir", self.args.data_dir]
+        data = ["--model", self.args.model, "--dataset", self.args.data_dir]
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run([*run, *data, "--output_dir", folder], check=True)
             metrics = json.loads(Path(folder, "metrics.json").read_text(encoding="utf-8"))
         shown = shlex.join([*LAUNCH, "recipes/sst2.py", *flags])
-        return metrics | {"command": f"{shown} --model_name_or_path $MODEL --data_dir $SST2"}
+        return metrics | {"command": f"{shown} --model $MODEL --dataset $SST2"}
 
     def report(self, metrics: dict) -> None:
         rows = []

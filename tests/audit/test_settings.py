@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -14,13 +13,14 @@ import pytest
 from test_audit import TEXTS, text_model
 
 from hf_gradguard.audit import AuditSettings, audit
-from hf_gradguard.audit.settings import CommandSettings, add_flags, read_settings
+from hf_gradguard.audit.settings import CommandSettings, read_settings
+from hf_gradguard.flags import FlagError, FlagParser
+
+NEEDED = ["--model", "m", "--dataset", "d", "--output", "o"]
 
 
 def flags(*argv: str) -> dict[str, Any]:
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    return {name: value for name, value in vars(parser.parse_args(argv)).items() if value}
+    return FlagParser("audit", "", "", CommandSettings).values(argv)
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["audit", "--help"]])
@@ -42,20 +42,20 @@ def test_every_setting_is_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -
     for field in fields(CommandSettings):
         assert f"--{field.name}" in said
         assert field.metadata["help"]
-    given = flags("--no-labels_known", "--noise_known", "--seed", "3", "--attack", "a,b")
-    assert given == {"noise_known": True, "seed": 3, "attack": ["a,b"]}
+    given = flags(*NEEDED, "--no-labels_known", "--noise-known", "--seed", "3", "--attack", "a,b")
+    settings = {"noise_known": True, "labels_known": False, "seed": 3, "attack": ["a,b"]}
+    assert given == {"model": "m", "dataset": "d", "output": "o", **settings}
 
 
 def test_flags_over_the_file_over_defaults(tmp_path: Path) -> None:
     file = tmp_path / "audit.json"
     file.write_text(json.dumps({"attack": "tag", "samples": 3, "seed": 5, "labels_known": False}))
-    given = {"model": "m", "dataset": "d", "output": "o", "seed": 7, "config": str(file)}
-    settings = read_settings(given)
+    settings = read_settings(flags(*NEEDED, "--seed", "7", "--config", str(file)))
     assert (settings.seed, settings.samples, settings.repeats) == (7, 3, 1)
     assert not settings.labels_known
     assert settings.split == "train"
-    with pytest.raises(ValueError, match=r"--model, --dataset, --output must be given"):
-        read_settings({"config": str(file)})
+    with pytest.raises(FlagError, match="--output, --model, --dataset must be given"):
+        flags("--config", str(file))
 
 
 def test_what_audit_takes_are_the_fields(tmp_path: Path) -> None:

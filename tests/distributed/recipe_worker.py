@@ -1,4 +1,4 @@
-"""`recipes/image_classification.py` on this rank, with the flags it is given."""
+"""`gradguard train` on this rank, with the flags it is given."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import sys
 
 from launcher import begin
 
-from recipes import image_classification
+from hf_gradguard import cli
 
 
 def main() -> None:
     _, flags = begin()
-    sys.argv = ["recipes/image_classification.py", *flags]
-    image_classification.main()
+    sys.exit(cli.main(["train", *flags]))
 
 
 if __name__ == "__main__":

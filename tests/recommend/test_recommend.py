@@ -18,6 +18,7 @@ from PIL import Image
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    BertModel,
     GPT2Config,
     GPT2LMHeadModel,
     ViTConfig,
@@ -27,7 +28,7 @@ from transformers import (
 )
 
 from hf_gradguard import DEFENSES as REGISTERED
-from hf_gradguard import GradGuardConfig, chain, make_defense
+from hf_gradguard import chain, make_defense
 from hf_gradguard.attacks.span.attack import Span
 from hf_gradguard.audit.client import modality_of
 from hf_gradguard.audit.report.verdicts import MAIN_SCORES
@@ -37,13 +38,14 @@ from hf_gradguard.cli import main
 from hf_gradguard.defenses import Defense
 from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.defenses.noise import GaussianNoise
+from hf_gradguard.flags import FlagParser, fill
 from hf_gradguard.recommend import Choice, recommend
 from hf_gradguard.recommend import choice as choice_module
 from hf_gradguard.recommend.page import flags_of
 from hf_gradguard.recommend.settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, TrialSettings
 from hf_gradguard.recommend.trials import Split, Trials, share_right
 from hf_gradguard.testing.small import WORDS, small_text_task
-from recipes.command_line import parse_arguments
+from hf_gradguard.train import TrainArguments, TrainSettings
 
 TEXTS = [(" ".join(WORDS[i : i + 4]), i % 2) for i in range(40)]
 FEW = {"steps": 1, "batch_size": 8, "attacked": 4, "decoys": 5, "seeds": 1, "budget": 0.99}
@@ -106,20 +108,57 @@ def test_rates_behind_noise_are_higher(found: tuple[Path, Choice]) -> None:
     assert noise.learning_rate in rates
 
 
-def test_what_is_recommended_can_be_trained(found: tuple[Path, Choice], tmp_path: Path) -> None:
+def test_the_file_names_what_is_recommended(found: tuple[Path, Choice], tmp_path: Path) -> None:
     folder, choice = found
     assert choice.chosen is choice.outcomes[1]
-    file = folder / "recommended.yaml"
+    file = folder / "train.yaml"
     text = file.read_text()
     assert text.startswith("# Unprotected: span recovers 100 %")
     assert "gaussian_noise:relative_scale=20 at a learning rate of" in text.replace("\n# ", " ")
-    argv = ["--config", str(file), "--output_dir", str(tmp_path), "--use_cpu"]
-    (args,) = parse_arguments(GradGuardConfig, argv=argv)
+    kinds = TrainSettings, TrainArguments
+    needed = ["--model", "m", "--dataset", "d", "--output", str(tmp_path), "--use_cpu"]
+    parser = FlagParser("gradguard train", "", "", *kinds)
+    values = parser.values(["--config", str(file), *needed])
+    args = fill(TrainArguments, {**values, "output_dir": str(tmp_path)})
     assert args.learning_rate == pytest.approx(choice.chosen.learning_rate, rel=1e-2)
     assert args.per_device_train_batch_size == 8
     assert args.get_warmup_steps(200) == 20  # as many of its steps as where the rate was found
+    assert (args.max_steps, args.seed) == (FEW["steps"], 0)
     made = make_defense(args.defense, **args.defense_kwargs)
     assert made == make_defense("gaussian_noise", relative_scale=20.0)
+
+
+def test_what_is_recommended_is_trained_by_the_command_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The accuracy that was promised, on other held-out texts of the same kind."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    tokenizer = small_text_task()[2]
+    assert tokenizer is not None
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = BertConfig(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.3, **sizes)
+    BertModel(config).save_pretrained("encoder")
+    tokenizer.save_pretrained("encoder")
+    kinds = [("good", WORDS[1]), ("bad", WORDS[2])]
+    rows = [f"{WORDS[3 + i % 9]} {word} {WORDS[3 + i % 7]};{kind}"
+            for i in range(100) for kind, word in kinds]  # fmt: skip
+    Path("rows.csv").write_text("\n".join(["words;kind", *rows]))
+    main([
+        "recommend", "--model", "encoder", "--dataset", "rows.csv", "--output", "found",
+        "--column", "words", "--label_column", "kind", "--attack", "span", "--attacked", "8",
+        "--defense", "gaussian_noise:relative_scale=2", "--decoys", "0", "--steps", "40",
+        "--learning_rate", "5e-3", "--seeds", "2",
+    ])  # fmt: skip
+    chosen = json.loads(Path("found/recommend.json").read_text())["chosen"]
+    command = "gradguard train --config found/train.yaml"
+    assert all(command in Path(f"found/recommend.{kind}").read_text() for kind in ("md", "html"))
+    main([*command.split()[1:], "--use_cpu", "--report_to", "none"])
+    trained = json.loads(Path("found/model/metrics.json").read_text())
+    assert (trained["steps"], trained["eval_sentences"]) == (40, 20)
+    assert trained["settings"]["relative_scale"] == 2
+    assert chosen["accuracy"]["low"] > 0.8  # a guess has half
+    assert chosen["accuracy"]["low"] - 0.1 <= trained["accuracy"]
 
 
 def test_pages_say_the_same(found: tuple[Path, Choice]) -> None:
@@ -151,7 +190,7 @@ def test_a_target_is_met_in_the_trainings_and_in_the_attacks(tmp_path: Path) -> 
     assert choice.chosen is choice.outcomes[1]
     assert choice.chosen.leak.mean < 0.5
     assert choice.chosen.defense == PRIVATE
-    stored = yaml.safe_load((tmp_path / "recommended.yaml").read_text())
+    stored = yaml.safe_load((tmp_path / "train.yaml").read_text())
     asked = make_defense("dp_sgd", per_sample=True, target_epsilon=8, delta=0.001)
     assert make_defense("dp_sgd", **stored["defense_kwargs"]) == asked
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("cells/*")}
@@ -205,7 +244,7 @@ def test_what_no_flags_name_is_recommended_in_words(tmp_path: Path) -> None:
     assert [one.defense for one in choice.outcomes] == ["none", chained, "mine"]
     assert choice.chosen is not None
     assert "No flags name a chain or an object of your own" in choice.words
-    assert not (tmp_path / "recommended.yaml").exists()
+    assert not (tmp_path / "train.yaml").exists()
     for name in ("recommend.md", "recommend.html"):
         text = (tmp_path / name).read_text().replace("\N{NO-BREAK SPACE}", " ")
         assert choice.words in text
@@ -230,7 +269,7 @@ def test_nothing_is_recommended_where_training_taught_nothing(found: tuple[Path,
     again = run(folder, budget=0.0)
     assert again.chosen is None
     assert "taught nothing" in again.words
-    assert not (folder / "recommended.yaml").exists()
+    assert not (folder / "train.yaml").exists()
     run(folder)
 
 

@@ -1,0 +1,471 @@
+"""`gradguard train`: from flags or a YAML file to a trained model on disk, with its card and
+`metrics.json`. On one process, or under `accelerate launch -m hf_gradguard train ...`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import transformers
+from accelerate import PartialState
+from torch import nn
+from transformers import (
+    AutoConfig,
+    BertTokenizerFast,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    default_data_collator,
+    set_seed,
+)
+
+from .data.files import load_splits
+from .data.labels import find_class
+from .data.samples import Labeled, show_rows
+from .flags import SourceSettings, fill, option
+from .gradient_map.domain import IMAGE
+from .models import TASKS, Head, Task, check_name, find_head, load_model
+from .registry import need
+from .training.config import GradGuardConfig
+from .training.guards.checks import check_arguments
+from .training.requested_settings import resolve_defense
+from .training.trainer import GradGuardTrainer
+
+IGNORED = -100
+"""The label of a place that has none."""
+
+_IMAGES = "image-classification"
+_TASKS = ("text-classification", _IMAGES, "text-generation")
+
+
+@dataclass(kw_only=True)
+class TrainSettings(SourceSettings):
+    """What `gradguard train` takes beside training arguments."""
+
+    _argument_group_name: ClassVar[str] = "this training"
+
+    model: str = option(
+        "", "a folder, a checkpoint, a folder of PEFT adapters, or a Hub name",
+        aliases=["--model_name_or_path"],
+    )  # fmt: skip
+    output: str = option(
+        "", "folder of the model, its card and metrics.json", required=True,
+        aliases=["--output_dir"],
+    )  # fmt: skip
+    max_length: int = option(64, "most tokens of a text; longer ones are cut")
+    num_ranks: int | None = option(None, "stop unless exactly this many ranks were started")
+    use_peft: bool = option(False, "train LoRA adapters beside the frozen model (texts)")
+    lora_r: int = option(16, "rank of the adapters")
+    lora_alpha: float = option(32.0, "scale of the adapters, times their rank")
+    lora_dropout: float = option(0.0, "dropout before the adapters")
+    lora_target_modules: list[str] | None = option(  # noqa: RUF009
+        None, "modules that get adapters. Default: those that PEFT has for the model"
+    )
+    from_scratch: str | None = option(
+        None, "train a model of this type from nothing, in the place of --model: bert, vit, ..."
+    )
+    model_config: dict[str, Any] | None = option(None, "for --from_scratch: its settings")  # noqa: RUF009
+
+
+@dataclass
+class TrainArguments(GradGuardConfig):
+    """Training arguments with other defaults."""
+
+    _argument_group_name: ClassVar[str] = "training: of Transformers, with other defaults"
+
+    defense: str | None = option(
+        None, "the defense, by name; none must be said. See `gradguard defenses`", required=True
+    )
+    num_train_epochs: float = option(1.0, "passes over the data")
+    save_strategy: str = option("no", "checkpoints on the way: no, steps or epoch")
+
+
+def run_train(flags: Mapping[str, Any]) -> None:
+    """Train under a defense, evaluate, and save the model, its card and `metrics.json`.
+
+    Args:
+        flags: Those that were used, by name.
+
+    Raises:
+        ValueError: For settings, data or a model that cannot be meant.
+        OSError: If a file cannot be read or the output folder not be written to.
+    """
+    settings = fill(TrainSettings, flags)
+    args = fill(TrainArguments, {**flags, "output_dir": settings.output})
+    args.remove_unused_columns = False  # the model's are made of the others when a row is read
+    _check(settings, args)
+    args.model_name_or_path = settings.model or None
+    state = PartialState(cpu=args.use_cpu)
+    check_ranks(state, settings.num_ranks)
+    head, splits = _read_data(settings, args.seed, state)
+    model, processing_class = _model_for(settings, args, head, splits["train"], state)
+    datasets = {
+        name: _dataset(labeled, model, processing_class, settings.max_length)
+        for name, labeled in splits.items()
+    }
+    if settings.use_peft:
+        model = _with_adapters(model, settings, head.task)
+    is_language_model = head.labels is None
+    trainer = GradGuardTrainer(
+        model=model,
+        args=args,
+        train_dataset=datasets["train"],
+        eval_dataset=datasets["validation"],
+        data_collator=_collator(head, processing_class),
+        processing_class=processing_class,
+        compute_metrics=partial(accuracy_of, shifted=is_language_model),
+        preprocess_logits_for_metrics=_predicted,
+    )
+    card = {"tasks": head.task.name, "dataset": os.path.basename(settings.dataset.rstrip("/"))}
+    counted = "eval_images" if head.domain == "image" else "eval_sentences"
+    report_run(trainer, train_and_save(trainer, card), counted)
+
+
+def _check(settings: TrainSettings, args: TrainArguments) -> None:
+    """Before anything is loaded."""
+    defense = resolve_defense(None, args)
+    check_arguments(args)
+    if settings.from_scratch:
+        settings.model = ""  # of the file that it overrides
+    elif not settings.model:
+        raise ValueError("--model must be given, or --from_scratch with a type of model.")
+    else:
+        check_name(settings.model)
+    is_private = getattr(defense, "per_sample", False)
+    if settings.from_scratch and is_private and _new_task(settings).name != _IMAGES:
+        raise ValueError(
+            "--from_scratch learns its vocabulary from the training texts and saves it: words "
+            "of single ones too, which no ε of dp_sgd with per_sample covers. Name a model whose "
+            "tokenizer comes from other text as --model."
+        )
+
+
+def check_ranks(state: PartialState, expected: int | None) -> None:
+    """Stop unless exactly this many ranks were started.
+
+    Raises:
+        ValueError: With both numbers.
+    """
+    state.print(f"ranks: {state.num_processes}")
+    if expected is not None and state.num_processes != expected:
+        raise ValueError(
+            f"{expected} ranks were asked for, but {state.num_processes} started: docs/train.md "
+            "has the line that starts several."
+        )
+
+
+# --- data
+
+
+def _read_data(
+    settings: TrainSettings, seed: int, state: PartialState
+) -> tuple[Head, dict[str, Labeled]]:
+    """What the model's head is for, and the splits `train` and `validation` as it takes them."""
+    is_new = settings.from_scratch is not None
+    head = Head(_new_task(settings), False, "class") if is_new else None
+    head = head or find_head(settings.model, settings.task)
+    if is_new and head.task.own_labels:
+        head = replace(head, labels=None)
+    if head.task.name not in _TASKS or head.labels not in ("class", None):
+        raise ValueError(
+            f"train takes {', '.join(_TASKS)} by one class, and this is {head.task.name} "
+            f"({head.labels or 'text'} labels): train it by GradGuardTrainer, or choose a --task."
+        )
+    if head.domain == "image":
+        need("train", "images", "PIL")
+    with state.main_process_first():
+        rows = load_splits(settings.dataset, settings.dataset_config, seed, settings.split)
+    columns = settings.column, settings.label_column
+    splits = {
+        name: Labeled(part, settings.dataset, head.domain, head.labels, *columns)
+        for name, part in rows.items()
+    }
+    if head.domain == "text":
+        for labeled in splits.values():
+            deque(labeled.inputs(range(len(labeled))), maxlen=0)  # refuses empty ones
+    return head, splits
+
+
+def _dataset(labeled: Labeled, model: nn.Module, processing_class: Any, max_length: int) -> Any:
+    """Rows of inputs that are made when they are read, and of `labels`."""
+    column, rows = labeled.input_column, labeled.rows.select_columns([labeled.input_column])
+    config: Any = model.config
+    if labeled.labels is not None:
+        labels = labeled.label_ids(config.label2id, range(len(labeled)))
+        rows = rows.add_column("labels", labels)
+    places = getattr(config, "max_position_embeddings", None) or max_length
+    if labeled.kind == "text":
+        max_length = min(max_length, places, processing_class.model_max_length)
+
+    def to_inputs(batch: dict[str, list[Any]]) -> dict[str, Any]:
+        labels = {"labels": batch["labels"]} if "labels" in batch else {}
+        if labeled.kind == "text":
+            texts = [str(text) for text in batch[column]]
+            return {**processing_class(texts, truncation=True, max_length=max_length), **labels}
+        return {IMAGE.key: list(_pixels(batch[column], labeled, model, processing_class)), **labels}
+
+    return rows.with_transform(to_inputs)
+
+
+def _pixels(
+    stored: Sequence[Any], labeled: Labeled, model: nn.Module, processor: Any
+) -> torch.Tensor:
+    from .data.images import read_image, to_pil
+
+    folder, mode = Path(labeled.dataset).parent, mode_of(model.config)
+    images = [to_pil(read_image(image, labeled.dataset, folder), mode) for image in stored]
+    pixels: torch.Tensor = processor(images, return_tensors="pt")[IMAGE.key]
+    return pixels
+
+
+def mode_of(config: Any) -> str:
+    """Of the images that a model takes."""
+    return "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
+
+
+def _collator(head: Head, processing_class: Any) -> Any:
+    if head.domain == "image":
+        return default_data_collator
+    if head.labels is None:
+        return DataCollatorForLanguageModeling(processing_class, mlm=False)
+    return DataCollatorWithPadding(processing_class)
+
+
+# --- the model
+
+
+def _model_for(
+    settings: TrainSettings, args: TrainArguments, head: Head, labeled: Labeled, state: PartialState
+) -> tuple[nn.Module, Any]:
+    """The model with a head for the data's classes, and its tokenizer or image processor."""
+    new_head = {} if head.labels is None else labeled.new_head()
+    if new_head.get("problem_type"):
+        raise ValueError(
+            f"{labeled.dataset}: {labeled.label_column!r} holds numbers with a point, or lists, "
+            "which are no classes: choose another with --label_column."
+        )
+    set_seed(args.seed)
+    if settings.from_scratch:
+        model, processing_class = _new_model(settings, head, new_head, labeled, state)
+    else:
+        name, task = settings.model, settings.task
+        model, processing_class = load_model(name, task, None if head.is_saved else new_head)
+        # The head that a model comes with is kept where it is of these classes.
+        if head.is_saved and new_head and not _is_of(model, new_head["label2id"]):
+            set_seed(args.seed)
+            model, processing_class = load_model(name, task, new_head)
+        if processing_class is None:
+            raise ValueError(f"{name} has no preprocessor_config.json: save one there.")
+    if state.is_main_process:
+        show_rows(labeled, new_head and model.config.label2id)  # type: ignore[union-attr, arg-type]
+    return model, processing_class
+
+
+def _is_of(model: nn.Module, names: Mapping[str, int]) -> bool:
+    """Whether a model's classes are those of the data, each once."""
+    classes: Any = model.config.label2id  # type: ignore[union-attr]
+    try:
+        return {find_class(name, classes) for name in names} == set(classes.values())
+    except ValueError:
+        return False
+
+
+def _new_task(settings: TrainSettings) -> Task:
+    """What a model is for that is made from nothing."""
+    reads_texts = settings.from_scratch in TASKS["text-classification"].models
+    name = settings.task or ("text-classification" if reads_texts else _IMAGES)
+    if name not in TASKS:
+        raise ValueError(f"There is no task {name!r}. There are: {', '.join(TASKS)}.")
+    return TASKS[name]
+
+
+def _new_model(
+    settings: TrainSettings,
+    head: Head,
+    new_head: Mapping[str, Any],
+    labeled: Labeled,
+    state: PartialState,
+) -> tuple[nn.Module, Any]:
+    """A model at random, and a tokenizer that is learned from the texts, by rank 0, or a processor
+    of images to [-1, 1].
+    """
+    sizes: dict[str, Any] = {}
+    processing_class: Any
+    if head.domain == "text":
+        folder = os.path.join(settings.output, "tokenizer")
+        with state.main_process_first():
+            if state.is_main_process:
+                _learn_vocabulary(labeled.inputs(range(len(labeled))), folder)
+            processing_class = BertTokenizerFast.from_pretrained(folder, trust_remote_code=False)
+        sizes["vocab_size"] = len(processing_class)
+        sizes["max_position_embeddings"] = settings.max_length
+    else:
+        (image,) = labeled.inputs([0])
+        channels, sizes["image_size"] = (1 if image.mode == "L" else 3), max(image.size)
+        sizes["num_channels"] = channels
+    sizes |= settings.model_config or {}
+    if head.domain == "image":
+        from transformers import ViTImageProcessor  # which warns where torchvision is missing
+
+        gray = [0.5] * sizes["num_channels"]
+        size = sizes["image_size"]
+        processing_class = ViTImageProcessor(size=size, image_mean=gray, image_std=gray)
+    config = AutoConfig.for_model(settings.from_scratch, **sizes, **new_head)
+    return head.task.auto_class.from_config(config, trust_remote_code=False), processing_class
+
+
+def _learn_vocabulary(texts: Iterable[str], folder: str) -> None:
+    from tokenizers import BertWordPieceTokenizer
+
+    learned = BertWordPieceTokenizer()
+    learned.train_from_iterator(texts, vocab_size=2000, min_frequency=2, show_progress=False)
+    BertTokenizerFast(tokenizer_object=learned._tokenizer).save_pretrained(folder)
+
+
+def _with_adapters(model: nn.Module, settings: TrainSettings, task: Task) -> nn.Module:
+    need("train", "peft", "peft")
+    from peft import LoraConfig, get_peft_model
+
+    if not task.peft:
+        raise ValueError(f"--use_peft is for models of texts, and this is {task.name}.")
+    config = LoraConfig(
+        task_type=task.peft, r=settings.lora_r, lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout, target_modules=settings.lora_target_modules,
+    )  # fmt: skip
+    adapted: nn.Module = get_peft_model(model, config)
+    return adapted
+
+
+# --- what is measured and written
+
+
+def _predicted(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Classes in the place of scores, which would fill the memory for a vocabulary."""
+    scores: torch.Tensor = logits[0] if isinstance(logits, tuple) else logits
+    return scores.argmax(-1)
+
+
+def accuracy_of(evaluated: Any, shifted: bool = False) -> dict[str, float]:
+    """For `compute_metrics`: the share of classes that are predicted right, or the mean over texts
+    of the share of their tokens.
+
+    Args:
+        evaluated: The predicted classes or tokens, or the scores of classes, with the labels.
+        shifted: As for `share_right`.
+    """
+    predicted, labels = np.asarray(evaluated.predictions), np.asarray(evaluated.label_ids)
+    predicted = predicted.argmax(-1) if predicted.ndim > labels.ndim else predicted
+    shares = share_right(torch.from_numpy(predicted), torch.from_numpy(labels), shifted)
+    return {"accuracy": sum(shares) / len(shares)}
+
+
+def share_right(predicted: torch.Tensor, labels: torch.Tensor, shifted: bool) -> list[float]:
+    """Of each sample 0 or 1, or which share of those of its tokens that have a label.
+
+    Args:
+        predicted: `(B,)` or `(B, T)` class or token ids.
+        labels: Likewise, -100 where there is none.
+        shifted: Whether a place predicts the label of the next one.
+
+    Example:
+        >>> share_right(torch.tensor([[7, 8, 9]]), torch.tensor([[5, 7, -100]]), shifted=True)
+        [1.0]
+    """
+    if shifted:
+        predicted, labels = predicted[:, :-1], labels[:, 1:]
+    # One label per sample is a row of one token.
+    counts = (labels != IGNORED).flatten(1) if labels.dim() > 1 else (labels != IGNORED)[:, None]
+    right = (predicted == labels).view_as(counts) & counts
+    shares: list[float] = (right.sum(1) / counts.sum(1).clamp_min(1)).tolist()
+    return shares
+
+
+def train_and_save(trainer: GradGuardTrainer, card: dict[str, str]) -> dict[str, float]:
+    """The metrics. The model and its card are in the output folder then."""
+    trained = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    metrics = {**trained.metrics, **trainer.evaluate()}
+    trainer.save_model()
+    trainer.create_model_card(**card)
+    return metrics
+
+
+def report_run(
+    trainer: GradGuardTrainer, metrics: Mapping[str, float], counted: str,
+    claim: str | None = None, **entries: Any,
+) -> None:  # fmt: skip
+    """Write `metrics.json`, print one line, and end.
+
+    Args:
+        trainer: After training.
+        metrics: What `train_and_save` returns.
+        counted: As for `write_metrics`.
+        claim: The line's end. Default: the seconds of a step.
+        **entries: Further entries of the file.
+    """
+    if trainer.is_world_process_zero():
+        report, path = write_metrics(trainer, metrics, counted, **entries)
+        claim = f", {report['seconds_per_step']:.2f} s a step" if claim is None else claim
+        print(f"{report['defense']}: accuracy {report['accuracy']:.3f}{claim} -> {path}")
+    trainer.accelerator.end_training()
+
+
+def write_metrics(
+    trainer: GradGuardTrainer, metrics: Mapping[str, float], counted: str, **entries: Any
+) -> tuple[dict[str, Any], str]:
+    """Write `metrics.json` into the output folder, which `recipes/compare.py` and `gradguard audit
+    --metrics` read.
+
+    Args:
+        trainer: After training.
+        metrics: What `train` and `evaluate` say, with `eval_accuracy` and `train_steps_per_second`.
+        counted: What the number of rows that were judged on is called, such as
+            `"eval_sentences"`.
+        **entries: Further entries.
+
+    Returns:
+        What was written, and where.
+
+    Raises:
+        OSError: If it cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from hf_gradguard import GradGuardConfig, GradGuardTrainer
+        >>> args = GradGuardConfig(tempfile.mkdtemp(), defense="pruning")
+        >>> trainer = GradGuardTrainer(model, args, eval_dataset=train_dataset)
+        >>> metrics = {"eval_accuracy": 0.9, "train_steps_per_second": 4.0}
+        >>> report, path = write_metrics(trainer, metrics, "eval_sentences")
+        >>> report["defense"], report["eval_sentences"], report["seconds_per_step"]
+        ('pruning', 2, 0.25)
+    """
+    report = {
+        "defense": trainer.defense.name,
+        "settings": trainer.defense.settings(),
+        "accuracy": metrics["eval_accuracy"],
+        counted: len(trainer.eval_dataset),
+        "ranks": trainer.accelerator.num_processes,
+        "steps": trainer.state.global_step,
+        "loss": metrics.get("eval_loss"),
+        "seconds_per_step": 1 / metrics["train_steps_per_second"],
+        "seed": trainer.args.seed,
+        "command": shlex.join(sys.argv),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    for name in ("defense/relative_error", "defense/cosine", "defense/seconds"):
+        values = [row[name] for row in trainer.state.log_history if name in row]
+        report[name] = sum(values) / len(values) if values else None
+    report |= entries
+    path = os.path.join(trainer.args.output_dir, "metrics.json")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(report, file, indent=2)
+    return report, path
