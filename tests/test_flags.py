@@ -47,12 +47,10 @@ def test_they_are_read_as_transformers_reads_them() -> None:
 
 def test_flags_over_a_later_file_over_an_earlier_one(tmp_path: Path) -> None:
     first, second = tmp_path / "first.yaml", tmp_path / "second.json"
-    first.write_text(
-        "model_name_or_path: m\nsteps: 5\nrate: 1e-3\nshared: false\ntexts: [a, b c]\n"
-    )
+    first.write_text("model_name_or_path: m\nsteps: 5\nrate: 1e-3\nshared: false\ntexts: [a, b]\n")
     second.write_text(json.dumps({"steps": 6, "defense": [{"pruning": {"ratio": 0.5}}, "none"]}))
     files = ["--config", str(first), "--config", str(second)]
-    read = {"model": "m", "rate": 1e-3, "shared": False, "texts": ["a", "b c"]}
+    read = {"model": "m", "rate": 1e-3, "shared": False, "texts": ["a", "b"]}
     assert values(*files[:2]) == read | {"steps": 5}
     defenses = {"defense": [{"pruning": {"ratio": 0.5}}, "none"]}
     assert values(*files) == read | {"steps": 6} | defenses

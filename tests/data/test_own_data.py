@@ -96,7 +96,7 @@ def read(
 
     monkeypatch.setattr("hf_gradguard.audit.command.audit", audit)
     monkeypatch.setattr("hf_gradguard.recommend.run.recommend", audit)
-    monkeypatch.setattr("hf_gradguard.train._model_for", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr("hf_gradguard.train.load_model", lambda *_: pytest.fail("it was read"))
     monkeypatch.chdir(tmp_path)
 
     def run(
