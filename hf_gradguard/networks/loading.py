@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -28,6 +28,7 @@ from transformers import PreTrainedConfig
 
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
 from .image import ImageEvaluationNetwork
+from .judging import NetworkMetrics
 from .text import TextEvaluationNetwork
 
 EvaluationNetwork = ImageEvaluationNetwork | TextEvaluationNetwork
@@ -338,13 +339,15 @@ def push_network(
     return str(commit.commit_url)
 
 
-def network_card(network: EvaluationNetwork, dataset: str) -> ModelCard:
+def network_card(
+    network: EvaluationNetwork, dataset: str, metrics: NetworkMetrics | None = None
+) -> ModelCard:
     """A short model card: what the network predicts, what it was trained on, how to load it.
-    Figures are left to you.
 
     Args:
         network: The network.
         dataset: What it was trained on, as people know it.
+        metrics: How it does on held-out data of the same kind.
 
     Example:
         >>> card = network_card(load_network("image-evaluation-network-32"), dataset="CIFAR-10")
@@ -367,6 +370,18 @@ def network_card(network: EvaluationNetwork, dataset: str) -> ModelCard:
     base = config.base_model or None if judges_texts else None
     tags = ["gradguard", "evaluation-network"]
     data = ModelCardData(library_name="hf-gradguard", tags=tags, base_model=base)
+    if metrics is None:
+        judged_by = "Not judged on held-out data."
+    else:
+        judged_by = metrics.describe("text" if judges_texts else "image")
+        data.model_name = "evaluation-network"
+        data.eval_results = [
+            EvalResult("other", "held-out", dataset, metric_type, score, "share of noise", name)
+            for metric_type, name, score in (
+                ("mae", "MAE", metrics.mean_absolute_error),
+                ("spearmanr", "Spearman", metrics.spearman),
+            )
+        ]
     return ModelCard(
         f"""---
 {data.to_yaml()}
@@ -379,6 +394,7 @@ the Refiner defense of hf-gradguard. It judges {judged}.
 
 - Parameters: {sum(p.numel() for p in network.parameters()):,}
 - Trained on: {dataset}
+- {judged_by}
 
 ```python
 from hf_gradguard.networks import load_network

@@ -8,9 +8,9 @@ from transformers import AutoModel
 
 from hf_gradguard.data.samples import load_images, load_texts
 from hf_gradguard.networks import load_network
+from hf_gradguard.networks.judging import evaluate_image_network, evaluate_text_network
 
 from ..study import Study
-from .lib.noise_ratios import evaluate_image_network, evaluate_text_network
 from .lib.results import named
 from .lib.tables import write_table
 from .lib.text import load_tokenizer

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from test_networks import make_texts, make_tokenizer
 from transformers import BertConfig, BertModel
 
@@ -44,25 +45,34 @@ def test_text_network_from_a_file(
     ]
     settings = ["--steps", "2", "--batch_size", "4", "--max_length", "8", "--learning_rate", "1e-3"]
     assert main(["evalnet", "train", *data, *settings]) == 0
-    assert str(output) in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert str(output) in printed
+    assert "On 2 held-out texts the mean absolute error is" in printed
+    assert "The packaged network has 0.042 and 0.979" in printed  # after two steps
     network = load_network(output)
     assert isinstance(network, TextEvaluationNetwork)
     assert network.config.base_model == ""  # a folder's name is nobody else's business
     weight = BertModel.from_pretrained(model).get_input_embeddings().weight
     assert network.config.embedding_fingerprint == embedding_fingerprint(weight)
     card = (output / "README.md").read_text()
+    assert printed.splitlines()[-1] in card
+    assert {score.metric_type for score in ModelCard(card).data.eval_results} == {
+        "mae",
+        "spearmanr",
+    }
     assert "texts.txt" in card
     for text in (card, (output / "config.json").read_text()):
         assert str(tmp_path) not in text
 
 
-def test_image_network_from_an_array(tmp_path: Path) -> None:
+def test_image_network_from_an_array(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.savez(
         tmp_path / "images.npz",
         x=np.random.default_rng(0).integers(0, 256, (8, 8, 8), dtype=np.uint8),
     )
     data = ["--dataset", str(tmp_path / "images.npz"), "--output", str(tmp_path / "network")]
     assert main(["evalnet", "train", *data, "--epochs", "1", "--batch_size", "4"]) == 0
+    assert "none was held out" in capsys.readouterr().out  # of eight images
     network = load_network(tmp_path / "network")
     assert network.noise_ratio(torch.rand(2, 1, 8, 8)).shape == (2,)
     assert "images.npz" in (tmp_path / "network" / "README.md").read_text()

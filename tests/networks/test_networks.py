@@ -52,9 +52,18 @@ from hf_gradguard.networks import (
     train_image_network,
     train_text_network,
 )
+from hf_gradguard.networks.judging import (
+    PACKAGED,
+    NetworkMetrics,
+    _spearman,
+    evaluate_image_network,
+    evaluate_text_network,
+    hold_out,
+)
+from hf_gradguard.networks.loading import network_card
 from hf_gradguard.networks.noise import as_pixels
-from recipes.studies.lib.noise_ratios import evaluate_image_network, evaluate_text_network
 
+ROOT = Path(__file__).resolve().parents[2]
 WORDS = [f"w{i}" for i in range(400)]
 SMALL = {"width": 16, "num_layers": 2}
 
@@ -656,7 +665,7 @@ def test_ranks_that_race_train_once(tmp_path: Path) -> None:
 def test_packaged_networks_are_listed_small_and_loadable() -> None:
     configs = packaged_networks()
     assert {"image-evaluation-network-32", "text-evaluation-network-minilm-l6"} <= set(configs)
-    cards = Path(__file__).resolve().parents[2] / "model_cards"
+    cards = ROOT / "model_cards"
     for name in configs:
         network = load_network(name)
         assert all(p.dtype == torch.float32 for p in network.parameters())
@@ -762,3 +771,53 @@ def test_pixels_of_palettes_and_transparent_images(mode: str) -> None:
     pixels = as_pixels([white])
     assert pixels.shape == (1, 3 if mode in ("P", "RGBA") else 1, 4, 4)
     assert pixels.unique().tolist() == [255]  # of a palette the index is another
+
+
+def test_ranks_are_those_of_scipy() -> None:
+    """With ties, as texts of few tokens have."""
+    stats = pytest.importorskip("scipy.stats")
+    generator = torch.Generator().manual_seed(0)
+    predicted = torch.rand(300, generator=generator).mul(20).round().double()
+    true = (predicted + 8 * torch.rand(300, generator=generator)).round()
+    expected = stats.spearmanr(predicted.numpy(), true.numpy()).statistic
+    assert _spearman(predicted, true) == pytest.approx(expected, abs=1e-4)
+
+
+def test_figures_of_packaged_networks_are_the_published_ones() -> None:
+    published = json.loads((ROOT / "docs/results/evalnets.json").read_text(encoding="utf-8"))
+    files = {"text": "wikitext2/test.txt", "image": "cifar10/cifar10_lossless_train4k.npz"}
+    for kind, file in files.items():
+        (metrics, *_) = [
+            cell["figures"] for cell in published
+            if cell["settings"]["file"] == file and not cell["settings"].get("blend")
+        ]  # fmt: skip
+        assert PACKAGED[kind] == (metrics["mean_absolute_error"], metrics["spearman"])
+
+
+def network_metrics(error: float, correlation: float) -> NetworkMetrics:
+    return NetworkMetrics(50, [0.0], [0.0], True, 1.0, correlation, correlation, error, error)
+
+
+def test_a_network_worse_than_the_packaged_one_is_said_to_be() -> None:
+    error, correlation = PACKAGED["image"]
+    assert "packaged" not in network_metrics(error, correlation).describe("image")
+    for metrics in (network_metrics(error + 0.01, 0.999), network_metrics(0.01, correlation - 0.1)):
+        assert "The packaged network has 0.033 and 0.991: train for longer" in metrics.describe(
+            "image"
+        )
+
+
+def test_a_card_has_what_was_measured() -> None:
+    network = load_network(packaged_image_network(3, (32, 32)) or "")
+    card = network_card(network, "CIFAR-10", network_metrics(0.25, 0.5))
+    scores = {score.metric_type: score.metric_value for score in card.data.eval_results}
+    assert scores == {"mae": 0.25, "spearmanr": 0.5}
+    assert "error is 0.250 and the rank correlation 0.500" in card.text
+    assert "Not judged on held-out data" in network_card(network, "CIFAR-10").text
+
+
+@pytest.mark.parametrize(("count", "held_out"), [(19, 0), (20, 2), (101, 10), (9000, 500)])
+def test_one_in_ten_is_held_out(count: int, held_out: int) -> None:
+    training, judged = hold_out(range(count))
+    assert len(judged) == held_out
+    assert sorted([*training, *judged]) == list(range(count))
