@@ -155,7 +155,7 @@ class FlagParser(argparse.ArgumentParser):
             raise FlagError(f"There is no flag {unknown[0]}.{self._near(unknown[0])} See --help.")
         in_files: dict[str, Any] = {}
         for path in flags.pop("config", []):
-            in_files |= self._read(path)
+            in_files |= self._values_in(path)
         values = in_files | flags
         if missing := [f"--{name}" for name in self._required if not values.get(name)]:
             raise FlagError(f"{', '.join(missing)} must be given.")
@@ -171,7 +171,7 @@ class FlagParser(argparse.ArgumentParser):
         flags, unknown = self.parse_known_args(list(map(_underscored, typed)))
         return vars(flags), [token for token in unknown if token.startswith("-")] or unknown
 
-    def _read(self, path: str) -> dict[str, Any]:
+    def _values_in(self, path: str) -> dict[str, Any]:
         argv = list[str]()
         for name, value in read_mapping(path).items():
             if f"--{name}" not in self._option_string_actions or name == "config":
@@ -187,8 +187,8 @@ class FlagParser(argparse.ArgumentParser):
         return flags
 
     def _near(self, flag: str) -> str:
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        near = difflib.get_close_matches(flag.split("=")[0], known, 1)
+        names = [name for name in self._option_string_actions if name.startswith("--")]
+        near = difflib.get_close_matches(flag.split("=")[0], names, 1)
         return f" Did you mean {near[0]}?" if near else ""
 
     def error(self, message: str) -> NoReturn:

@@ -8,12 +8,11 @@ import json
 import os
 import shlex
 import sys
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from transformers import (
     set_seed,
 )
 
-from .data.files import load_splits
+from .data.files import hold_out, read_splits
 from .data.labels import find_class
 from .data.samples import Labeled, show_rows
 from .flags import SourceSettings, fill, option
@@ -40,6 +39,9 @@ from .training.config import GradGuardConfig
 from .training.guards.checks import check_arguments
 from .training.requested_settings import resolve_defense
 from .training.trainer import GradGuardTrainer
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
 
 IGNORED = -100
 """The label of a place that has none."""
@@ -107,8 +109,8 @@ def run_train(flags: Mapping[str, Any]) -> None:
     args.model_name_or_path = settings.model or None
     state = PartialState(cpu=args.use_cpu)
     check_ranks(state, settings.num_ranks)
-    head, splits = _read_data(settings, args.seed, state)
-    model, processing_class = _model_for(settings, args, head, splits["train"], state)
+    head, new_head, splits = _read_data(settings, args.seed, state)
+    model, processing_class = _model_for(settings, args, head, new_head, splits["train"], state)
     datasets = {
         name: _dataset(labeled, model, processing_class, settings.max_length)
         for name, labeled in splits.items()
@@ -169,8 +171,10 @@ def check_ranks(state: PartialState, expected: int | None) -> None:
 
 def _read_data(
     settings: TrainSettings, seed: int, state: PartialState
-) -> tuple[Head, dict[str, Labeled]]:
-    """What the model's head is for, and the splits `train` and `validation` as it takes them."""
+) -> tuple[Head, dict[str, Any], dict[str, Labeled]]:
+    """What the model's head is for, settings of one for the data's classes, and the splits `train`
+    and `validation`.
+    """
     is_new = settings.from_scratch is not None
     head = Head(_new_task(settings), False, "class") if is_new else None
     head = head or find_head(settings.model, settings.task)
@@ -183,17 +187,27 @@ def _read_data(
         )
     if head.domain == "image":
         need("train", "images", "PIL")
+    columns = head.domain, head.labels, settings.column, settings.label_column
+
+    def labeled(splits: DatasetDict) -> dict[str, Labeled]:
+        return {name: Labeled(rows, settings.dataset, *columns) for name, rows in splits.items()}
+
     with state.main_process_first():
-        rows = load_splits(settings.dataset, settings.dataset_config, seed, settings.split)
-    columns = settings.column, settings.label_column
-    splits = {
-        name: Labeled(part, settings.dataset, head.domain, head.labels, *columns)
-        for name, part in rows.items()
-    }
-    if head.domain == "text":
-        for labeled in splits.values():
-            deque(labeled.inputs(range(len(labeled))), maxlen=0)  # refuses empty ones
-    return head, splits
+        rows = read_splits(settings.dataset, settings.dataset_config, settings.split)
+    # Before any are held out: an error names a row by its place in the file, and the classes are
+    # those of all rows.
+    splits = labeled(rows)
+    for split in splits.values():
+        split.check()
+    new_head = {} if head.labels is None else splits["train"].new_head()
+    if new_head.get("problem_type"):
+        raise ValueError(
+            f"{settings.dataset}: {splits['train'].label_column!r} holds numbers with a point, or "
+            "lists, which are no classes: choose another with --label_column."
+        )
+    if "validation" not in splits:
+        splits = labeled(hold_out(rows["train"], settings.dataset, seed))
+    return head, new_head, splits
 
 
 def _dataset(labeled: Labeled, model: nn.Module, processing_class: Any, max_length: int) -> Any:
@@ -245,15 +259,14 @@ def _collator(head: Head, processing_class: Any) -> Any:
 
 
 def _model_for(
-    settings: TrainSettings, args: TrainArguments, head: Head, labeled: Labeled, state: PartialState
+    settings: TrainSettings,
+    args: TrainArguments,
+    head: Head,
+    new_head: Mapping[str, Any],
+    labeled: Labeled,
+    state: PartialState,
 ) -> tuple[nn.Module, Any]:
     """The model with a head for the data's classes, and its tokenizer or image processor."""
-    new_head = {} if head.labels is None else labeled.new_head()
-    if new_head.get("problem_type"):
-        raise ValueError(
-            f"{labeled.dataset}: {labeled.label_column!r} holds numbers with a point, or lists, "
-            "which are no classes: choose another with --label_column."
-        )
     set_seed(args.seed)
     if settings.from_scratch:
         model, processing_class = _new_model(settings, head, new_head, labeled, state)

@@ -70,9 +70,7 @@ def load_rows(dataset: str, split: str = "train", config: str | None = None) -> 
         return _load_by_library(dataset, config, split)
 
 
-def load_splits(
-    dataset: str, config: str | None = None, seed: int = 0, split: str = "train"
-) -> DatasetDict:
+def load_splits(dataset: str, config: str | None = None, seed: int = 0) -> DatasetDict:
     """The splits to train on and to judge by, `train` and `validation`.
 
     Without a validation or test split a tenth of the rows is held out, drawn by the seed.
@@ -81,7 +79,6 @@ def load_splits(
         dataset: As for `load_rows`.
         config: Likewise.
         seed: Of that draw.
-        split: The one to train on, of a folder or a Hub data set.
 
     Raises:
         DataError: As `load_rows` does.
@@ -90,6 +87,20 @@ def load_splits(
         >>> written = Path("rows.csv").write_text("text,label\\n" + "a film,1\\n" * 20)
         >>> {split: len(rows) for split, rows in load_splits("rows.csv").items()}
         {'train': 18, 'validation': 2}
+    """
+    splits = read_splits(dataset, config)
+    return splits if "validation" in splits else hold_out(splits["train"], dataset, seed)
+
+
+def read_splits(dataset: str, config: str | None = None, split: str = "train") -> DatasetDict:
+    """As `load_splits`, but nothing is held out, so that rows are numbered as in the files.
+
+    Args:
+        dataset, config: As for `load_rows`.
+        split: Which one is `train`, of a folder or a Hub data set.
+
+    Raises:
+        DataError: As `load_rows` does.
     """
     need("data", "data", "datasets")
     # An extra: training needs this room's private files and not this library.
@@ -104,17 +115,25 @@ def load_splits(
             splits: Mapping[str, Any] = {split: rows}
         else:
             splits = _saved(path) or _tables_of(path) or _load_by_library(dataset, config)
-        train = _split_of(splits, split, dataset)
-        names = [name for name in ("validation", "test") if name in splits and name != split]
-        judging = names[0] if names else None
-        if judging is not None:
-            return DatasetDict(train=train, validation=_split_of(splits, judging, dataset))
-        if len(train) < 2:
-            raise DataError(
-                f"{dataset} has 1 row, of which none can be held out: give two or more."
-            )
-        held_out = train.train_test_split(0.1, seed=seed)
-        return DatasetDict(train=held_out["train"], validation=held_out["test"])
+        chosen = {"train": _split_of(splits, split, dataset)}
+        for name in ("test", "validation"):
+            if name in splits and name != split:
+                chosen["validation"] = _split_of(splits, name, dataset)
+        return DatasetDict(chosen)
+
+
+def hold_out(rows: Dataset, dataset: str, seed: int) -> DatasetDict:
+    """The splits `train` and `validation`, of which the latter has a tenth of the rows.
+
+    Raises:
+        DataError: If there is one row alone.
+    """
+    from datasets import DatasetDict
+
+    if len(rows) < 2:
+        raise DataError(f"{dataset} has 1 row, of which none can be held out: give two or more.")
+    parts = rows.train_test_split(0.1, seed=seed)
+    return DatasetDict(train=parts["train"], validation=parts["test"])
 
 
 def check_data_name(dataset: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -222,6 +223,18 @@ class Labeled:
             )
         order: list[int] = np.random.default_rng(seed).permutation(len(self)).tolist()
         return order[: count + spare]
+
+    def check(self) -> None:
+        """Look at all rows but the images, which are read when they are needed.
+
+        Raises:
+            DataError: If a text or a label is empty.
+        """
+        rows = range(len(self))
+        if self.kind == "text":
+            deque(self.inputs(rows), maxlen=0)
+        if self.label_column:
+            deque(self._cells(self.label_column, rows), maxlen=0)
 
     def inputs(self, rows: Sequence[int]) -> Iterator[Any]:
         """The texts or images of rows.
