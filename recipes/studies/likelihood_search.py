@@ -56,7 +56,12 @@ class LikelihoodSearches(Study):
             }
             for state, r in rows for number in range(self.args.sentences)
         }  # fmt: skip
-        return self.published(single | several)
+        ended = {
+            ("start, ends by the whole likelihood", strength, number): {**settings, "version": 2}
+            for (state, strength, number), settings in single.items()
+            if (state, strength) == ("start", "20") and not self.quick
+        }
+        return self.published(single | ended | several)
 
     def load(self) -> None:
         logging.set_verbosity_error()
@@ -98,7 +103,7 @@ class LikelihoodSearches(Study):
         )
         attack = make_attack(
             "likelihood_search", public_texts=self.public, seconds=7200.0,
-            evaluations=cell["evaluations"],
+            evaluations=cell["evaluations"], whole_share=0.25 if cell["version"] == 2 else 0.0,
         )  # fmt: skip
         started = time.process_time()
         found: Any = attack(observation, Stream.from_seeds(cell["sentence"]))

@@ -25,7 +25,12 @@ from hf_gradguard.attacks.likelihood import mechanism_of
 from hf_gradguard.attacks.likelihood_search.attack import Found, LikelihoodSearch, _rows_of
 from hf_gradguard.attacks.likelihood_search.messages import white_message
 from hf_gradguard.attacks.likelihood_search.proposals import PublicWords, cross, mutate
-from hf_gradguard.attacks.likelihood_search.score import Text, WhitenedScore, linear_names
+from hf_gradguard.attacks.likelihood_search.score import (
+    Text,
+    WhitenedScore,
+    WholeLikelihood,
+    linear_names,
+)
 from hf_gradguard.defenses.mechanism import Mechanism
 from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
@@ -190,6 +195,49 @@ def test_changes_keep_the_length_and_stay_in_public_words() -> None:
         child = mutate(cross(text, other, random_), words, [text, other], random_)
         assert len(child) == len(text)
         assert set(child) <= known
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2_lm"])
+def test_the_whole_likelihood_is_that_of_gradients_written_out(name: str) -> None:
+    observation = message("gaussian_noise", name, relative_scale=2.0)
+    mechanism = mechanism_of(observation)
+    assert mechanism is not None
+    texts = [tuple(TRUE[1:-1]), *public_ids()[:3]]
+    score = scorer(observation)
+    found = WholeLikelihood(score, mechanism)(texts)[:, 0]
+    expected = []
+    for text in texts:
+        gradient = GradientMap(observation.model, score.batch([text])).gradient()
+        total = 0.0
+        for key, g in gradient.items():
+            y, variance = observation.gradient[key].double(), mechanism.variance_of(key)
+            total += float(((y.square() - (y - g).square()) / (2 * variance)).sum())
+        expected.append(total)
+    assert found.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-2)
+
+
+def test_a_search_ends_by_the_whole_likelihood_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it returns is the likeliest text that was scored by it, whatever the metric says."""
+    scored: dict[Text, float] = {}
+    whole = WholeLikelihood.__call__
+
+    def noted(self: WholeLikelihood, texts: list[Text]) -> Tensor:
+        scores = whole(self, texts)
+        scored.update(zip(texts, scores[:, 0].tolist(), strict=True))
+        return scores
+
+    monkeypatch.setattr(WholeLikelihood, "__call__", noted)
+    attack = LikelihoodSearch(PUBLIC, evaluations=600, prior=0.0)
+    found = attack(message("gaussian_noise", relative_scale=20.0), torch_rng())
+    assert found.token_ids is not None
+    assert tuple(found.token_ids[0][1:-1]) == max(scored, key=lambda text: scored[text])
+    assert 150 <= len(scored) < 600
+    scored.clear()
+    attack(message("pruning", ratio=0.9), torch_rng())
+    attack(message_of(SEVERAL, "bert", 5.0), torch_rng())
+    assert not scored
 
 
 # --- messages of several texts

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ..layer_inputs import is_causal_lm
 from ..likelihood import mechanism_of
 from .messages import WhiteMessage, white_message
 from .proposals import PublicWords, cross, mutate, neighbors, texts_of_length
-from .score import AT_ONCE, Text, WhitenedScore, linear_names
+from .score import AT_ONCE, Text, WhitenedScore, WholeLikelihood, linear_names
 
 _FEWEST = 16  # public texts
 _MOST_CLASSES = 8  # that are tried where the label is unknown
@@ -31,6 +31,7 @@ _SWEEP_EVERY = 20  # generations
 _SWEPT_WORDS = 24  # at each place
 _SETTLED = 1.0  # standard deviations below what a text's own gradient says it would score
 _PATIENCE = 40  # generations without a better text, once it has settled
+_END_PATIENCE = 20  # likewise, at the end by the whole likelihood
 _TURNS = 3  # of each of several texts
 _REMEMBERED = 192  # texts that a turn begins with
 
@@ -63,7 +64,9 @@ class LikelihoodSearch(Attack):
     have beside their neighbors. The score is the product of the message with a candidate's
     gradient, in a metric that public texts whiten (score.py), plus the logarithm of how likely
     public texts make the words. It needs no slope, so it works behind every defense: with the
-    mechanism's noise where that is known, by cosine where it is not.
+    mechanism's noise where that is known, by cosine where it is not. Behind Gaussian noise as large
+    as the gradient, one text's search ends by the likelihood itself: near the true text that tells
+    orders and small words apart.
 
     A message of several texts is a sum. Each text has turns in which it is searched in what the
     others leave of the message: as much of these is taken out as their scores say is right.
@@ -80,6 +83,7 @@ class LikelihoodSearch(Attack):
         evaluations: Stop after so many texts were scored. Default: by `seconds` alone.
         damping: Of the metric, in variances of the noise.
         prior: What public texts' probabilities weigh; 1 is Bayes' rule.
+        whole_share: Of the effort, at the end, where the whole likelihood is known.
         progress: Show a bar.
 
     Raises:
@@ -99,6 +103,7 @@ class LikelihoodSearch(Attack):
     evaluations: int | None = None
     damping: float = 10.0
     prior: float = 1.0
+    whole_share: float = 0.25
     progress: bool = False
 
     def __post_init__(self) -> None:
@@ -107,6 +112,8 @@ class LikelihoodSearch(Attack):
                 "seconds and damping must be above 0, and prior at least 0, but they are "
                 f"{self.seconds}, {self.damping} and {self.prior}."
             )
+        if not 0 <= self.whole_share < 1:
+            raise ValueError(f"whole_share must be from 0 to below 1, but is {self.whole_share}.")
         if self.evaluations is not None and self.evaluations < 1:
             raise ValueError(f"evaluations must be at least 1, but is {self.evaluations}.")
 
@@ -129,7 +136,10 @@ class LikelihoodSearch(Attack):
                 _Search(self, row, scores[row.key], words, by_length[row.length], random_, effort)
                 for row in rows
             ]
-            _take_turns(searches)
+            by_whole = self.whole_share and WholeLikelihood.applies(observation, mechanism)
+            _take_turns(searches, 1 - self.whole_share if by_whole else 1.0)
+            if by_whole and mechanism is not None:
+                searches[0].end_by(WholeLikelihood(searches[0].whitened, mechanism), self.prior)
         effort.bar.close()
         return _found(observation, searches, effort)
 
@@ -266,7 +276,8 @@ class _Search:
         self, attack: LikelihoodSearch, row: _Row, score: WhitenedScore, words: PublicWords,
         public: Sequence[Text], random_: random.Random, effort: _Effort,
     ) -> None:  # fmt: skip
-        self.row, self.score, self.words, self.public = row, score, words, public
+        self.whitened, self.score = score, cast("WhitenedScore | WholeLikelihood", score)
+        self.row, self.words, self.public = row, words, public
         self.random, self.effort = random_, effort
         self.scores: dict[Text, float] = {}
         self._own_scores: dict[Text, float] = {}
@@ -276,6 +287,7 @@ class _Search:
         # What the prior is worth beside a score near that of the true text.
         self._slope = attack.prior / max(score.expected or 1.0, 10.0)
         self._swept: set[Text] = set()
+        self._stayed: bool | None = None  # in the end by the whole likelihood
 
     @property
     def best(self) -> Text:
@@ -288,11 +300,26 @@ class _Search:
 
     def take_out(self, searches: Sequence[_Search]) -> None:
         """What other texts, as far as they are known, have in the message."""
-        self.score.leave_out([
+        self.whitened.leave_out([
             (text.score.batch([text.best]), text.rightness * text.row.share / self.row.share)
             for text in searches
         ])  # fmt: skip
-        best = sorted(self.scores, key=lambda text: -self._fitness[text])[:_REMEMBERED]
+        self._begin_anew(_REMEMBERED)
+
+    def end_by(self, likelihood: WholeLikelihood, prior: float) -> None:
+        """Goes on by the whole likelihood, until a text stays the best or the effort is spent."""
+        history = list(self.history)
+        self.score, self._slope = likelihood, prior
+        self._begin_anew(_REMEMBERED)
+        self.run(1.0)
+        self._stayed = self._stays()
+        self.score = self.whitened
+        self._begin_anew(1)
+        self.history = history
+
+    def _begin_anew(self, count: int) -> None:
+        """With so many of the best texts, scored anew."""
+        best = sorted(self.scores, key=lambda text: -self._fitness[text])[:count]
         for stale in (self.scores, self._own_scores, self._fitness, self._swept, self.history):
             stale.clear()
         self.population = []
@@ -379,11 +406,21 @@ class _Search:
                 break
 
     def has_settled(self) -> bool:
-        """A text whose score is what its own gradient says the true text would score."""
-        if self.score.expected is None or len(self.history) <= _PATIENCE:
+        """Whether a text stays the best whose score is what its own gradient says that the true
+        text would have.
+        """
+        if isinstance(self.score, WholeLikelihood):
+            return self._stays()
+        stays = self._stays() if self._stayed is None else self._stayed
+        if self.score.expected is None or not stays:
             return False
-        misses = self._own_scores[self.best] - self.scores[self.best]
-        return misses < _SETTLED and self.history[-1] <= self.history[-1 - _PATIENCE]
+        return self._own_scores[self.best] - self.scores[self.best] < _SETTLED
+
+    def _stays(self) -> bool:
+        """Whether no better text came for long."""
+        patience = _END_PATIENCE if self.score is not self.whitened else _PATIENCE
+        has_waited = len(self.history) > patience
+        return has_waited and self.history[-1] <= self.history[-1 - patience]
 
     def standing(self) -> str:
         """The best score beside the expected one."""
@@ -394,21 +431,23 @@ class _Search:
         return f"{self.scores[self.best]:.1f}{goal}"
 
 
-def _take_turns(searches: Sequence[_Search]) -> None:
-    """One text has one turn. Of several each is searched in what the others leave."""
+def _take_turns(searches: Sequence[_Search], end: float) -> None:
+    """One text has one turn, up to that share of the effort. Of several each is searched in what
+    the others leave.
+    """
     turns = 1 if len(searches) == 1 else _TURNS * len(searches)
     for turn in range(turns):
         search = searches[turn % len(searches)]
         if len(searches) > 1:
             search.take_out([x for x in searches if x is not search and x.population])
-        search.run((turn + 1) / turns)
+        search.run(end * (turn + 1) / turns)
 
 
 def _found(observation: Observation, searches: Sequence[_Search], effort: _Effort) -> Found:
     """The best texts so far."""
     prefix_ids, suffix_ids = observation.frame
     ids = [[*prefix_ids, *search.best, *suffix_ids] for search in searches]
-    labels = [search.score.label for search in searches if search.score.label is not None]
+    labels = [search.whitened.label for search in searches if search.whitened.label is not None]
     expected = [search.score.expected for search in searches]
     is_known = None not in expected
     open_ = [search.standing() for search in searches if not search.has_settled()]
