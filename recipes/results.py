@@ -125,6 +125,24 @@ RUNS = [
         f"{TEXT} --public {WIKI}/train.txt {STORED}",
         1,
     ),
+    Run(
+        "correlated_heads_choice",
+        "correlated_heads:Choice",
+        f"{TEXT} --public {WIKI}/train.txt {STORED}",
+        0.3,
+    ),
+    Run(
+        "correlated_heads_snippets",
+        "correlated_heads:Snippets",
+        f"{MODEL} --public {WIKI}/train.txt --snippets $SNIPPETS {STORED}",
+        0.2,
+    ),
+    Run(
+        "correlated_heads_images",
+        "correlated_heads:Images",
+        f"{TRAINED} --public $TINY_IMAGENET {STORED}",
+        0.3,
+    ),
     Run("frontier_images", "frontier_images:Images", FRONTIER, 1),
     Run(
         "frontier_image_heads", "frontier_heads:Images", f"{FRONTIER} --public $TINY_IMAGENET", 1.5

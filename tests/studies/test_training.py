@@ -16,7 +16,7 @@ from hf_gradguard.leakage import dp_sgd_epsilon, gaussian_epsilon
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing.small import small_text_task
 from recipes.studies import frontier_rows, frontier_texts
-from recipes.studies.correlated_heads import HeadTask
+from recipes.studies.correlated_heads import Choice, HeadTask, ImagesTask, SnippetsTask, Texts
 from recipes.studies.frontier_attacks import attack_texts, f1_of, messages_of
 from recipes.studies.frontier_clients import Stage, TextTask, next_rate, rates_to_try, row_of
 from recipes.studies.frontier_heads import TextHeadTask
@@ -292,7 +292,7 @@ def test_private_accuracy_asks_for_both_once_a_rate_is_chosen(tmp_path):
 def test_correlated_heads(encoder, sentences, public, quick, tmp_path, monkeypatch):
     monkeypatch.setattr(HeadTask, "HELD_OUT", 20)
     monkeypatch.setattr(HeadTask, "PUBLIC", 12)
-    monkeypatch.setattr("recipes.studies.correlated_heads.BATCH", 4)
+    monkeypatch.setattr(Texts, "QUICK_ROW", Texts.QUICK_ROW._replace(batch=4, directions=5))
     data = ("--model", encoder, "--data_dir", sentences, "--public", public)
     output, models = tmp_path / "correlated_heads", tmp_path / "models"
     study = quick("correlated_heads", *data, "--models", models, output=output)
@@ -302,7 +302,60 @@ def test_correlated_heads(encoder, sentences, public, quick, tmp_path, monkeypat
     assert run["epsilon"] == pytest.approx(gaussian_epsilon(1.5, 1e-5))
     assert "epsilon" not in plain["accuracy"]["0"]
     rows = study.rows()
-    assert [row[0] for row in rows] == ["none, 2 messages of 4", "correlated, 2 messages of 4"]
+    shape = "2 messages of 4, 5 directions"
+    assert [row[0] for row in rows] == [f"none, {shape}", f"σ 1.5 correlated, {shape}"]
     assert rows[1][-1] == "0.048"
     kept = load_file(models / "correlated-heads" / "features-test.safetensors")
     torch.testing.assert_close(kept["features"].norm(dim=1), torch.ones(len(kept["labels"])))
+
+
+def test_settings_of_heads_are_chosen_by_simulation(
+    encoder, sentences, public, quick, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(HeadTask, "HELD_OUT", 20)
+    monkeypatch.setattr(HeadTask, "PUBLIC", 12)
+    monkeypatch.setattr(Texts, "QUICK_ROW", Texts.QUICK_ROW._replace(batch=4, directions=5))
+    data = ("--model", encoder, "--data_dir", sentences, "--public", public)
+    output = tmp_path / "correlated_heads_choice"
+    study = quick("correlated_heads_choice", *data, "--models", tmp_path, output=output)
+    rows = {row[0]: row[1:] for row in study.rows()}
+    assert rows.keys() == Choice.OTHERS.keys()
+    assert rows["clipped to 1"][0] == ""  # undefended, nothing is clipped
+    rates = [row[1].split()[0].strip("*") for row in rows.values()]
+    assert set(rates) == {"20", "2.5", "80", "5"}
+
+
+def test_heads_of_rated_snippets(encoder, public, sst2, quick, tmp_path, monkeypatch):
+    """Lines of an id, a rating and a text, some to judge on."""
+    monkeypatch.setattr(SnippetsTask, "HELD_OUT", 20)
+    monkeypatch.setattr(HeadTask, "PUBLIC", 12)
+    monkeypatch.setattr(Texts, "QUICK_ROW", Texts.QUICK_ROW._replace(batch=4, directions=5))
+    rows = [row.split("\t") for row in (sst2 / "dev.tsv").read_text().splitlines()[1:]]
+    lines = [f"{n}\t{2.5 * int(label) - 1}\t{text}" for n, (text, label) in enumerate(rows)]
+    file = tmp_path / "rated.txt"
+    file.write_text("\n".join(lines))
+    output, models = tmp_path / "correlated_heads_snippets", tmp_path / "models"
+    data = ("--model", encoder, "--public", public, "--snippets", file, "--models", models)
+    study = quick("correlated_heads_snippets", *data, output=output)
+    plain, private = study.figures.values()
+    assert private.keys() == {"accuracy"}  # at the rate that SST-2 gave
+    assert plain["accuracy"]["0"]["of"] == len(rows) // 5
+    train = load_file(models / "rated" / "features-train.safetensors")
+    assert len(train["labels"]) == len(rows) - len(rows) // 5
+    assert 0 < int(train["labels"].sum()) < len(train["labels"])
+
+
+def test_correlated_heads_of_images(cifar10, quick, tmp_path, monkeypatch):
+    """The held-out rows and the others are all there are; features have norm 1."""
+    monkeypatch.setattr(ImagesTask, "HELD_OUT", 8)
+    monkeypatch.setattr(ImagesTask, "FILTERS", 2)
+    monkeypatch.setattr(Texts, "QUICK_ROW", Texts.QUICK_ROW._replace(batch=4, directions=5))
+    output, models = tmp_path / "correlated_heads_images", tmp_path / "models"
+    data = ("--train", cifar10, "--test", cifar10, "--public", cifar10, "--models", models)
+    study = quick("correlated_heads_images", *data, output=output)
+    assert [row[0].split(",")[0] for row in study.rows()] == ["none", "σ 1.5 correlated"]
+    rows = load_file(models / "correlated-image-heads" / "features-train.safetensors")
+    torch.testing.assert_close(rows["features"].norm(dim=1), torch.ones(len(rows["labels"])))
+    task = ImagesTask(str(cifar10), str(cifar10), str(models), str(cifar10))
+    held_out, learned = task.places()
+    assert (len(held_out), sorted(held_out + learned)) == (8, list(range(len(rows["labels"]))))
