@@ -399,36 +399,24 @@ class Choice(Texts):
     """
 
     OTHERS: dict[str, dict[str, float]] = {
-        "as chosen": {}, "700 directions": {"directions": 700},
-        "no constant": {"constant": 0.0}, "a constant of 0.5": {"constant": 0.5},
-        "a bias beside norm 1": {"constant": 1.0}, "momentum of 0.9": {"momentum": 0.9},
-        "clipped to 0.1": {"clip": 0.1}, "clipped to 1": {"clip": 1.0},
+        "as chosen": {}, "700 directions": {"directions": 700}, "no constant": {"constant": 0.0},
+        "a bias beside norm 1": {"constant": 1.0}, "clipped to 0.1": {"clip": 0.1},
+        "clipped to 1": {"clip": 1.0}, "momentum of 0.9": {"momentum": 0.9},
     }  # fmt: skip
     FASTER = {"clipped to 0.1": 2, "clipped to 1": -2, "momentum of 0.9": -3}  # steps of the grid
 
     def cells(self) -> dict:
-        cells = {}
+        cells, kind = {}, KINDS[CORRELATED]
         for name, other in self.OTHERS.items():
-            for kind_name in (NONE, CORRELATED):
-                if kind_name == NONE and "clip" in other:
-                    continue
-                kind = KINDS[kind_name]
-                middle = GRID.index(kind.middle_rate) + self.FASTER.get(name, 0)
-                row = self.QUICK_ROW if self.quick else ROWS[0]
-                search = self.search(row, kind._replace(middle_rate=GRID[middle]), **other)
-                cells |= {(name, kind_name, rate): cell for rate, cell in search.items()}
+            middle = GRID.index(kind.middle_rate) + self.FASTER.get(name, 0)
+            row = self.QUICK_ROW if self.quick else ROWS[0]
+            search = self.search(row, kind._replace(middle_rate=GRID[middle]), **other)
+            cells |= {(name, tables.RATES, rate): cell for rate, cell in search.items()}
         return cells
 
     def report(self, metrics: dict) -> None:
-        rows = []
-        for name, kinds in metrics.items():
-            tried = {
-                kind: tables.pop_rates({name: {tables.RATES: rates}})[name]
-                for kind, rates in kinds.items()
-            }
-            rows.append([name, tried.get(NONE, ""), tried[CORRELATED]])
-        header = ["held-out accuracy by rate", NONE, CORRELATED]
-        write_table(self.output, header, rows)
+        header = [f"{CORRELATED}, {ROWS[0].steps:,} messages of {BATCH}", "rates (held out)"]
+        write_table(self.output, header, list(tables.pop_rates(metrics).items()))
 
 
 class Snippets(Texts):
