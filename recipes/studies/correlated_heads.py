@@ -304,6 +304,7 @@ class Texts(Study):
     ROWS, MORE_ROWS, QUICK_ROW = ROWS, MORE_ROWS, Row(2, [NONE, CORRELATED])
     FEATURES = "all layers"
     GIVEN_RATES: dict[str, float] = {}  # of kinds whose rate is not searched for
+    FASTER = 0  # by how many steps of the grid its rates are higher
 
     def cells(self) -> dict:
         """Rates first, then what takes the best of them."""
@@ -358,7 +359,7 @@ class Texts(Study):
             common |= {"clip": CLIP, "noise_multiplier": kind.noise_multiplier}
             common["correlated"] = kind.correlated
         common |= other
-        middle = GRID.index(kind.middle_rate)
+        middle = GRID.index(kind.middle_rate) + self.FASTER
         start = GRID[middle - 1 : middle + 2]
         rates = start[1:2]
         if not self.quick:
@@ -403,12 +404,12 @@ class Choice(Texts):
         "a bias beside norm 1": {"constant": 1.0}, "clipped to 0.1": {"clip": 0.1},
         "clipped to 1": {"clip": 1.0}, "momentum of 0.9": {"momentum": 0.9},
     }  # fmt: skip
-    FASTER = {"clipped to 0.1": 2, "clipped to 1": -2, "momentum of 0.9": -3}  # steps of the grid
+    STEPS_UP = {"clipped to 0.1": 2, "clipped to 1": -2, "momentum of 0.9": -3}  # of the grid
 
     def cells(self) -> dict:
         cells, kind = {}, KINDS[CORRELATED]
         for name, other in self.OTHERS.items():
-            middle = GRID.index(kind.middle_rate) + self.FASTER.get(name, 0)
+            middle = GRID.index(kind.middle_rate) + self.STEPS_UP.get(name, 0)
             row = self.QUICK_ROW if self.quick else ROWS[0]
             search = self.search(row, kind._replace(middle_rate=GRID[middle]), **other)
             cells |= {(name, tables.RATES, rate): cell for rate, cell in search.items()}
@@ -449,8 +450,8 @@ class Images(Texts):
         "--models": "folder that keeps features",
         "--public": "npz with x_train: images that are nobody's secret, Tiny ImageNet",
     }  # fmt: skip
-    ROWS, MORE_ROWS = [Row(750, batch=64, directions=IMAGE_DIRECTIONS)], list[Row]()
-    FEATURES = "patches"
+    ROWS, MORE_ROWS = [Row(750, [NONE, CORRELATED], 64, IMAGE_DIRECTIONS)], list[Row]()
+    FEATURES, FASTER = "patches", 2
 
     def load(self) -> None:
         args = self.args
