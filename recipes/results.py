@@ -132,12 +132,6 @@ RUNS = [
         0.3,
     ),
     Run(
-        "correlated_heads_snippets",
-        "correlated_heads:Snippets",
-        f"{MODEL} --public {WIKI}/train.txt --snippets $SNIPPETS {STORED}",
-        0.2,
-    ),
-    Run(
         "correlated_heads_images",
         "correlated_heads:Images",
         f"{TRAINED} --public $TINY_IMAGENET {STORED}",

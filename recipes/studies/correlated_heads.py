@@ -39,7 +39,7 @@ from .lib.tables import write_table
 from .lib.text import load_tokenizer, sst2
 from .patch_features import PatchFeatures
 
-CLIP, BATCH, SEEDS, IMAGE_DIRECTIONS = 0.3, 16, 5, 800
+CLIP, BATCH, SEEDS = 0.3, 16, 5
 GRID = tuple(0.625 * 2**power for power in range(10))
 ORDERS, TRAININGS = 2, 4  # of samples, and in each of them, when a rate is chosen
 
@@ -215,31 +215,6 @@ class HeadTask(FeaturesTask):
         return metrics
 
 
-class SnippetsTask(HeadTask):
-    """The same of rated snippets: lines of an id, a rating around zero and a text.
-
-    Args:
-        file: Of the lines. One row of five is to judge on.
-    """
-
-    HELD_OUT = 1500
-
-    def __init__(self, model: str, file: str, folder: str, public: str) -> None:
-        super().__init__(model, "", folder, public)
-        self.folder, self._file = Path(folder) / Path(file).stem, file
-
-    def sentences(self, name: str) -> tuple[list[str], Tensor]:
-        if name == "public":
-            return super().sentences(name)
-        text = Path(self._file).read_text(encoding="utf-8", errors="replace")
-        rows = [line.split("\t") for line in text.split("\n") if line.strip()]
-        random.Random(0).shuffle(rows)
-        count = len(rows) // 5
-        rows = rows[:count] if name == "test" else rows[count:]
-        labels = torch.tensor([int(float(rating) > 0) for _, rating, _ in rows])
-        return [text.strip() for *_, text in rows], labels
-
-
 class ImagesTask(HeadTask):
     """The same on CIFAR-10, by features of patches of public images.
 
@@ -250,7 +225,7 @@ class ImagesTask(HeadTask):
         public: An npz of public images.
     """
 
-    HELD_OUT, PUBLIC, DIRECTIONS, FILTERS = 2000, 3000, IMAGE_DIRECTIONS, 200
+    HELD_OUT, PUBLIC, DIRECTIONS, FILTERS = 2000, 3000, 800, 200
 
     def __init__(self, train: str, test: str, folder: str, public: str) -> None:
         super().__init__("", "", folder, public)
@@ -303,7 +278,6 @@ class Texts(Study):
     )
     ROWS, MORE_ROWS, QUICK_ROW = ROWS, MORE_ROWS, Row(2, [NONE, CORRELATED])
     FEATURES = "all layers"
-    GIVEN_RATES: dict[str, float] = {}  # of kinds whose rate is not searched for
     FASTER = 0  # by how many steps of the grid its rates are higher
 
     def cells(self) -> dict:
@@ -312,9 +286,8 @@ class Texts(Study):
         for row, name in self._trainings():
             place = f"{name}, {row.steps:,} messages of {row.batch}"
             place += f", {row.directions:,} directions"
-            if name not in self.GIVEN_RATES:
-                search = self.search(row, KINDS[name])
-                cells |= {(place, tables.RATES, tried): cell for tried, cell in search.items()}
+            search = self.search(row, KINDS[name])
+            cells |= {(place, tables.RATES, tried): cell for tried, cell in search.items()}
             rate = self.rate_of(row, name)
             if rate is not None:
                 cell = self._trained(row, KINDS[name]) | {"learning_rate": rate}
@@ -324,15 +297,14 @@ class Texts(Study):
         return dict(sorted(cells.items(), key=lambda cell: _seed_order(cell[0])))
 
     def _trainings(self) -> list[tuple[Row, str]]:
-        rows = [self.QUICK_ROW] if self.quick else self.ROWS + self.MORE_ROWS * self.args.all
+        rows = [*self.ROWS, *(self.MORE_ROWS if self.args.all else ())]
+        rows = [self.QUICK_ROW] if self.quick else rows
         return [(row, name) for row in rows for name in row.kinds]
 
     def rate_of(self, row: Row, name: str) -> float | None:
         """What was searched for, once it is there. Correlated noise has one rate for all lengths,
         by the mean of what all searches tried: lengths differ by less than they can tell.
         """
-        if name in self.GIVEN_RATES:
-            return self.GIVEN_RATES[name]
         kind, results = KINDS[name], Results(self.output)
         if self.quick:
             return kind.middle_rate
@@ -420,25 +392,6 @@ class Choice(Texts):
         write_table(self.output, header, list(tables.pop_rates(metrics).items()))
 
 
-class Snippets(Texts):
-    """The same on other texts, by the clip, the noise and the rate that SST-2 gave.
-
-    Conditions and figures: docs/findings/correlated_heads.md.
-    """
-
-    ARGUMENTS = Study.ALL | {
-        "--model": "a text encoder and its tokenizer", "--models": "folder that keeps features",
-        "--public": "a public text, WikiText-2's training part, a paragraph a line",
-        "--snippets": "rated texts of Hutto and Gilbert (2014): lines of an id, a rating, a text",
-    }  # fmt: skip
-    ROWS, MORE_ROWS = [Row(530, directions=530)], list[Row]()
-    GIVEN_RATES = {name: kind.middle_rate for name, kind in KINDS.items() if kind.correlated}
-
-    def load(self) -> None:
-        args = self.args
-        self.task = SnippetsTask(args.model, args.snippets, args.models, args.public)
-
-
 class Images(Texts):
     """The same on CIFAR-10, by features of patches.
 
@@ -450,7 +403,8 @@ class Images(Texts):
         "--models": "folder that keeps features",
         "--public": "npz with x_train: images that are nobody's secret, Tiny ImageNet",
     }  # fmt: skip
-    ROWS, MORE_ROWS = [Row(750, [NONE, CORRELATED], 64, IMAGE_DIRECTIONS)], list[Row]()
+    ROWS = [Row(750, [NONE, CORRELATED], 64, directions) for directions in (800, 400)]
+    MORE_ROWS: Sequence[Row] = ()
     FEATURES, FASTER = "patches", 2
 
     def load(self) -> None:

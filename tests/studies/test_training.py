@@ -16,7 +16,7 @@ from hf_gradguard.leakage import dp_sgd_epsilon, gaussian_epsilon
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing.small import small_text_task
 from recipes.studies import frontier_rows, frontier_texts
-from recipes.studies.correlated_heads import Choice, HeadTask, ImagesTask, SnippetsTask, Texts
+from recipes.studies.correlated_heads import Choice, HeadTask, ImagesTask, Texts
 from recipes.studies.frontier_attacks import attack_texts, f1_of, messages_of
 from recipes.studies.frontier_clients import Stage, TextTask, next_rate, rates_to_try, row_of
 from recipes.studies.frontier_heads import TextHeadTask
@@ -322,26 +322,6 @@ def test_settings_of_heads_are_chosen_by_simulation(
     assert rows.keys() == Choice.OTHERS.keys()
     rates = [row[0].split()[0].strip("*") for row in rows.values()]
     assert set(rates) == {"20", "2.5", "80", "5"}
-
-
-def test_heads_of_rated_snippets(encoder, public, sst2, quick, tmp_path, monkeypatch):
-    """Lines of an id, a rating and a text, some to judge on."""
-    monkeypatch.setattr(SnippetsTask, "HELD_OUT", 20)
-    monkeypatch.setattr(HeadTask, "PUBLIC", 12)
-    monkeypatch.setattr(Texts, "QUICK_ROW", Texts.QUICK_ROW._replace(batch=4, directions=5))
-    rows = [row.split("\t") for row in (sst2 / "dev.tsv").read_text().splitlines()[1:]]
-    lines = [f"{n}\t{2.5 * int(label) - 1}\t{text}" for n, (text, label) in enumerate(rows)]
-    file = tmp_path / "rated.txt"
-    file.write_text("\n".join(lines))
-    output, models = tmp_path / "correlated_heads_snippets", tmp_path / "models"
-    data = ("--model", encoder, "--public", public, "--snippets", file, "--models", models)
-    study = quick("correlated_heads_snippets", *data, output=output)
-    plain, private = study.figures.values()
-    assert private.keys() == {"accuracy"}  # at the rate that SST-2 gave
-    assert plain["accuracy"]["0"]["of"] == len(rows) // 5
-    train = load_file(models / "rated" / "features-train.safetensors")
-    assert len(train["labels"]) == len(rows) - len(rows) // 5
-    assert 0 < int(train["labels"].sum()) < len(train["labels"])
 
 
 def test_correlated_heads_of_images(cifar10, quick, tmp_path, monkeypatch):
