@@ -91,6 +91,11 @@ class Row(NamedTuple):
     batch: int = BATCH
     directions: int = 1400
 
+    def place(self, name: str) -> str:
+        """Of a kind's cells in the tables."""
+        size = f"{self.steps:,} messages of {self.batch}, {self.directions:,} directions"
+        return f"{name}, {size}"
+
 
 ROWS = [Row(1590), Row(4209, [NONE, CORRELATED]), Row(200, directions=200)]
 MORE_ROWS = [Row(1590, [STRICTEST]), Row(4209, [STRICTEST])]  # with --all
@@ -284,8 +289,7 @@ class Texts(Study):
         """Rates first, then what takes the best of them."""
         cells: dict = {}
         for row, name in self._trainings():
-            place = f"{name}, {row.steps:,} messages of {row.batch}"
-            place += f", {row.directions:,} directions"
+            place = row.place(name)
             search = self.search(row, KINDS[name])
             cells |= {(place, tables.RATES, tried): cell for tried, cell in search.items()}
             rate = self.rate_of(row, name)
@@ -353,14 +357,15 @@ class Texts(Study):
 
     def report(self, metrics: dict) -> None:
         rows, tried = [], tables.pop_rates(metrics)
+        rates = {row.place(name): self.rate_of(row, name) for row, name in self._trainings()}
         for row, cells in metrics.items():
             runs = cells.get(tables.ACCURACY, {})
             plain = metrics.get(f"{NONE}, {row.partition(', ')[2]}", {}).get(tables.ACCURACY, {})
             first = next(iter(runs.values()), {})
             proof = [f"{first[name]:.2g}" if name in first else "" for name in PROOF]
-            shown = [row, tried.get(row, ""), tables.accuracy_text(runs)]
+            shown = [row, tried[row], f"{rates[row]:g}", tables.accuracy_text(runs)]
             rows.append([*shown, "" if runs is plain else tables.lost(runs, plain), *proof])
-        header = ["", "rates (held out)", "accuracy", "less than none", "ε"]
+        header = ["", "rates (held out)", "rate", "accuracy", "less than none", "ε"]
         write_table(self.output, [*header, "members found at most"], rows)
 
 
