@@ -44,7 +44,7 @@ class DemoSettings:
     )
     output: str = option("runs/demo", "folder of the audit")
     steps: int = option(40, "optimizer steps of each training")
-    attacked: int = option(6, "sentences that are attacked, each alone in its message")
+    attacked: int = option(4, "sentences that are attacked, each alone in its message")
     seed: int = option(0, "seed of trainings and attacks")
 
 
@@ -186,9 +186,16 @@ def _parser(group: str) -> argparse.ArgumentParser:
 
 
 def _demo(flags: Mapping[str, Any]) -> None:
+    from transformers.utils import logging
+
     from .demo import run_demo
 
-    run_demo(**asdict(fill(DemoSettings, flags)))
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it prints progress, a table and sentences, and nothing else
+    try:
+        run_demo(**asdict(fill(DemoSettings, flags)))
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _list_defenses(_: Mapping[str, Any]) -> None:

@@ -51,7 +51,7 @@ Row = tuple[str, int]
 
 HEADER = ("defense", "accuracy", "words recovered", "words told apart", "recognized", "seconds")
 
-LEARNING_RATE, DECOYS = 2e-4, 44
+LEARNING_RATE, DECOYS = 2e-4, 24
 
 
 def run_demo(model: str | None, output: str, steps: int, attacked: int, seed: int) -> None:

@@ -25,7 +25,10 @@ def test_it_prints_one_table_three_sentences_and_a_path(
 ) -> None:
     flags = ["--model", str(encoder), "--output", str(tmp_path), "--steps", "2", "--attacked", "3"]
     assert main(["demo", *flags]) == 0
-    lines = capsys.readouterr().out.strip().splitlines()
+    said = capsys.readouterr()
+    bars = [line for line in re.split(r"[\r\n]+", said.err) if line.strip(" \x1b[A")]
+    assert all("%|" in line or "it/s" in line or "s/it" in line for line in bars)
+    lines = said.out.strip().splitlines()
     assert len(lines) <= 30
     assert lines[0].split("  ")[0] == "defense"
     assert [line.split()[0] for line in lines[2:4]] == list(demo.DEFENSES)

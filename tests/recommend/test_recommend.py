@@ -353,4 +353,4 @@ def test_the_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit) as stopped:
         main(["recommend", "--model", "nowhere"])
     assert stopped.value.code == 1
-    assert "gradguard recommend: --dataset, --output must be given." in capsys.readouterr().err
+    assert "gradguard recommend: --output, --dataset must be given." in capsys.readouterr().err
