@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -186,16 +187,17 @@ def _parser(group: str) -> argparse.ArgumentParser:
 
 
 def _demo(flags: Mapping[str, Any]) -> None:
-    from transformers.utils import logging
-
     from .demo import run_demo
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it prints progress, a table and sentences, and nothing else
+    loggers = [logging.getLogger(name) for name in ("transformers", __package__)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:  # it prints progress, a table and sentences, and nothing else
+        logger.setLevel(logging.ERROR)
     try:
         run_demo(**asdict(fill(DemoSettings, flags)))
     finally:
-        logging.set_verbosity(verbosity)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _list_defenses(_: Mapping[str, Any]) -> None:

@@ -21,11 +21,13 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("few_probes")
 def test_it_prints_one_table_three_sentences_and_a_path(
-    encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     flags = ["--model", str(encoder), "--output", str(tmp_path), "--steps", "2", "--attacked", "3"]
     assert main(["demo", *flags]) == 0
     said = capsys.readouterr()
+    assert not caplog.messages
     bars = [line for line in re.split(r"[\r\n]+", said.err) if line.strip(" \x1b[A")]
     assert all("%|" in line or "it/s" in line or "s/it" in line for line in bars)
     lines = said.out.strip().splitlines()
