@@ -155,9 +155,10 @@ class LikelihoodSearches(Study):
                     len(f1), (10_000, len(f1)), generator=torch.Generator().manual_seed(0)
                 )
                 low, high = f1[draws].mean(1).quantile(torch.tensor([0.025, 0.975])).tolist()
+                interval = f" [{low:.2f}, {high:.2f}]" * (len(cells) > 1)
                 mean = {key: sum(cell[key] for cell in cells) / len(cells) for key in cells[0]}
                 rows.append(
-                    [state, strength, len(cells), f"{mean['token_f1']:.2f} [{low:.2f}, {high:.2f}]",
+                    [state, strength, len(cells), f"{mean['token_f1']:.2f}{interval}",
                      f"{mean['position_accuracy']:.2f}", f"{mean['chance']:.2f}",
                      ", ".join(f"{c['token_f1']:.2f}" for c in cells),
                      ", ".join(f"{c['score']:.0f} of {c['expected']:.0f}" for c in cells),

@@ -229,7 +229,7 @@ def test_a_search_ends_by_the_whole_likelihood_where_there_is_one(
         return scores
 
     monkeypatch.setattr(WholeLikelihood, "__call__", noted)
-    attack = LikelihoodSearch(PUBLIC, evaluations=600, prior=0.0)
+    attack = LikelihoodSearch(PUBLIC, evaluations=600, prior=0.0, whole_share=0.25)
     found = attack(message("gaussian_noise", relative_scale=20.0), torch_rng())
     assert found.token_ids is not None
     assert tuple(found.token_ids[0][1:-1]) == max(scored, key=lambda text: scored[text])

@@ -65,7 +65,7 @@ class LikelihoodSearch(Attack):
     gradient, in a metric that public texts whiten (score.py), plus the logarithm of how likely
     public texts make the words. It needs no slope, so it works behind every defense: with the
     mechanism's noise where that is known, by cosine where it is not. Behind Gaussian noise as large
-    as the gradient, one text's search ends by the likelihood itself: near the true text that tells
+    as the gradient, one text's search can end by the likelihood itself: near the true text that tells
     orders and small words apart.
 
     A message of several texts is a sum. Each text has turns in which it is searched in what the
@@ -83,7 +83,7 @@ class LikelihoodSearch(Attack):
         evaluations: Stop after so many texts were scored. Default: by `seconds` alone.
         damping: Of the metric, in variances of the noise.
         prior: What public texts' probabilities weigh; 1 is Bayes' rule.
-        whole_share: Of the effort, at the end, where the whole likelihood is known.
+        whole_share: Of the effort, at the end, by the whole likelihood where that is known.
         progress: Show a bar.
 
     Raises:
@@ -103,7 +103,7 @@ class LikelihoodSearch(Attack):
     evaluations: int | None = None
     damping: float = 10.0
     prior: float = 1.0
-    whole_share: float = 0.25
+    whole_share: float = 0.0
     progress: bool = False
 
     def __post_init__(self) -> None:
