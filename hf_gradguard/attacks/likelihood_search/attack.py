@@ -65,8 +65,8 @@ class LikelihoodSearch(Attack):
     gradient, in a metric that public texts whiten (score.py), plus the logarithm of how likely
     public texts make the words. It needs no slope, so it works behind every defense: with the
     mechanism's noise where that is known, by cosine where it is not. Behind Gaussian noise as large
-    as the gradient, one text's search can end by the likelihood itself: near the true text that tells
-    orders and small words apart.
+    as the gradient, one text's search can end by the likelihood itself: near the true text that
+    tells orders and small words apart.
 
     A message of several texts is a sum. Each text has turns in which it is searched in what the
     others leave of the message: as much of these is taken out as their scores say is right.
