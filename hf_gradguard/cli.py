@@ -226,11 +226,8 @@ def describe(registry: Registry[Any]) -> str:
 
 
 def _train_evalnet(flags: Mapping[str, Any]) -> None:
-    from .data.samples import load_images, load_texts
-    from .networks import save_network, train_image_network, train_text_network
-    from .networks.judging import evaluate_image_network, evaluate_text_network, hold_out
+    from .networks import save_network
     from .networks.loading import network_card
-    from .networks.noise import as_pixels
 
     args = fill(EvalnetSettings, flags)
     text, images = ("steps", "max_length", "base_model"), ("epochs", "num_channels", "image_size")
@@ -246,40 +243,8 @@ def _train_evalnet(flags: Mapping[str, Any]) -> None:
         "split": args.split,
         "config": args.dataset_config,
     }
-    network: Any
-    metrics = None
-    if args.model:
-        import torch
-        from transformers import AutoModel
-
-        from .models import check_name, explain_missing_model, load_tokenizer
-        from .networks.configuration import hub_name
-
-        check_name(args.model)  # before texts are loaded
-
-        texts = [text for text in load_texts(args.dataset, **source) if text and text.strip()]
-        training, held_out = hold_out(texts)
-        with explain_missing_model(args.model):
-            tokenizer = load_tokenizer(args.model)
-            embedding = AutoModel.from_pretrained(
-                args.model, dtype=torch.float32, trust_remote_code=False
-            ).get_input_embeddings()
-        base_model = args.base_model or hub_name(args.model)
-        network = train_text_network(
-            embedding, tokenizer, [texts[i] for i in training], base_model=base_model, **settings
-        )
-        if held_out:
-            judged = [texts[i] for i in held_out]
-            metrics = evaluate_text_network(network, embedding, tokenizer, judged)
-    else:
-        sizes: dict[str, Any] = {"num_channels": args.num_channels, "image_size": args.image_size}
-        if args.dataset.endswith(".npz") and any(sizes.values()):
-            raise ValueError("An npz is taken as it is: leave --num_channels and --image_size out.")
-        pixels = as_pixels(load_images(args.dataset, **source, **sizes))
-        training, held_out = hold_out(range(len(pixels)))
-        network = train_image_network(pixels[training], **settings)
-        if held_out:
-            metrics = evaluate_image_network(network, pixels[held_out])
+    train = _train_text if args.model else _train_images
+    network, metrics = train(args, source, settings)
     save_network(network, args.output)
     dataset = os.path.basename(args.dataset) if os.path.exists(args.dataset) else args.dataset
     network_card(network, dataset, metrics).save(os.path.join(args.output, "README.md"))
@@ -288,6 +253,51 @@ def _train_evalnet(flags: Mapping[str, Any]) -> None:
         print("Fewer than 20 samples: none was held out to judge the network by.")
     else:
         print(metrics.describe("text" if args.model else "image"))
+
+
+def _train_text(args: EvalnetSettings, source: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """The network, and how it does on texts that it was not trained on; `None` where all were."""
+    import torch
+    from transformers import AutoModel
+
+    from .data.samples import load_texts
+    from .models import check_name, explain_missing_model, load_tokenizer
+    from .networks import train_text_network
+    from .networks.configuration import hub_name
+    from .networks.judging import evaluate_text_network, hold_out
+
+    assert args.model is not None
+    check_name(args.model)  # before texts are loaded
+    texts = [text for text in load_texts(args.dataset, **source) if text and text.strip()]
+    training, held_out = hold_out(texts)
+    with explain_missing_model(args.model):
+        tokenizer = load_tokenizer(args.model)
+        embedding = AutoModel.from_pretrained(
+            args.model, dtype=torch.float32, trust_remote_code=False
+        ).get_input_embeddings()
+    base_model = args.base_model or hub_name(args.model)
+    network = train_text_network(
+        embedding, tokenizer, [texts[i] for i in training], base_model=base_model, **settings
+    )
+    judged = [texts[i] for i in held_out]
+    metrics = evaluate_text_network(network, embedding, tokenizer, judged) if judged else None
+    return network, metrics
+
+
+def _train_images(args: EvalnetSettings, source: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """The same for images."""
+    from .data.samples import load_images
+    from .networks import train_image_network
+    from .networks.judging import evaluate_image_network, hold_out
+    from .networks.noise import as_pixels
+
+    sizes: dict[str, Any] = {"num_channels": args.num_channels, "image_size": args.image_size}
+    if args.dataset.endswith(".npz") and any(sizes.values()):
+        raise ValueError("An npz is taken as it is: leave --num_channels and --image_size out.")
+    pixels = as_pixels(load_images(args.dataset, **source, **sizes))
+    training, held_out = hold_out(range(len(pixels)))
+    network = train_image_network(pixels[training], **settings)
+    return network, evaluate_image_network(network, pixels[held_out]) if held_out else None
 
 
 def _check_output(output: str) -> None:

@@ -355,6 +355,7 @@ def network_card(
         True
     """
     config = network.config
+    judges_texts = isinstance(config, TextEvaluationNetworkConfig)
     if isinstance(config, TextEvaluationNetworkConfig):
         judged = (
             f"token embeddings of {config.base_model or 'one model'}, `(B, T, "
@@ -366,22 +367,13 @@ def network_card(
         shape = ", ".join(map(str, (config.num_channels, *config.size)))
         judged = f"images `(B, {shape})` with pixels in [0, 1]"
         noise = "uniform noise"
-    judges_texts = isinstance(config, TextEvaluationNetworkConfig)
     base = config.base_model or None if judges_texts else None
     tags = ["gradguard", "evaluation-network"]
     data = ModelCardData(library_name="hf-gradguard", tags=tags, base_model=base)
-    if metrics is None:
-        judged_by = "Not judged on held-out data."
-    else:
+    judged_by = "Not judged on held-out data."
+    if metrics is not None:
         judged_by = metrics.describe("text" if judges_texts else "image")
-        data.model_name = "evaluation-network"
-        data.eval_results = [
-            EvalResult("other", "held-out", dataset, metric_type, score, "share of noise", name)
-            for metric_type, name, score in (
-                ("mae", "MAE", metrics.mean_absolute_error),
-                ("spearmanr", "Spearman", metrics.spearman),
-            )
-        ]
+        data.model_name, data.eval_results = "evaluation-network", _results(metrics, dataset)
     return ModelCard(
         f"""---
 {data.to_yaml()}
@@ -404,3 +396,14 @@ network.noise_ratio(x)  # (B,)
 ```
 """
     )
+
+
+def _results(metrics: NetworkMetrics, dataset: str) -> list[EvalResult]:
+    scores = (
+        ("mae", "MAE", metrics.mean_absolute_error),
+        ("spearmanr", "Spearman", metrics.spearman),
+    )
+    return [
+        EvalResult("other", "held-out", dataset, kind, score, "share of noise", metric_name=title)
+        for kind, title, score in scores
+    ]

@@ -215,15 +215,8 @@ def markdown_table(summary: Summary) -> str:
 
 def _score_lines(summary: Summary) -> list[str]:
     audit, score = summary.audit, summary.main_score.name
-    pairs_title = f"{summary.main_score.unit_of_change}s told apart"
-    header = [
-        "defense",
-        *audit.attacks,
-        pairs_title,
-        "labels recovered",
-        "relative error",
-        "cosine",
-    ]
+    pairs = f"{summary.main_score.unit_of_change}s told apart"
+    header = ["defense", *audit.attacks, pairs, "labels recovered", "relative error", "cosine"]
     header += summary.estimator_titles.values()
     rows = []
     for defense, means in summary.shared.items():
