@@ -78,14 +78,17 @@ def test_wherever_names_are_loaded(
 
 @pytest.mark.parametrize("recipe", ["sst2", "head", "image_classification", "image_head"])
 def test_recipes_say_it_before_data_are_loaded(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     flags = ["--model_name_or_path", "/no/model", "--output_dir", str(tmp_path)]
-    images = ["--dataset", str(tmp_path)] if recipe.startswith("image") else []
-    flags += images or ["--data_dir", str(tmp_path)]
+    flags += ["--data_dir" if recipe == "head" else "--dataset", str(tmp_path)]
+    flags += [] if "head" in recipe else ["--defense", "none"]
     monkeypatch.setattr(sys, "argv", ["recipe", *flags])
-    with pytest.raises(SystemExit, match="There is no folder /no/model"):
+    with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(RECIPES / f"{recipe}.py"), run_name="__main__")
+    assert "There is no folder /no/model" in f"{stopped.value.code} {capsys.readouterr().err}"
+    assert stopped.value.code not in (0, None)
 
 
 def test_studies(tmp_path: Path) -> None:

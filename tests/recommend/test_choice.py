@@ -198,7 +198,7 @@ def test_then_membership_inference_decides_where_it_can_tell() -> None:
 
 def test_an_exact_copy_stands_at_the_edge_and_numbers_do_not_overlap() -> None:
     tried = [outcome("none", 0.0, 100.0), *(outcome(name, 0.01, 14.0) for name in "abc")]
-    page = html_report(choose(tried, 0.02, 12.0), 12.0, TrialSettings(), MAIN_SCORES["image"])
+    page = html_report(choose(tried, 0.02, 12.0), 12.0, TrialSettings(), MAIN_SCORES["image"], "")
     assert "≥ 40 dB" in page
     assert "1 (100.0 dB)" in page
     numbers = re.findall(r'class="number" x="([0-9.]+)" y="([0-9.]+)"', page)
