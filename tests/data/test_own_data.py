@@ -710,25 +710,20 @@ def test_recipes_read_by_the_same_door(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     script = str(ROOT / "recipes" / "sst2.py")
-    flags = ["--model_name_or_path", str(models / "encoder"), "--data_dir", "rows.csv"]
-    flags += [
-        "--use_cpu",
-        "--defense",
-        "none",
-        "--max_steps",
-        "1",
-        "--report_to",
-        "none",
-        "--output_dir",
-        "out",
-    ]
+    flags = ["--model_name_or_path", str(models / "encoder"), "--dataset", "rows.csv"]
+    flags += ["--use_cpu", "--defense", "none", "--max_steps", "1", "--report_to", "none"]
+    flags += ["--output_dir", "out"]
     monkeypatch.setattr(sys, "argv", [script, *flags])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.csv").write_text(THREE.replace(",", ";") + "word1;bad\n" * 16)
-    runpy.run_path(script, run_name="__main__")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(script, run_name="__main__")
+    assert ended.value.code == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["label2id"] == {"bad": 0, "good": 1, "so so": 2}
     assert "rows.csv (separated by ';')" in capsys.readouterr().err
     (tmp_path / "rows.csv").write_text(f"{TABLE}word5, {SECRET},1\n")
-    with pytest.raises(SystemExit, match=r"^sst2\.py: rows\.csv, row 3 \(line 4\)"):
+    with pytest.raises(SystemExit) as ended:
         runpy.run_path(script, run_name="__main__")
+    assert ended.value.code == 1
+    assert "gradguard train: rows.csv, row 3 (line 4)" in capsys.readouterr().err
