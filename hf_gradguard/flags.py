@@ -85,7 +85,8 @@ class FlagParser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,  # what is left out must not override a file
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
-        self._required = dict[str, str]()
+        self._required, self._known = dict[str, str](), list[str]()
+        self._repeated = set[str]()  # flags that may come several times
         positional = [f.name for kind in settings for f in fields(kind) if _is_positional(f)]
         if not positional:
             self.add_argument(
@@ -103,7 +104,7 @@ class FlagParser(argparse.ArgumentParser):
         for owner in settings.__mro__:  # its own come first
             title = vars(owner).get("_argument_group_name", owner.__name__)
             declared = [f for f in fields(settings) if f.init and _owner(settings, f) is owner]
-            flags = [f for f in declared if f"--{f.name}" not in self._option_string_actions]
+            flags = [f for f in declared if f"--{f.name}" not in self._known]
             group = self.add_argument_group(title) if flags else self
             for setting in flags:
                 self._add_field(group, setting, types[setting.name])
@@ -134,10 +135,15 @@ class FlagParser(argparse.ArgumentParser):
             del options["metavar"]
         options = metadata if "action" in metadata else options | metadata
         text += _default_text(setting)
-        group.add_argument(f"--{name}", *aliases, dest=name, help=text, **options)
+        names = [f"--{name}", *aliases]
+        group.add_argument(*names, dest=name, help=text, **options)
+        if options.get("action") == "append":
+            self._repeated.add(names[0])
         if options.get("type") is _boolean:
             help_text = "the opposite" if setting.default is True else argparse.SUPPRESS
             group.add_argument(f"--no_{name}", dest=name, action="store_false", help=help_text)
+            names.append(f"--no_{name}")
+        self._known += names
 
     def values(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
         """The flags that are used, over those of the files.
@@ -174,10 +180,10 @@ class FlagParser(argparse.ArgumentParser):
     def _values_in(self, path: str) -> dict[str, Any]:
         argv = list[str]()
         for name, value in read_mapping(path).items():
-            if f"--{name}" not in self._option_string_actions or name == "config":
+            if f"--{name}" not in self._known:
                 near = self._near(f"--{name}").replace("--", "")
                 raise FlagError(f"{path} holds {name}, which no flag is called.{near} See --help.")
-            argv += _tokens(f"--{name}", value, self._option_string_actions[f"--{name}"])
+            argv += _tokens(f"--{name}", value, f"--{name}" in self._repeated)
         try:
             flags, unknown = self._parse(argv) if argv else ({}, [])
         except FlagError as error:
@@ -187,7 +193,7 @@ class FlagParser(argparse.ArgumentParser):
         return flags
 
     def _near(self, flag: str) -> str:
-        names = [name for name in self._option_string_actions if name.startswith("--")]
+        names = [name for name in ("--config", *self._known) if name.startswith("--")]
         near = difflib.get_close_matches(flag.split("=")[0], names, 1)
         return f" Did you mean {near[0]}?" if near else ""
 
@@ -232,12 +238,12 @@ def read_mapping(path: str) -> dict[str, Any]:
     return values
 
 
-def _tokens(flag: str, value: Any, action: argparse.Action) -> list[str]:
+def _tokens(flag: str, value: Any, is_repeated: bool) -> list[str]:
     """A file's entry as it would be typed."""
     if value is None:
         return []
-    if isinstance(value, list) and isinstance(action, argparse._AppendAction):
-        return [token for part in value for token in _tokens(flag, part, action)]
+    if isinstance(value, list) and is_repeated:
+        return [token for part in value for token in _tokens(flag, part, False)]
     if isinstance(value, list):
         return [flag, *map(str, value)]
     is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)

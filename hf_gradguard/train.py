@@ -338,11 +338,11 @@ def _new_model(
 
 
 def _learn_vocabulary(texts: Iterable[str], folder: str) -> None:
-    from tokenizers import BertWordPieceTokenizer
+    from tokenizers import BertWordPieceTokenizer, Tokenizer
 
     learned = BertWordPieceTokenizer()
     learned.train_from_iterator(texts, vocab_size=2000, min_frequency=2, show_progress=False)
-    BertTokenizerFast(tokenizer_object=learned._tokenizer).save_pretrained(folder)
+    BertTokenizerFast(tokenizer_object=Tokenizer.from_str(learned.to_str())).save_pretrained(folder)
 
 
 def _with_adapters(model: nn.Module, settings: TrainSettings, task: Task) -> nn.Module:
