@@ -438,6 +438,8 @@ def _take_turns(searches: Sequence[_Search], end: float) -> None:
     turns = 1 if len(searches) == 1 else _TURNS * len(searches)
     for turn in range(turns):
         search = searches[turn % len(searches)]
+        if search.population and search.effort.spent >= end:  # a turn begins by scoring anew
+            break
         if len(searches) > 1:
             search.take_out([x for x in searches if x is not search and x.population])
         search.run(end * (turn + 1) / turns)
