@@ -45,7 +45,7 @@ class DemoSettings:
     )
     output: str = option("runs/demo", "folder of the audit")
     steps: int = option(40, "optimizer steps of each training")
-    attacked: int = option(4, "sentences that are attacked, each alone in its message")
+    attacked: int = option(3, "sentences that are attacked, each alone in its message")
     seed: int = option(0, "seed of trainings and attacks")
 
 

@@ -1,5 +1,5 @@
-"""`gradguard demo`: a real encoder trained with and without protection, and attacked, in a minute
-or two on two cores.
+"""`gradguard demo`: a real encoder trained with and without protection, and attacked, in three
+minutes on two cores.
 """
 
 from __future__ import annotations
