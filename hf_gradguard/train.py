@@ -32,7 +32,7 @@ from .data.files import hold_out, read_splits
 from .data.labels import find_class
 from .data.samples import Labeled, show_rows
 from .flags import SourceSettings, fill, option
-from .gradient_map.domain import IMAGE
+from .gradient_map.domain import IGNORED, IMAGE
 from .models import TASKS, Head, Task, check_name, find_head, load_model
 from .registry import need
 from .training.config import GradGuardConfig
@@ -42,9 +42,6 @@ from .training.trainer import GradGuardTrainer
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
-
-IGNORED = -100
-"""The label of a place that has none."""
 
 _IMAGES = "image-classification"
 _TASKS = ("text-classification", _IMAGES, "text-generation")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -124,7 +123,7 @@ def load_classes(
     }
     if domain == "text":
         for labeled in read.values():
-            deque(labeled.inputs(range(len(labeled))), maxlen=0)  # refuses empty ones
+            labeled.check()  # refuses empty ones
     if state.is_main_process:
         names = class_names(splits["train"].features["labels"])
         show_rows(read["train"], {name: number for number, name in enumerate(names)})

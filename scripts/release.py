@@ -22,12 +22,13 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_gradguard.networks.judging import NetworkMetrics
+from hf_gradguard.networks.loading import eval_results
+
 ROOT = Path(__file__).resolve().parent.parent
 DATASETS = {"cifar10": "uoft-cs/cifar10", "mnist": "ylecun/mnist", "sst2": "stanfordnlp/sst2",
             "wikitext2": "Salesforce/wikitext"}  # fmt: skip
 """Names on the Hub of the sets that evaluation networks are judged on, by folder."""
-SCORES = (("mean_absolute_error", "mae", "MAE"), ("spearman", "spearmanr", "Spearman"))
-"""A score in the figures, its type on the Hub, its title."""
 
 
 def stated_versions(root: Path = ROOT) -> dict[str, str]:
@@ -99,20 +100,14 @@ def try_wheel(wheel: Path) -> str:
 def measured(network: str) -> Iterator[EvalResult]:
     """What an evaluation network was measured to be, for its card's `model-index`."""
     for cell in json.loads((ROOT / "docs/results/evalnets.json").read_text(encoding="utf-8")):
-        settings, metrics = cell["settings"], cell["figures"]
-        if settings["network"] != network:
-            continue
-        folder = settings["file"].split("/")[0]
-        blended = ", blended" if settings.get("blend") else ""
-        for kind, type_of, name in SCORES:
-            yield EvalResult(
-                task_type="other",
+        settings = cell["settings"]
+        if settings["network"] == network:
+            yield from eval_results(
+                NetworkMetrics(**cell["figures"]),
+                ", blended" if settings.get("blend") else "",
                 task_name="share of random tokens or noise",
-                dataset_type=DATASETS[folder],
+                dataset_type=DATASETS[settings["file"].split("/")[0]],
                 dataset_name=Path(settings["file"]).name,
-                metric_type=type_of,
-                metric_name=f"{name}{blended}",
-                metric_value=metrics[kind],
             )
 
 

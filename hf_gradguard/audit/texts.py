@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..attacks.layer_inputs import is_causal_lm
 from ..data.labels import find_class
-from ..gradient_map.domain import TEXT, is_framed
+from ..gradient_map.domain import IGNORED, TEXT, is_framed
 from ..metrics import Scores, score_text
 from ..models import label_kind, task_of
 from ..randomness import Stream
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ..data.samples import Sample
     from .settings import AuditSettings
 
-IGNORED = -100
 MASKED_SHARE = 0.15
 GUESSES = 8  # of which the score of chance is a mean
 

@@ -155,6 +155,8 @@ class Image(Domain):
 
 
 TEXT, IMAGE = Text(), Image()
+IGNORED = -100
+"""The label of a place that has none."""
 DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (TEXT, IMAGE)}
 
 

@@ -373,7 +373,10 @@ def network_card(
     judged_by = "Not judged on held-out data."
     if metrics is not None:
         judged_by = metrics.describe("text" if judges_texts else "image")
-        data.model_name, data.eval_results = "evaluation-network", _results(metrics, dataset)
+        data.model_name = "evaluation-network"
+        data.eval_results = eval_results(
+            metrics, task_name="share of noise", dataset_type="held-out", dataset_name=dataset
+        )
     return ModelCard(
         f"""---
 {data.to_yaml()}
@@ -398,12 +401,21 @@ network.noise_ratio(x)  # (B,)
     )
 
 
-def _results(metrics: NetworkMetrics, dataset: str) -> list[EvalResult]:
+def eval_results(metrics: NetworkMetrics, suffix: str = "", **source: str) -> list[EvalResult]:
+    """What a network was measured to be, for its card's `model-index`.
+
+    Args:
+        metrics: On one data set.
+        suffix: Behind the scores' names.
+        **source: `task_name`, `dataset_type` and `dataset_name` of `EvalResult`.
+    """
     scores = (
         ("mae", "MAE", metrics.mean_absolute_error),
         ("spearmanr", "Spearman", metrics.spearman),
     )
     return [
-        EvalResult("other", "held-out", dataset, kind, score, "share of noise", metric_name=title)
+        EvalResult(
+            "other", metric_type=kind, metric_value=score, metric_name=f"{title}{suffix}", **source
+        )
         for kind, title, score in scores
     ]

@@ -77,12 +77,10 @@ def train_flags(
     return f"{words}\n{yaml.safe_dump(values, sort_keys=False)}"
 
 
-def train_command(folder: Path) -> str:
+def train_command(folder: Path, source: SourceSettings | None) -> str:
     """What to type, once `train.yaml` is in the folder."""
-    missing = [] if "dataset:" in (folder / TRAIN_FILE).read_text(encoding="utf-8") else [
-        "--model MODEL --dataset FILE"
-    ]  # fmt: skip
-    return " ".join(["gradguard train --config", shlex.quote(str(folder / TRAIN_FILE)), *missing])
+    command = f"gradguard train --config {shlex.quote(str(folder / TRAIN_FILE))}"
+    return f"{command} --model MODEL --dataset FILE" if source is None else command
 
 
 def flags_of(defense: Defense) -> dict[str, Any] | None:

@@ -370,7 +370,7 @@ def _write(
     path.unlink(missing_ok=True)
     if chosen_flags is not None:
         write_text(path, train_flags(choice, chosen_flags, settings, source, folder))
-        command = train_command(folder)
+        command = train_command(folder, source)
     write_json(folder / "recommend.json", record)
     write_text(folder / "recommend.md", markdown_table(choice, score, command))
     write_text(folder / "recommend.html", html_report(choice, chance, settings, score, command))

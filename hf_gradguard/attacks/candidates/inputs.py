@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...gradient_map.domain import DOMAINS, IMAGE, TEXT, Domain, is_encoder_decoder
+from ...gradient_map.domain import DOMAINS, IGNORED, IMAGE, TEXT, Domain, is_encoder_decoder
 from ...models import label_kind, task_of
 from ..base import Observation
 from ..labels import recover_labels
@@ -22,7 +22,6 @@ from .likelihood import count_labels, mean_items
 
 T = TypeVar("T")
 MOST_COMBINATIONS = 200_000
-IGNORED = -100
 _LABELS = ("labels", "label", "label_ids")  # collators take each for the first
 _PER_TOKEN = ("token", "text")  # kinds of labels
 

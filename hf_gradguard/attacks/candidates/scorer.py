@@ -160,8 +160,10 @@ class Scorer:
             self.is_scored[index[:, None], torch.tensor(rows, device=index.device)] = True
             bar.update(len(rows))
             done += len(rows)
-            priors = [self.pool.priors[i].among(self.is_scored[i]).prior for i in messages]
-            if done < total and all(prior.any() for prior in priors) and self.clock.is_over:
+            if done == total or self.clock.seconds is None:
+                continue
+            priors = (self.pool.priors[i].among(self.is_scored[i]).prior for i in messages)
+            if all(prior.any() for prior in priors) and self.clock.is_over:
                 break
         bar.close()
 

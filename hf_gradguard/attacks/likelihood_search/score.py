@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ...defenses.mechanism import Mechanism
+from ...gradient_map.domain import IGNORED
 from ...gradient_map.inputs import model_loss
 from ...gradient_map.layers import LINEAR
 from ...gradient_map.per_sample.listener import Listener
@@ -29,7 +30,6 @@ from ...gradient_map.replay import Replay
 from ...gradient_map.types import Tensors
 from ...gradient_map.vectorized import ManyGradients
 from ..base import Observation
-from ..candidates.inputs import IGNORED
 from ..candidates.likelihood import ProductLikelihood
 from ..layer_inputs import is_causal_lm
 from .messages import WhiteMessage
