@@ -74,6 +74,7 @@ class DPSGD(NoiseDefense):
             data.
         bands: Of `"banded"`.
         messages: T. The Trainer sets it.
+        falling_rate: Whether learning rates fall to zero. The Trainer sets it by its schedule.
     """
 
     name: ClassVar[str] = "dp_sgd"
@@ -90,6 +91,7 @@ class DPSGD(NoiseDefense):
     min_separation: int | None = None
     bands: int | None = None
     messages: int | None = None
+    falling_rate: bool | None = None
 
     def __post_init__(self) -> None:
         _check_clip(self.clip)
@@ -130,7 +132,9 @@ class DPSGD(NoiseDefense):
                 "factorization must be 'blt', 'banded' or 'square_root', but is "
                 f"{self.factorization!r}."
             )
-        for name in _CORRELATED[1:]:
+        if self.falling_rate not in (None, True, False):
+            raise ValueError(f"falling_rate must be true or false, not {self.falling_rate!r}.")
+        for name in _WHOLE_NUMBERS:
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), least=1)
 
@@ -227,7 +231,7 @@ class DPSGD(NoiseDefense):
         self, noise_multiplier: float, expected_batch_size: float, **plan: int | None
     ) -> None:
         """Take σ and B as a Trainer found them, and of correlated noise `messages`,
-        `participations` and `min_separation`.
+        `min_separation` and `falling_rate`.
         """
         if self.per_sample:  # of updates as a whole `scale` says it
             self.noise_multiplier, self.target_epsilon = noise_multiplier, None
@@ -256,7 +260,7 @@ class DPSGD(NoiseDefense):
             )
         factor = make_factor(
             self.factorization or "blt", self.messages, self.participations or 1,
-            self.min_separation, self.bands,
+            self.min_separation, self.bands, bool(self.falling_rate),
         )  # fmt: skip
         return NoiseStream(factor, self.messages, position)
 
@@ -463,7 +467,8 @@ def _check_clip(clip: float) -> None:
         raise ValueError(f"clip must be a finite number above 0, but is {clip!r}.")
 
 
-_CORRELATED = ("factorization", "participations", "min_separation", "bands", "messages")
+_WHOLE_NUMBERS = ("participations", "min_separation", "bands", "messages")
+_CORRELATED = ("factorization", "falling_rate", *_WHOLE_NUMBERS)
 _STREAM = "noise_stream/"
 _NO_STREAMS = (
     "with correlated=True its noise is one stream of the whole message, which no device holds. "

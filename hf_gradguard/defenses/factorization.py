@@ -5,6 +5,9 @@ triangle of ones. With A = B C, the messages C⁻¹(C g + σ z) = g + σ C⁻¹ 
 C g + σ z does, which is one Gaussian mechanism. The weights get A g + σ B z. Independent noise is
 C = I: a sum of T messages has noise of σ √T. With C = A^½ it has about σ (1 + ln(T)/π).
 
+A rate that falls to zero makes the last weights the mean of all prefix sums. C = A has the least
+noise there is in them, σ, and √T times as much on the way. Between A^½ and A, A^0.6 has 1.2 σ.
+
 Factors here are Toeplitz matrices of T × T, given by their first column c. z is drawn as messages
 are made, and C⁻¹ z needs a few running sums (buffers) or the last few noises (bands) only.
 
@@ -30,6 +33,7 @@ __all__ = [
     "Buffered",
     "Factor",
     "Factorization",
+    "final_error",
     "make_factor",
     "prefix_error",
     "sensitivity",
@@ -39,6 +43,7 @@ __all__ = [
 Factorization = Literal["blt", "banded", "square_root"]
 BUFFERS = 5
 _SEARCH_STEPS = 200
+_SHARE_OF_PREFIX = 0.05  # of the last prefix sum's variance, beside that of the last weights
 _SLOWEST = 1 - 1e-9  # of fitted decays
 
 
@@ -166,6 +171,7 @@ def make_factor(
     participations: int = 1,
     min_separation: int | None = None,
     bands: int | None = None,
+    falling_rate: bool = False,
 ) -> Factor:
     """A factor for a number of messages, which is all that decides it: nothing of it is secret.
 
@@ -179,6 +185,9 @@ def make_factor(
         min_separation: How far apart these are, at least.
         bands: Of `"banded"`. Default: `min_separation`, with which a row's messages add up as if
             they had nothing to do with each other.
+        falling_rate: Whether learning rates fall to zero. `"blt"` is then fitted for the least
+            noise in the last weights (`final_error`), with a twentieth of the last prefix sum's
+            variance: noise on the way is what gradients are taken at.
 
     Raises:
         ValueError: If an argument is out of range, or `"banded"` has no number of bands.
@@ -200,7 +209,7 @@ def make_factor(
         return Banded(tuple(square_root(min(count, messages)).tolist()))
     if kind != "blt":
         raise ValueError(f"factorization must be blt, banded or square_root, but is {kind!r}.")
-    return _fitted(messages, participations, min_separation or 1)
+    return _fitted(messages, participations, min_separation or 1, falling_rate)
 
 
 def square_root(messages: int) -> Tensor:
@@ -252,6 +261,18 @@ def prefix_error(factor: Factor, messages: int) -> Tensor:
     return factor.inverse(messages).cumsum(0).square().cumsum(0).sqrt()
 
 
+def final_error(factor: Factor, messages: int) -> float:
+    """The standard deviation of Σ_t (1 − t/T) (C⁻¹ z)_t, t from 0: of the noise in the last weights
+    after a rate that falls from 1 to zero, as the mean of all prefix sums. Scaled as there.
+
+    Example:
+        >>> factor = make_factor("blt", messages=200, falling_rate=True)
+        >>> round(final_error(factor, 200) * sensitivity(factor.column(200)), 2)  # at least 1
+        1.09
+    """
+    return float(_square_final_error(factor.inverse(messages)).sqrt())
+
+
 def invert_series(column: Tensor) -> Tensor:
     """The first column of a lower triangular Toeplitz matrix's inverse, by Newton's iteration.
 
@@ -297,8 +318,14 @@ def _square_sensitivity(column: Tensor, participations: int, min_separation: int
     return total.square().sum()
 
 
+def _square_final_error(inverse: Tensor) -> Tensor:
+    return (inverse.cumsum(0).cumsum(0) / len(inverse)).square().sum()
+
+
 @functools.lru_cache(maxsize=16)
-def _fitted(messages: int, participations: int, min_separation: int) -> Buffered:
+def _fitted(
+    messages: int, participations: int, min_separation: int, falling_rate: bool
+) -> Buffered:
     """The buffers of least error, from a start spread over all lengths.
 
     B's first column is 1 − Σ_i p_i (1 − λ_i^t) with p_i = a_i/(1 − λ_i). So λ and p, whose sum is
@@ -325,7 +352,10 @@ def _fitted(messages: int, participations: int, min_separation: int) -> Buffered
         inverse = -(weights @ decays[:, None] ** steps[:-1])
         inverse = torch.cat([inverse.new_ones(1), inverse])
         square = _square_sensitivity(invert_series(inverse), participations, min_separation)
-        log_error = (square * inverse.cumsum(0).square().sum()).log()
+        error = inverse.cumsum(0).square().sum()
+        if falling_rate:
+            error = _square_final_error(inverse) + _SHARE_OF_PREFIX * error
+        log_error = (square * error).log()
         log_error.backward()
         return log_error
 

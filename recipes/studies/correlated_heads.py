@@ -41,6 +41,7 @@ from .patch_features import PatchFeatures
 
 CLIP, BATCH, SEEDS = 0.3, 16, 5
 GRID = tuple(0.625 * 2**power for power in range(10))
+PLANNED = {"correlated": True, "falling_rate": True}  # as a Trainer does by its schedule
 ORDERS, TRAININGS = 2, 4  # of samples, and in each of them, when a rate is chosen
 
 
@@ -63,14 +64,14 @@ class Kind(NamedTuple):
         if self.noise_multiplier is None:
             return {}
         strength = {"per_sample": True, "clip": CLIP, "noise_multiplier": self.noise_multiplier}
-        return strength | ({"correlated": True} if self.correlated else {})
+        return strength | (PLANNED if self.correlated else {})
 
 
 NONE, CORRELATED, STRICTEST = "none", "σ 1.5 correlated", "σ 3 correlated"
 KINDS = {
     NONE: Kind(None, False, GRID[4]),
-    CORRELATED: Kind(1.5, True, GRID[5]),
-    STRICTEST: Kind(3.0, True, GRID[4]),
+    CORRELATED: Kind(1.5, True, GRID[6]),
+    STRICTEST: Kind(3.0, True, GRID[5]),
     "σ 1.5 independent": Kind(1.5, False, GRID[2]),
 }
 ONE_AND_A_HALF = [NONE, CORRELATED, "σ 1.5 independent"]
@@ -256,7 +257,8 @@ class ImagesTask(HeadTask):
         return order[: self.HELD_OUT], order[self.HELD_OUT :]
 
 
-GIVEN = ("clip", "noise_multiplier", "correlated", "momentum")  # of `HeadSettings`, by a cell
+# of `HeadSettings`, by a cell
+GIVEN = ("clip", "noise_multiplier", "correlated", "momentum", "falling_rate")
 
 
 def sentences_of(path: str) -> list[str]:
@@ -333,7 +335,7 @@ class Texts(Study):
         }  # fmt: skip
         if kind.noise_multiplier is not None:
             common |= {"clip": CLIP, "noise_multiplier": kind.noise_multiplier}
-            common["correlated"] = kind.correlated
+            common |= PLANNED if kind.correlated else {"correlated": False}
         common |= other
         middle = GRID.index(kind.middle_rate) + self.FASTER
         start = GRID[middle - 1 : middle + 2]
@@ -380,14 +382,19 @@ class Choice(Texts):
         "as chosen": {}, "700 directions": {"directions": 700}, "no constant": {"constant": 0.0},
         "a bias beside norm 1": {"constant": 1.0}, "clipped to 0.1": {"clip": 0.1},
         "clipped to 1": {"clip": 1.0}, "momentum of 0.9": {"momentum": 0.9},
+        "noise planned for the falling rate": {"falling_rate": True},
     }  # fmt: skip
-    STEPS_UP = {"clipped to 0.1": 2, "clipped to 1": -2, "momentum of 0.9": -3}  # of the grid
+    STEPS_UP = {  # of the grid, from the middle that correlated noise has now
+        "clipped to 0.1": 1, "clipped to 1": -3, "momentum of 0.9": -4,
+        "noise planned for the falling rate": 0,
+    }  # fmt: skip
 
     def cells(self) -> dict:
         cells, kind = {}, KINDS[CORRELATED]
         for name, other in self.OTHERS.items():
-            middle = GRID.index(kind.middle_rate) + self.STEPS_UP.get(name, 0)
+            middle = GRID.index(kind.middle_rate) + self.STEPS_UP.get(name, -1)
             row = self.QUICK_ROW if self.quick else ROWS[0]
+            other = {"falling_rate": False} | other  # the one row apart, all were chosen so
             search = self.search(row, kind._replace(middle_rate=GRID[middle]), **other)
             cells |= {(name, tables.RATES, rate): cell for rate, cell in search.items()}
         return cells

@@ -52,15 +52,19 @@ def test_keeps_the_contract(kind: str) -> None:
     check_defense(private(messages=64, factorization=kind, bands=3 if kind == "banded" else None))
 
 
-@pytest.mark.parametrize("kind", ["blt", "banded", "square_root"])
+@pytest.mark.parametrize("kind", ["blt", "banded", "square_root", "blt of a falling rate"])
 def test_noise_of_all_messages_is_white_behind_the_factor(kind: str) -> None:
     """C times the messages' noises is σC‖C‖ z, with z standard normal and independent."""
     gmap = task()
-    settings = {"factorization": kind, "bands": 3 if kind == "banded" else None}
+    is_falling, kind = kind.endswith("rate"), kind.split()[0]
+    settings: dict[str, Any] = {
+        "factorization": kind, "bands": 3 if kind == "banded" else None, "falling_rate": is_falling,
+    }  # fmt: skip
     defense = private(**settings)
     clipped = flat(clipped_sum(gmap, CLIP).total) / ROWS
     noises = torch.stack([flat(defense(gmap)) - clipped for _ in range(MESSAGES)])
-    factor = make_factor(kind, MESSAGES, bands=settings["bands"])  # type: ignore[arg-type]
+    bands = settings["bands"]
+    factor = make_factor(kind, MESSAGES, bands=bands, falling_rate=is_falling)  # type: ignore[arg-type]
     column = factor.column(MESSAGES)
     white = dense(column) @ noises / (SIGMA * CLIP * sensitivity(column) / ROWS)
     covariance = white @ white.T / white.shape[1]
@@ -224,6 +228,22 @@ def test_state_goes_on_with_the_same_noise() -> None:
     assert resumed.state_dict() == {}
 
 
+def test_a_saved_transcript_keeps_its_factor() -> None:
+    """Also where another one would be planned now, under which its noise would not cancel."""
+    gmap, whole = task(), private()
+    first = [whole(gmap, Stream.from_seeds(1)) for _ in range(3)]
+    cut = private()
+    cut(gmap, Stream.from_seeds(1))
+    resumed = private()
+    resumed.load_state_dict(cut.state_dict())
+    resumed.calibrate(SIGMA, ROWS, messages=MESSAGES, falling_rate=True)
+    resumed.go_on_at(1)
+    assert torch.equal(flat(resumed(gmap)), flat(first[1]))
+    resumed.go_on_at(0)  # another transcript
+    assert resumed._noise_stream is not None
+    assert resumed._noise_stream.factor == make_factor("blt", MESSAGES, falling_rate=True)
+
+
 def test_a_plan_that_begins_again_has_other_noise() -> None:
     gmap, defense = task(), private()
     first = flat(defense(gmap))
@@ -251,7 +271,7 @@ def test_settings_are_checked() -> None:
             make_defense("dp_sgd", **settings)
     for settings, name in [
         ({"factorization": "fourier"}, "factorization"), ({"participations": 0}, "participations"),
-        ({"messages": 2.5}, "messages"),
+        ({"messages": 2.5}, "messages"), ({"falling_rate": "linear"}, "falling_rate"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=name):
             private(**settings)

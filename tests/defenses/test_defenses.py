@@ -215,7 +215,7 @@ def test_every_setting_has_its_range_tested() -> None:
     # of dp_sgd with per_sample=True: in test_private_sgd.py
     private = {"noise_multiplier", "target_epsilon", "delta", "expected_batch_size"}
     correlated = {"correlated", "participations", "min_separation", "factorization"}
-    correlated |= {"bands", "messages"}  # in test_correlated_noise.py
+    correlated |= {"bands", "messages", "falling_rate"}  # in test_correlated_noise.py
     elsewhere = {"strength", "public_data", *correlated}
     for name, _ in CASES.values():
         for field in fields(DEFENSES[name]):

@@ -53,14 +53,18 @@ def test_a_simulated_head_is_what_sgd_makes_of_clipped_samples(momentum: float) 
     torch.testing.assert_close(simulated, weight.detach().T, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("correlated", [True, False])
-def test_its_noise_is_that_of_the_factor(correlated: bool) -> None:
+@pytest.mark.parametrize(
+    ("correlated", "falling_rate"), [(True, True), (True, False), (False, True)]
+)
+def test_its_noise_is_that_of_the_factor(correlated: bool, falling_rate: bool) -> None:
     """Features of zero: what is left is noise. Its deviation is that of dense matrices."""
     steps, width = 40, 500
-    settings = HeadSettings(2.0, steps, 4, 0.5, 1.5, correlated)
+    settings = HeadSettings(2.0, steps, 4, 0.5, 1.5, correlated, falling_rate=falling_rate)
     labels = torch.arange(4 * steps) % CLASSES
     weights = simulated_heads(torch.zeros(4 * steps, width), labels, settings, 8, seed=0)
-    column = make_factor("blt", steps).column(steps) if correlated else torch.eye(steps)[0].double()
+    column = torch.eye(steps)[0].double()
+    if correlated:
+        column = make_factor("blt", steps, falling_rate=falling_rate).column(steps)
     place = torch.arange(steps)
     distance = place[:, None] - place
     dense = torch.where(distance >= 0, column[distance.clamp(min=0)], 0.0)

@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses.dp import DPSGD
+from hf_gradguard.defenses.factorization import make_factor
 from hf_gradguard.leakage import gaussian_epsilon
 from hf_gradguard.training.privacy.correlated_rows import CorrelatedRows
 
@@ -76,6 +77,14 @@ def test_each_row_is_in_one_message(tmp_path: Path) -> None:
     other = trainer(tmp_path / "other")
     other.train()
     assert other.taken != trained.taken  # the order is private, and another in each run
+
+
+@pytest.mark.parametrize("schedule", ["linear", "constant"])
+def test_noise_is_planned_for_the_schedule(tmp_path: Path, schedule: str) -> None:
+    run = trainer(tmp_path, lr_scheduler_type=schedule)
+    run.train()
+    planned = make_factor("blt", PASS, falling_rate=schedule == "linear")
+    assert run._clients[0]._noise_stream.factor == planned  # type: ignore[attr-defined]
 
 
 def test_passes_keep_their_order(tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ class CorrelatedRows(PrivateRows):
             client.calibrate(  # type: ignore[attr-defined]
                 own_multiplier, self.batch_size, messages=plan.messages,
                 min_separation=self._rounds if plan.messages > self._rounds else None,
+                falling_rate=args.lr_scheduler_type in _FALLING,
             )  # fmt: skip
         if self._rank == 0:
             self._announce(plan.messages, plan.noise_multiplier)
@@ -361,6 +362,7 @@ def check_is_linear(optimizer: Any, args: TrainingArguments) -> None:
         )
 
 
+_FALLING = ("linear", "cosine", "polynomial")  # schedules that end at zero
 _SAY = "GradGuardTrainer does not support dp_sgd with correlated=True"
 _LOST = (
     "{} message(s) left after the checkpoint, before the run ended. Their rows are in no further "

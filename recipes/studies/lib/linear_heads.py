@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_gradguard.defenses.factorization import Banded, make_factor, sensitivity
+from hf_gradguard.defenses.factorization import Banded, Factor, make_factor, sensitivity
 
 WORDS = 10  # of a phrase that may be held out
 
@@ -30,6 +30,7 @@ class HeadSettings:
         noise_multiplier: Of all messages together, in clips.
         correlated: Whether noise cancels in the weights.
         momentum: Of SGD.
+        falling_rate: Whether the correlation is planned for the rate that is used here.
     """
 
     learning_rate: float
@@ -39,6 +40,7 @@ class HeadSettings:
     noise_multiplier: float = 0.0
     correlated: bool = False
     momentum: float = 0.0
+    falling_rate: bool = True
 
 
 def simulated_heads(
@@ -56,7 +58,9 @@ def simulated_heads(
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(features), generator=generator)
     width, classes, steps = features.shape[1], int(labels.max()) + 1, settings.steps
-    factor = make_factor("blt", steps) if settings.correlated else Banded((1.0,))
+    factor: Factor = Banded((1.0,))
+    if settings.correlated:
+        factor = make_factor("blt", steps, falling_rate=settings.falling_rate)
     deviation = settings.noise_multiplier * sensitivity(factor.column(steps))
     memory = torch.zeros(factor.memory, trainings * width * classes)
     weights = torch.zeros(trainings, width, classes)
