@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import PartialState
@@ -41,10 +41,6 @@ from recipes import command_line
 from recipes.command_line import flag
 
 SHRINKAGE = 0.5
-CORRELATED = {  # what --correlated has in the place of other defaults
-    "per_device_train_batch_size": 16, "num_train_epochs": 1.0, "learning_rate": 20.0,
-    "optim": "sgd", "max_grad_norm": 0.0,
-}  # fmt: skip
 CORRELATED_CLIP, CORRELATED_NOISE, MOST_DIRECTIONS = 0.3, 1.5, 1400
 DP_SGD = {"per_sample": True, "clip": 1.0, "noise_multiplier": 2.0, "delta": 1e-5}
 
@@ -72,10 +68,15 @@ class Arguments(command_line.TrainingArguments):
     )
     noise_multiplier: float | None = flag(None, "Of dp_sgd; 0: no defense.")
 
+    CORRELATED: ClassVar[dict[str, Any]] = {  # in the place of other defaults
+        "per_device_train_batch_size": 16, "num_train_epochs": 1.0, "learning_rate": 20.0,
+        "optim": "sgd", "max_grad_norm": 0.0,
+    }  # fmt: skip
+
     def __post_init__(self) -> None:
         if self.correlated:
             usual = {field.name: field.default for field in fields(type(self))}
-            for name, default in CORRELATED.items():
+            for name, default in self.CORRELATED.items():
                 if getattr(self, name) == usual[name]:
                     setattr(self, name, default)
         if self.noise_multiplier == 0:

@@ -33,9 +33,9 @@ from transformers import (
 
 from hf_gradguard.data.images import read_image, to_pil
 from hf_gradguard.leakage import dp_sgd_epsilon, membership_power
-from recipes import compare
+from recipes import compare, head
 from recipes.head import SHRINKAGE, Head, whitening_of
-from recipes.image_head import Encoder, public_images
+from recipes.image_head import Arguments, Encoder, public_images
 
 SCRIPT = Path(__file__).resolve().parents[2] / "recipes" / "image_head.py"
 TRANSFORMER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -129,6 +129,17 @@ def test_what_is_saved_gives_the_accuracy_and_what_is_said_is_proved(
     assert "image-classification" in card
     compare.main([str(tmp_path / "metrics.json")])
     assert "| dp_sgd " in capsys.readouterr().out
+
+
+def test_correlated_heads_of_images_take_larger_messages(tmp_path: Path) -> None:
+    """Whoever names a rate or a batch gets it."""
+    shared = {"output_dir": str(tmp_path), "use_cpu": True, "correlated": True}
+    images, texts = Arguments(**shared), head.Arguments(**shared)
+    assert (images.per_device_train_batch_size, images.learning_rate) == (64, 80)
+    assert (texts.per_device_train_batch_size, texts.learning_rate) == (16, 20)
+    assert images.optim == texts.optim == "sgd"
+    named = Arguments(**shared, per_device_train_batch_size=32, learning_rate=7.0)
+    assert (named.per_device_train_batch_size, named.learning_rate) == (32, 7)
 
 
 def test_an_encoder_that_masks_at_random_is_refused(recipe, tmp_path: Path) -> None:
