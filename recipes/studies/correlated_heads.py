@@ -308,22 +308,10 @@ class Texts(Study):
         return [(row, name) for row in rows for name in row.kinds]
 
     def rate_of(self, row: Row, name: str) -> float | None:
-        """What was searched for, once it is there. Correlated noise has one rate for all lengths,
-        by the mean of what all searches tried: lengths differ by less than they can tell.
-        """
-        kind, results = KINDS[name], Results(self.output)
+        """What was searched for, once it is there."""
         if self.quick:
-            return kind.middle_rate
-        if not kind.correlated:
-            return clients.chosen_rate(results, self.search(row, kind))
-        searches = [self.search(other, kind) for other, found in self._trainings() if found == name]
-        if any(cell not in results for search in searches for cell in search.values()):
-            return None
-        tried = set.intersection(*({*search} for search in searches))
-        means = {
-            rate: sum(results[search[rate]]["held_out"] for search in searches) for rate in tried
-        }
-        return float(min(means, key=lambda rate: (-means[rate], float(rate))))
+            return KINDS[name].middle_rate
+        return clients.chosen_rate(Results(self.output), self.search(row, KINDS[name]))
 
     def search(self, row: Row, kind: Kind, **other: float) -> dict[str, dict]:
         """Cells of rates so far, which are simulated on rows that are held out; with other
