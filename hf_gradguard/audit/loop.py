@@ -25,7 +25,6 @@ from ..attacks.candidates.attack import Candidates
 from ..defenses import Defense
 from ..defenses.message import STRENGTH_KEY
 from ..models import task_of
-from ..registry import ESTIMATORS
 from .attackers import (
     SMOOTHING,
     WEIGHTS,
@@ -152,7 +151,8 @@ class _Grid:
     ) -> None:
         self.setup, self.settings, self.cells = setup, settings, cells
         self.model, self.modality, self.batches = setup.model, setup.modality, setup.batches
-        self.defenses, self.attacks, self.estimators = defenses, attacks, dict(ESTIMATORS)
+        self.defenses, self.attacks = defenses, attacks
+        self.estimators = settings.chosen_estimators()
         self.record = _record(setup, settings, self.estimators)
         self.attackers = {
             (defense_label, label): attacker

@@ -13,6 +13,7 @@ from numbers import Integral
 from typing import Any, ClassVar, Self
 
 from ..flags import SourceSettings, fill, option, read_mapping
+from ..registry import ESTIMATORS
 
 _MINIMUM = {
     "batch_size": 1, "accumulation": 1, "repeats": 1, "seed": 0, "max_length": 1,
@@ -48,11 +49,14 @@ class AuditSettings:
         optimizer: Of the local steps: `"sgd"` or `"adamw"`, without weight decay.
         word_pairs: Pairs per message that differ in one word (one patch of an image), of which a
             message may tell which one it is of. 0 leaves that out.
+        estimators: Leakage estimators that are asked of each message: `"all"`, `"none"`, or names
+            with commas between them. No attack needs them.
         attack_seconds: Each attack stops after so many a message, with the best so far; one that
             has `seconds` of its own keeps those. Default: as attacks' settings say.
 
     Raises:
-        ValueError: For numbers out of range, or local steps without a learning rate.
+        ValueError: For numbers out of range, unknown estimators, or local steps without a learning
+            rate.
 
     Example:
         >>> AuditSettings(labels_known=False).batch_size
@@ -81,6 +85,9 @@ class AuditSettings:
     word_pairs: int = option(
         8, "pairs per message that differ in one word or patch, to be told apart; 0 leaves that out"
     )
+    estimators: str = option(
+        "all", "leakage estimators of each message: all, none, or names with commas between them"
+    )
     attack_seconds: float | None = option(
         None, "each attack stops after so many seconds a message, with the best so far"
     )
@@ -96,6 +103,8 @@ class AuditSettings:
         if seconds is not None and (isinstance(seconds, bool) or not 0 < seconds < math.inf):
             raise ValueError(f"attack_seconds must be above 0, but is {seconds!r}.")
         self._check_local()
+        if self.estimators != "all":
+            self.chosen_estimators()  # a misspelt name is refused before any work
 
     def _check_local(self) -> None:
         if not self.local_steps:
@@ -125,6 +134,26 @@ class AuditSettings:
     def rows(self) -> int:
         """Samples behind one message."""
         return self.batch_size * self.accumulation * max(1, self.local_steps // self.local_epochs)
+
+    def chosen_estimators(self) -> dict[str, Any]:
+        """By name, those that are asked of each message.
+
+        Raises:
+            ValueError: For an unknown name, listing those there are.
+
+        Example:
+            >>> list(AuditSettings(estimators="dfil_bound").chosen_estimators())
+            ['dfil_bound']
+        """
+        if not isinstance(self.estimators, str):
+            raise ValueError(
+                'estimators must be "all", "none", or names with commas between them, but is '
+                f"{self.estimators!r}."
+            )
+        if self.estimators == "all":
+            return dict(ESTIMATORS)
+        names = [] if self.estimators == "none" else self.estimators.split(",")
+        return {name.strip(): ESTIMATORS[name.strip()] for name in names}
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:

@@ -252,7 +252,7 @@ class _Server:
     ) -> None:
         self._settings = AuditSettings(
             batch_size=settings.message_size, seed=settings.seed, max_length=settings.max_length,
-            noise_known=True, reference=False, word_pairs=0,
+            noise_known=True, reference=False, word_pairs=0, estimators="none",
         )  # fmt: skip
         self.modality = modality_of(model, processing_class, self._settings)
         if attacks is None:

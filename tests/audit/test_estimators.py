@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from hf_gradguard import GradientMap
 from hf_gradguard.audit import audit, markdown_table, summarize
+from hf_gradguard.audit.client import Upload
 from hf_gradguard.audit.report.page import html_report, scatters
 from hf_gradguard.audit.report.verdicts import show_mean
 from hf_gradguard.defenses import Message, Noise
 from hf_gradguard.leakage import make_estimator
+from hf_gradguard.registry import ESTIMATORS
 
 TEXTS = [("w1 w2 w3", 1), ("w2 w3 w4 w5", 0), ("w7 w8", 2), ("w1 w9 w10 w11", 1)]
 STRENGTHS = [f"gaussian_noise:relative_scale={scale}" for scale in (0.1, 1, 10)]
@@ -100,6 +102,44 @@ def test_figures_are_the_same_when_an_audit_goes_on(tmp_path: Path, spy: type[Sp
     kinds = [set(row["estimates"]) for row in first.shared]
     noisy = {"i2f_lower_bound", "dfil_bound", "bayesian_bound", "label_bound"}
     assert kinds == [{"i2f_lower_bound"}, noisy, {"i2f_lower_bound"}] * 2
+
+
+@pytest.mark.usefixtures("few_probes")
+def test_only_those_that_are_named_are_asked_and_the_report_says_so(
+    tmp_path: Path, spy: type[Spy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later audit with all of them attacks nothing anew, and its report no longer says so."""
+    asked = list[str]()
+    estimate = Upload.estimate
+    monkeypatch.setattr(
+        Upload, "estimate", lambda upload, name: [asked.append(name), estimate(upload, name)][1]
+    )
+
+    def report(estimators: str) -> tuple[Audit, str, str]:
+        result = audit(
+            *text_model(), TEXTS[:1], "gaussian_noise", "spy", output=tmp_path,
+            estimators=estimators,
+        )  # fmt: skip
+        return result, *((tmp_path / name).read_text() for name in ("table.md", "report.html"))
+
+    result, table, page = report("none")
+    assert not asked
+    assert [row["estimates"] for row in result.shared] == [{}, {}]
+    for text in (table, page):
+        assert "No leakage estimator was asked" in text
+        assert "Estimators predict" not in text
+        assert "I²F" not in text
+        assert "dFIL" not in text
+    attacked = len(spy.seen)
+    result, table, page = report("dfil_bound")
+    assert set(asked) == {"dfil_bound"}
+    assert [set(row["estimates"]) for row in result.shared] == [set(), {"dfil_bound"}]
+    assert "dFIL bound" in table
+    assert "I²F" not in table + page
+    assert "No leakage estimator" not in table + page
+    report("all")
+    assert set(asked) == set(ESTIMATORS)
+    assert len(spy.seen) == attacked
 
 
 def test_infinite_bounds_and_complete_leaks() -> None:

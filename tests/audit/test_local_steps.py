@@ -23,13 +23,10 @@ from hf_gradguard.federation import protect_update
 
 pytestmark = pytest.mark.usefixtures("few_probes")
 
-LOCAL: dict[str, Any] = {"local_steps": 4, "local_epochs": 2, "learning_rate": 0.05}
-
-
-@pytest.fixture
-def no_estimators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go through all the steps, many times."""
-    monkeypatch.setattr("hf_gradguard.audit.loop.ESTIMATORS", {})
+# Estimators would go through all the steps, many times.
+LOCAL: dict[str, Any] = {
+    "local_steps": 4, "local_epochs": 2, "learning_rate": 0.05, "estimators": "none",
+}  # fmt: skip
 
 
 def batch_of(model: torch.nn.Module, rows: int) -> dict[str, torch.Tensor]:
@@ -64,7 +61,6 @@ def test_the_message_is_that_of_a_protected_update(optimizer: str) -> None:
         torch.testing.assert_close(message[name], tensor)
 
 
-@pytest.mark.usefixtures("no_estimators")
 def test_what_the_attacker_observes(tmp_path: Path, spy: type[Spy]) -> None:
     """The mean gradient behind the update, how it was trained, and noise in the gradient's unit."""
     model, tokenizer = text_model()
@@ -111,7 +107,6 @@ def test_bounds_are_in_the_unit_of_gradients() -> None:
     assert bounds[1] == pytest.approx(0.2 / (4 * 0.05))
 
 
-@pytest.mark.usefixtures("no_estimators")
 def test_planted_leaks_of_updates(tmp_path: Path) -> None:
     """Span reads the texts of two epochs over two batches, and not behind strong noise."""
     model, tokenizer, texts = leaking(width=32, count=2)
@@ -153,7 +148,6 @@ def test_a_trainer_has_no_local_steps(tmp_path: Path) -> None:
         audit(trainer, samples=2, attacks="span", output=tmp_path / "out", **LOCAL)
 
 
-@pytest.mark.usefixtures("no_estimators")
 def test_steps_are_part_of_what_is_kept(tmp_path: Path, spy: type[Spy]) -> None:
     model, tokenizer = text_model()
     for rate in (0.1, 0.1, 0.2):

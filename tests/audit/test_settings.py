@@ -15,6 +15,7 @@ from test_audit import TEXTS, text_model
 from hf_gradguard.audit import AuditSettings, audit
 from hf_gradguard.audit.settings import CommandSettings, read_settings
 from hf_gradguard.flags import FlagError, FlagParser
+from hf_gradguard.registry import ESTIMATORS
 
 NEEDED = ["--model", "m", "--dataset", "d", "--output", "o"]
 
@@ -70,4 +71,26 @@ def test_what_audit_takes_are_the_fields(tmp_path: Path) -> None:
 
 def test_settings_are_kept_in_the_record(tmp_path: Path) -> None:
     result = audit(*text_model(), TEXTS[:1], "none", "tag:steps=1", output=tmp_path, seed=4)
-    assert asdict(AuditSettings(seed=4, max_length=8)).items() <= result.settings.items()
+    asked = asdict(AuditSettings(seed=4, max_length=8))
+    assert asked.pop("estimators") == "all"
+    assert asked.items() <= result.settings.items()
+    assert list(result.settings["estimators"]) == list(ESTIMATORS)  # each with what it means
+
+
+def test_misspelt_estimators_are_refused_before_any_work(tmp_path: Path) -> None:
+    for wrong in ("dfil", "dfil_bound,", "None", ""):
+        with pytest.raises(ValueError, match=r"no estimator .* The names are: i2f_lower_bound"):
+            audit(*text_model(), TEXTS, "none", "tag", output=tmp_path, estimators=wrong)
+    with pytest.raises(ValueError, match="estimators must be"):
+        AuditSettings(estimators=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Did you mean 'dfil_bound'"):
+        read_settings(flags(*NEEDED, "--estimators", "dfil_bounds"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_may_leave_estimators_out(tmp_path: Path) -> None:
+    file = tmp_path / "audit.yaml"
+    file.write_text("estimators: none\n")
+    assert read_settings(flags(*NEEDED, "--config", str(file))).chosen_estimators() == {}
+    two = read_settings(flags(*NEEDED, "--estimators", "dfil_bound, label_bound"))
+    assert list(two.chosen_estimators()) == ["dfil_bound", "label_bound"]

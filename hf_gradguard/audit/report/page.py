@@ -258,8 +258,8 @@ def _legend(summary: Summary) -> str:
         f"{informed}{pairs_legend(summary)}"
         "Labels recovered: the share that is read off the last layer's gradient, also where"
         "  attacks are granted the labels; chance draws classes at random. Relative error and "
-        "cosine: of what was shared, to the true gradient. Estimators predict an error of the "
-        f"input, here as means over samples. {' '.join(summary.estimator_meanings)}"
+        "cosine: of what was shared, to the true gradient. "
+        f"{' '.join([summary.estimators_note, *summary.estimator_meanings])}"
     )
 
 

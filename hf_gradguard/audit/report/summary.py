@@ -167,6 +167,13 @@ class Summary:
         estimators = self.audit.settings["estimators"].values()
         return [f"{described['title']}: {described['meaning']}." for described in estimators]
 
+    @property
+    def estimators_note(self) -> str:
+        """What the figures of estimators are; or that none was asked."""
+        if not self.estimator_titles:
+            return "No leakage estimator was asked (estimators=none)."
+        return "Estimators predict an error of the input, here as means over samples."
+
 
 def summarize(result: Audit) -> Summary:
     """Compute a summary.
