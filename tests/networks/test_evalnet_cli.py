@@ -9,9 +9,17 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from test_networks import make_texts, make_tokenizer
-from transformers import BertConfig, BertModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    DistilBertForMaskedLM,
+    PreTrainedModel,
+)
 
+from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.cli import main
+from hf_gradguard.models import classifier_head, load_model
 from hf_gradguard.networks import TextEvaluationNetwork, embedding_fingerprint, load_network
 
 
@@ -63,6 +71,44 @@ def test_text_network_from_a_file(
     assert "texts.txt" in card
     for text in (card, (output / "config.json").read_text()):
         assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize("kind", [BertForMaskedLM, DistilBertForMaskedLM], ids=["bert", "distil"])
+def test_local_weights_as_the_hub_has_them(
+    kind: type[PreTrainedModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """BERT and DistilBERT come with the head of their pre-training. One command gives the network
+    by which a classifier of these weights is refined.
+    """
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    names = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if kind is DistilBertForMaskedLM:
+        names = {"dim": 8, "n_layers": 1, "n_heads": 2}
+    pretrained = kind(kind.config_class(vocab_size=len(tokenizer), **names))
+    weights = tmp_path / "weights"
+    pretrained.save_pretrained(weights)
+    tokenizer.save_pretrained(weights)
+    (tmp_path / "texts.txt").write_text("\n".join(make_texts(20)))
+    output = tmp_path / "network"
+    argv = ["--model", str(weights), "--dataset", str(tmp_path / "texts.txt")]
+    argv += ["--output", str(output), "--steps", "2", "--max_length", "8"]
+    assert main(["evalnet", "train", *argv]) == 0
+    assert "On 2 held-out texts" in capsys.readouterr().out
+    classifier, _ = load_model(str(weights), "text-classification", classifier_head(["a", "b"]))
+    table = classifier.get_input_embeddings().weight
+    assert torch.equal(table, pretrained.get_input_embeddings().weight)
+    network = load_network(output)
+    assert network.config.embedding_fingerprint == embedding_fingerprint(table)
+    defense = make_defense("refiner", evaluation_network=str(output), iterations=1, min_batches=1)
+    defense.prepare(classifier, tokenizer)
+    batch = {**tokenizer("w1 w2 w3", return_tensors="pt"), "labels": torch.tensor([1])}
+    batch.pop("token_type_ids", None)
+    message = defense(GradientMap(classifier.eval(), batch), torch.Generator().manual_seed(0))
+    assert all(torch.isfinite(shared).all() for shared in message.values())
+    other = kind(kind.config_class(vocab_size=len(tokenizer), **names))
+    with pytest.raises(ValueError, match="fingerprint"):  # weights of another pre-training
+        make_defense("refiner", evaluation_network=str(output)).prepare(other, tokenizer)
 
 
 def test_image_network_from_an_array(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
