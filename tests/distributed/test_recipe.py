@@ -1,4 +1,4 @@
-"""`recipes/sst2.py` as a user runs it on two ranks."""
+"""`recipes/sst2.py` and `gradguard train` as a user runs them on two ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import save_encoder, word_tokenizer
 from launcher import environment
 from transformers import (
     AutoModelForSequenceClassification,
@@ -18,6 +19,8 @@ from transformers import (
     BertForSequenceClassification,
 )
 
+from hf_gradguard.cli import main
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "recipes/sst2.py"
 DEMO = ["--config", "recipes/configs/demo.yaml"]
@@ -25,10 +28,14 @@ pytestmark = pytest.mark.distributed
 
 
 def recipe(*flags: str) -> subprocess.CompletedProcess[str]:
+    return on_two_ranks(SCRIPT, *flags)
+
+
+def on_two_ranks(*command: str) -> subprocess.CompletedProcess[str]:
     launch = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     return subprocess.run(
-        [sys.executable, *launch, "--multi_gpu", SCRIPT, *flags],
+        [sys.executable, *launch, "--multi_gpu", *command],
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=240, check=False,
     )  # fmt: skip
@@ -80,6 +87,43 @@ def test_card_has_a_privacy_section(demo: Path) -> None:
     assert "## Privacy" in card
     assert "Defense: `optimal_noise`" in card
     assert "2 rank(s) with 1 client(s) each" in card
+
+
+def test_a_file_of_flags_trains_on_two_ranks_as_on_one(tmp_path: Path) -> None:
+    """`accelerate launch -m hf_gradguard train --config FILE`, on a table whose labels are words.
+    Undefended, two ranks of four rows average to the gradient of one rank's eight.
+    """
+    words = [f"w{i}" for i in range(12)]
+    rows = [f"w{i} w{i + 1} w{i % 3},{'good' if i % 2 else 'bad'}" for i in range(10)] * 4
+    (tmp_path / "rows.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    encoder = save_encoder(tmp_path / "encoder", word_tokenizer(words), 16)
+    settings = json.loads((encoder / "config.json").read_text())
+    settings |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (encoder / "config.json").write_text(json.dumps(settings))
+    config = tmp_path / "train.yaml"
+    config.write_text(
+        f"model: {encoder}\ndataset: {tmp_path / 'rows.csv'}\ndefense: none\nmax_steps: 3\n"
+        "per_device_train_batch_size: 4\nlearning_rate: 0.5\noptim: sgd\nuse_cpu: true\n"
+        "lr_scheduler_type: constant\nlogging_steps: 1\n"
+    )
+    flags = ["train", "--config", str(config)]
+    two = tmp_path / "two"
+    done = on_two_ranks("-m", "hf_gradguard", *flags, "--num_ranks", "2", "--output", str(two))
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.stdout.count("ranks: 2\n") == 1
+    metrics = json.loads((two / "metrics.json").read_text())
+    assert (metrics["ranks"], metrics["steps"], metrics["defense"]) == (2, 3, "none")
+    assert "2 rank(s) with 1 client(s) each" in (two / "README.md").read_text()
+    flags += ["--per_device_train_batch_size", "8", "--output", str(tmp_path / "one")]
+    assert main(flags) == 0
+    start, one, both = (
+        AutoModelForSequenceClassification.from_pretrained(folder).state_dict()
+        for folder in (encoder, tmp_path / "one", two)
+    )
+    moved = [name for name in one if not torch.equal(start[name], one[name])]
+    assert "bert.encoder.layer.0.attention.self.value.weight" in moved
+    for name in moved:
+        torch.testing.assert_close(both[name], one[name], rtol=1e-3, atol=1e-5)
 
 
 def test_wrong_number_of_ranks_stops(
