@@ -86,6 +86,7 @@ results: install
 
 tables: install
 	@$(BIN)/python recipes/results.py --tables $(ONLY)
+	@$(BIN)/python scripts/overview.py docs/assets/overview.png
 
 release: install
 	$(BIN)/python scripts/release.py check $(if $(TAG),--tag $(TAG))

@@ -3,6 +3,7 @@
 python scripts/release.py check --tag v0.3.0
 python scripts/release.py try dist/hf_gradguard-0.3.0-py3-none-any.whl
 python scripts/release.py hub dist/hub
+python scripts/release.py prices examples/space/prices.json
 """
 
 from __future__ import annotations
@@ -145,6 +146,22 @@ def stage_metric(target: Path) -> None:
     )
 
 
+def prices(root: Path = ROOT) -> dict[str, list[float]]:
+    """Points of accuracy that each defense loses on SST-2, with their interval, by the label that
+    an audit knows it by: of the table of docs/findings/text.md.
+    """
+    table = (root / "docs/results/frontier_text.md").read_text(encoding="utf-8")
+    row = r"^\| `(\w+) (\w+=[\d.]+)` \|[^|]+\| (-?[\d.]+) \[(-?[\d.]+), (-?[\d.]+)\] \|"
+    return {
+        f"{name}:{setting}": [round(100 * float(share), 1) for share in shares]
+        for name, setting, *shares in re.findall(row, table, re.MULTILINE)
+    }
+
+
+def write_prices(file: Path) -> None:
+    file.write_text(json.dumps(prices(), indent=1) + "\n", encoding="utf-8")
+
+
 def stage_hub(target: Path) -> list[Path]:
     """A folder for each repository on the Hub: evaluation networks, the metric, the Space."""
     if target.exists():
@@ -155,6 +172,7 @@ def stage_hub(target: Path) -> list[Path]:
     stage_metric(target / "text_reconstruction")
     if (space := ROOT / "examples/space").is_dir():
         shutil.copytree(space, target / "space", ignore=shutil.ignore_patterns("__pycache__"))
+        write_prices(target / "space/prices.json")
     return sorted(target.iterdir())
 
 
@@ -166,11 +184,14 @@ def main(arguments: list[str]) -> None:
     actions.add_parser("check").add_argument("--tag")
     actions.add_parser("try").add_argument("wheel", type=Path)
     actions.add_parser("hub").add_argument("folder", type=Path)
+    actions.add_parser("prices").add_argument("file", type=Path)
     options = parser.parse_args(arguments)
     if options.action == "check":
         print(check(options.tag))
     elif options.action == "try":
         print(try_wheel(options.wheel))
+    elif options.action == "prices":
+        write_prices(options.file)
     else:
         for folder in stage_hub(options.folder):
             print(f"hf upload hf-gradguard/{folder.name} {folder}")

@@ -1,0 +1,87 @@
+"""A page: type a sentence, choose a defense, see what a server reads, and what that costs."""
+
+from __future__ import annotations
+
+import gradio as gr
+from leak import AT_PLACE, ELSEWHERE, LONGEST, WRONG, choices, price, reconstruct
+
+COLORS = {AT_PLACE: "#c2410c", ELSEWHERE: "#a16207", WRONG: "#64748b"}
+UNPROTECTED = "none"
+NAMES = {
+    "gaussian_noise": "relative_scale=20",
+    "optimal_noise": "relative_scale=20",
+    "pruning": "ratio=0.99",
+    "quantization": "bits=1",
+}
+"""Defenses of the page, each with the strength that is chosen at first."""
+
+INTRODUCTION = """# What does a shared gradient give away?
+
+In federated learning a client sends the gradient of its text, not the text. A server that holds
+the model can still reconstruct the text. Write a sentence, choose how its gradient is protected,
+and see what an attack makes of both."""
+
+SITE = "https://hf-gradguard.github.io/hf-gradguard"
+NOTES = f"""A quick attack that finds no word proves nothing: a slower one
+[reconstructed words]({SITE}/findings/likelihood_search/) behind noise of 20 times the gradient.
+**Words told apart** asks what no search decides: which of two sentences that differ in one word is
+the message of? Half is chance. Only differential privacy is
+[proved]({SITE}/differential_privacy/) against every attacker. Nothing that you write is stored."""
+
+HEADER = "| | words reconstructed | words told apart | accuracy lost |\n|---|---|---|---|\n"
+EXAMPLE = "my favourite chair is comfortable and well made."
+
+
+def look(sentence: str, name: str, strength: str):
+    """What the page shows of one sentence."""
+    defense = f"{name}:{strength}"
+    try:
+        leak = reconstruct(sentence, defense)
+    except ValueError as error:
+        raise gr.Error(str(error), print_exception=False) from error
+    rows = "".join(
+        f"| {shown} | {leak.recovered[label]:.0%} | "
+        f"{leak.told_apart[label][0]:g} of {leak.told_apart[label][1]} | {cost} |\n"
+        for label, shown, cost in (
+            (UNPROTECTED, "unprotected", "–"),
+            (defense, f"`{defense}`", price(defense)),
+        )
+    )
+    table = (
+        f"| | words reconstructed | words told apart | accuracy lost |\n|---|---|---|---|\n{rows}"
+    )
+    return leak.words[UNPROTECTED], leak.words[defense], table
+
+
+def build() -> gr.Blocks:
+    """The page."""
+    strengths = choices()
+    first = next(iter(NAMES))
+    with gr.Blocks(title="What a gradient gives away") as page:
+        gr.Markdown(INTRODUCTION)
+        sentence = gr.Textbox(
+            "my favourite chair is comfortable and well made.",
+            label="Your sentence",
+            max_length=200,
+        )
+        with gr.Row():
+            name = gr.Radio(list(NAMES), value=first, label="Defense")
+            strength = gr.Radio(strengths[first], value=NAMES[first], label="Strength")
+        share = gr.Button("Share its gradient", variant="primary")
+        with gr.Row():
+            shown = [
+                gr.HighlightedText(
+                    label=label, color_map=COLORS, show_legend=True, combine_adjacent=False
+                )
+                for label in ("Reconstructed, unprotected", "Reconstructed behind the defense")
+            ]
+        table = gr.Markdown()
+        gr.Markdown(NOTES)
+        name.change(lambda chosen: gr.Radio(strengths[chosen], value=NAMES[chosen]), name, strength)
+        for event in (share.click, sentence.submit):
+            event(look, [sentence, name, strength], [*shown, table])
+    return page
+
+
+if __name__ == "__main__":
+    build().launch()
