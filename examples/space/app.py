@@ -59,11 +59,7 @@ def build() -> gr.Blocks:
     first = next(iter(NAMES))
     with gr.Blocks(title="What a gradient gives away") as page:
         gr.Markdown(INTRODUCTION)
-        sentence = gr.Textbox(
-            "my favourite chair is comfortable and well made.",
-            label="Your sentence",
-            max_length=200,
-        )
+        sentence = gr.Textbox(EXAMPLE, label="Your sentence", max_length=LONGEST)
         with gr.Row():
             name = gr.Radio(list(NAMES), value=first, label="Defense")
             strength = gr.Radio(strengths[first], value=NAMES[first], label="Strength")
