@@ -47,10 +47,7 @@ def look(sentence: str, name: str, strength: str):
             (defense, f"`{defense}`", price(defense)),
         )
     )
-    table = (
-        f"| | words reconstructed | words told apart | accuracy lost |\n|---|---|---|---|\n{rows}"
-    )
-    return leak.words[UNPROTECTED], leak.words[defense], table
+    return leak.words[UNPROTECTED], leak.words[defense], HEADER + rows
 
 
 def build() -> gr.Blocks:
