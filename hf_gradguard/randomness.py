@@ -11,6 +11,7 @@ of 256 bits, on the CPU by the `cryptography` package, elsewhere in torch's inte
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,9 +30,9 @@ __all__ = ["GRID", "KEY_BYTES", "Stream", "normal", "signs", "torch_generator"]
 
 KEY_BYTES = 32
 BLOCK_WORDS = 16
-_ZEROS = memoryview(bytes(2**19))  # what is encrypted: the keystream is what comes out
 # Pairs of numbers at once: what is made of them stays in a processor's cache, and torch, which
-# shares out what is longer, leaves them to the one thread that makes them.
+# shares out what is longer, leaves them to the one thread that makes them. In whole blocks, so that
+# every chunk begins with one.
 _CHUNK = 2**15
 _CHUNK_ELSEWHERE = 2**24
 _SMALL_DRAW = 2**10  # words, of which signs are made together
@@ -69,12 +70,15 @@ class Stream:
     """
 
     def __init__(self, key: bytes | None = None) -> None:
-        if key is not None and not isinstance(key, bytes):
+        if key is None:
+            self._key = urandom(KEY_BYTES)
+        elif not isinstance(key, bytes):
             raise TypeError(f"A key is bytes, not {key!r}. From seeds: Stream.from_seeds.")
-        if key is not None and len(key) != KEY_BYTES:
+        elif len(key) != KEY_BYTES:
             raise ValueError(f"A key has {KEY_BYTES} bytes, but this one has {len(key)}.")
+        else:
+            self._key = key
         self._private = key is None
-        self._key = urandom(KEY_BYTES) if key is None else bytes(key)
         self._draws, self._process = 0, os.getpid()
 
     @classmethod
@@ -101,7 +105,7 @@ class Stream:
 
     def bytes(self, count: int) -> bytes:
         """So many bytes."""
-        word_chunks = _words(*self._next_draw(), 1, (count + 3) // 4, torch.device("cpu"), _CHUNK)
+        word_chunks = self.words((count + 3) // 4)
         return b"".join(words.numpy().tobytes() for words in word_chunks)[:count]
 
     def normal(
@@ -184,8 +188,7 @@ class Stream:
 
     def words(self, count: int, *, device: torch.device | str = "cpu") -> Iterator[Tensor]:
         """Uniform int32, alike on all devices; use each chunk before asking for the next one."""
-        device = torch.device(device)
-        return _words(*self._next_draw(), 1, count, device, _chunk(device))
+        return _words(*self._next_draw(), 1, 0, count, torch.device(device))
 
     def __getstate__(self) -> object:
         raise TypeError(
@@ -211,23 +214,19 @@ class Stream:
             entries: Of the whole message, of which `values` may be a part.
             noise: Its distribution.
         """
-        noisy, deviation = torch.empty_like(values), deviation.to(values.device)
-        is_bare = deviation == 0
-        any_bare = bool(is_bare.any())
-        stds = deviation[~is_bare] if any_bare else deviation
-        if not stds.numel():
+        noisy, deviation = torch.empty_like(values), deviation.to(values.device).expand_as(values)
+        if not deviation.any():
             return values.clone()
-        least, most = stds.aminmax()
-        spacing = grid_spacing(float(least), float(most), entries)
+        stds = deviation.where(deviation != 0, deviation.max())
+        spacing = grid_spacing(float(stds.min()), float(stds.max()), entries)
         make, words, per = _MAKERS[noise]
 
         def add(start: int, unit_noise: Tensor) -> None:
             part = slice(start, start + len(unit_noise))
-            std = deviation[part] if deviation.dim() else deviation
+            std = deviation[part]
             on_grid = values[part].to(torch.float64, copy=True).div_(spacing).round_()
-            on_grid.add_(unit_noise.mul_(std).div_(spacing).round_())
-            on_grid.mul_(spacing)
-            noisy[part] = torch.where(is_bare[part], values[part], on_grid) if any_bare else on_grid
+            on_grid.add_(unit_noise.mul_(std).div_(spacing).round_()).mul_(spacing)
+            noisy[part] = torch.where(std == 0, values[part], on_grid)
 
         self._draw_chunks(words, len(values), values.device, make, add, per)
         return noisy
@@ -260,17 +259,17 @@ class Stream:
         per: int,
     ) -> None:
         """One draw, whose chunks `write` gets with the place of their first number."""
-        draw, count, chunk = self._next_draw(), -(-size // per), _chunk(device)
+        draw, count = self._next_draw(), -(-size // per)
 
         def fill(start: int, end: int) -> None:
             done = start * per
-            for words in _words(*draw, words_per_number, end - start, device, chunk, start):
+            for words in _words(*draw, words_per_number, start, end, device):
                 for numbers in make(words):
                     needed = numbers[: size - done]
                     write(done, needed)
                     done += len(needed)
 
-        ends = _shares(count, chunk, device)
+        ends = _shares(count, device)
         if len(ends) == 1:
             fill(0, count)
         else:  # each goes on in the middle of one keystream: what comes out is the same
@@ -290,21 +289,23 @@ def _words(
     key: bytes,
     nonce: bytes,
     words_per_number: int,
-    count: int,
+    start: int,
+    end: int,
     device: torch.device,
-    chunk: int,
-    start: int = 0,
 ) -> Iterator[Tensor]:
-    """`words_per_number` 32-bit words for each of `count` numbers, from number `start` on, `chunk`
-    numbers at a time.
+    """`words_per_number` 32-bit words for each of the numbers from `start` to `end`, a chunk of
+    them at a time.
     """
-    # Whole blocks, so that every chunk starts with one.
-    chunk = max(BLOCK_WORDS, chunk // BLOCK_WORDS * BLOCK_WORDS)
-    chunk_sizes = [min(chunk, count - done) * words_per_number for done in range(0, count, chunk)]
-    block = start * words_per_number // BLOCK_WORDS
-    if _on_cpu(device):
-        yield from keystream(key, nonce, chunk_sizes, block)
-        return
+    chunk = _chunk(device)
+    chunk_sizes = [min(chunk, end - k) * words_per_number for k in range(start, end, chunk)]
+    make = keystream if _on_cpu(device) else functools.partial(_keystream_elsewhere, device)
+    return make(key, nonce, chunk_sizes, start * words_per_number // BLOCK_WORDS)
+
+
+def _keystream_elsewhere(
+    device: torch.device, key: bytes, nonce: bytes, chunk_sizes: Sequence[int], block: int
+) -> Iterator[Tensor]:
+    """As `keystream`, on another device."""
     for size in chunk_sizes:
         blocks = -(-size // BLOCK_WORDS)
         yield chacha20_words(key, nonce, block, blocks, device)[:size]
@@ -317,9 +318,10 @@ def grid_spacing(least: float, most: float, entries: int) -> float:
     return 2.0 ** (math.frexp(max(least, _FEWEST * most))[1] - 1) * fineness
 
 
-def _shares(count: int, chunk: int, device: torch.device) -> list[int]:
+def _shares(count: int, device: torch.device) -> list[int]:
     """Where the shares of threads end, in whole chunks."""
-    chunks = count // max(chunk, BLOCK_WORDS)
+    chunk = _chunk(device)
+    chunks = count // chunk
     threads = min(torch.get_num_threads(), chunks) if _on_cpu(device) else 1
     return [round(n * chunks / threads) * chunk for n in range(1, threads)] + [count]
 
@@ -478,13 +480,10 @@ def keystream(
     """So many words at a time of the keystream from a block, on the CPU. Use each chunk before
     asking for the next one: they share a buffer.
     """
-    if not chunk_sizes:
-        return
-    encryptor = Cipher(
-        algorithms.ChaCha20(key, block.to_bytes(4, "little") + nonce), mode=None
-    ).encryptor()
-    most = 4 * max(chunk_sizes)
-    buffer, zeros = bytearray(most + 63), _ZEROS if most <= len(_ZEROS) else memoryview(bytes(most))
+    cipher = algorithms.ChaCha20(key, block.to_bytes(4, "little") + nonce)
+    encryptor, most = Cipher(cipher, mode=None).encryptor(), 4 * max(chunk_sizes, default=0)
+    # Zeros are encrypted: what comes out is the keystream.
+    zeros, buffer = memoryview(bytes(most)), bytearray(most + 63)
     for size in chunk_sizes:
         encryptor.update_into(zeros[: 4 * size], buffer)
         yield torch.frombuffer(buffer, dtype=torch.int32, count=size)

@@ -13,7 +13,7 @@ Their Algorithm 1 prints s_i squared; their theorem, its proof and this module h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -39,7 +39,6 @@ from .message import (
     power,
     root,
     scaled,
-    single_number,
     total,
     true_gradient,
 )
@@ -422,9 +421,9 @@ def add_noise(
     """
     for group in _neighbors(tensors):
         sizes = [tensor.numel() for tensor in group.values()]
-        stds = [deviations(name) for name in group]
+        stds = torch.cat([deviations(name).flatten() for name in group])
         values = torch.cat([tensor.flatten() for tensor in group.values()])
-        noisy = stream.noisy(values, _joined(stds), entries, noise).split(sizes)
+        noisy = stream.noisy(values, stds, entries, noise).split(sizes)
         for (name, tensor), noisy_tensor in zip(group.items(), noisy, strict=True):
             yield name, noisy_tensor.view(tensor.shape)
 
@@ -444,11 +443,3 @@ def _neighbors(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         group[name] = tensor
     if group:
         yield group
-
-
-def _joined(stds: Sequence[Tensor]) -> Tensor:
-    """`()` where all are one number, else `(n,)`."""
-    numbers = {None if (n := single_number(std)) is None else float(n) for std in stds}
-    if len(numbers) == 1 and None not in numbers:
-        return torch.tensor(numbers.pop(), dtype=torch.float64)
-    return torch.cat([std.flatten() for std in stds])

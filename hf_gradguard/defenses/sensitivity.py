@@ -322,11 +322,17 @@ class SensitivityDefense(Defense):
         refusal = _PUBLIC_DATA if self.public_data is not None else refusal
         return replace(
             super().facts,
-            needs_input=True,
-            reruns_model=True,
+            needs_input=self._measures,
+            reruns_model=self._measures or super().facts.reruns_model,
             post_processes=self.shape == "public",
             sharded_refusal=refusal,
         )
+
+    @property
+    def _measures(self) -> bool:
+        """Whether the next message measures sensitivities, and not only weighs by averages."""
+        is_due = self._calls % (self.refresh_every or REFRESH_EVERY) == 0
+        return self.shape == "own" or is_due or not self._averages
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         self._special = special_ids(model, processing_class)
@@ -353,12 +359,13 @@ class SensitivityDefense(Defense):
             One positive tensor a shared parameter; `None` if there is no earlier batch.
         """
         undefended = gmap.undefended
-        if not self._averages.knows(undefended.parameters):
+        if not self._averages.knows(undefended.parameters):  # of another model, or some unfrozen
             self._averages, self._calls = Averages(), 0
-        is_due = not self._averages or self._calls % (self.refresh_every or REFRESH_EVERY) == 0
+            undefended = undefended.with_input()
+        is_due = self._measures
         if self.public_data is not None and is_due:
             place = self._calls // (self.refresh_every or REFRESH_EVERY)
-            learn_public_data(self, self._averages, self._product, gmap, generator, place)
+            learn_public_data(self, self._averages, self._product, undefended, generator, place)
         elif self.shape == "public" and is_due:
             example = (
                 first_rows(undefended.batch, MEASURED_SAMPLES)
@@ -366,7 +373,9 @@ class SensitivityDefense(Defense):
                 else undefended.batch
             )
             for _ in range(1 if self._averages else FIRST_BATCHES):
-                batch = random_batch(gmap.domain, gmap.model, example, generator, self._special)
+                batch = random_batch(
+                    undefended.domain, undefended.model, example, generator, self._special
+                )
                 self._learn(*heard(undefended, batch), generator)
         by_tensor = self.granularity == "layer"
         ratio = self._averages.ratio(by_tensor, waiting, gmap.shards) if self._averages else None

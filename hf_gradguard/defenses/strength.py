@@ -60,9 +60,10 @@ def is_anything_left(gmap: GradientMap) -> bool:
     """Whether a defense before this one left an entry to transmit. One that waits for more batches
     leaves none.
     """
-    masks, shards = gmap.transmitted, gmap.shards
-    is_here = masks is None or any(bool(mask.any()) for mask in masks.values())
-    return is_here if shards is None else shards.any(is_here)
+    if gmap.transmitted is None:
+        return True
+    is_here = any(bool(mask.any()) for mask in gmap.transmitted.values())
+    return is_here if gmap.shards is None else gmap.shards.any(is_here)
 
 
 def _on_public_data(client: GradientMap, generator: Stream) -> GradientMap:

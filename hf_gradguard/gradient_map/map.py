@@ -313,13 +313,10 @@ class GradientMap:
             `(k, *x.shape)`; the graph is kept.
         """
         is_batched = len(directions) > 1
+        grad_outputs = directions if is_batched else directions[0]
         with self.replay.draws(), self.replay.kernels():  # checkpointed layers run again
             (slopes,) = torch.autograd.grad(
-                values,
-                x,
-                grad_outputs=directions if is_batched else directions[0],
-                retain_graph=True,
-                is_grads_batched=is_batched,
+                values, x, grad_outputs, retain_graph=True, is_grads_batched=is_batched
             )
         return slopes if is_batched else slopes[None]
 
@@ -385,16 +382,20 @@ class GradientMap:
     def of_batch(self, batch: Batch, second_order: bool = False) -> GradientMap:
         """The same model, loss and random draws on another batch. Nothing is left changed."""
         with self.replay.draws():
-            return GradientMap(
-                self.model,
-                batch,
-                loss_fn=self.loss_fn,
-                second_order=second_order,
-                needs_input=self._needs_input,
-                shards=self.shards,
-                share_input_embeddings=self._share,
-                withhold=self._withhold,
-            )
+            return self._on(batch, second_order=second_order, needs_input=self._needs_input)
+
+    def with_input(self) -> GradientMap:
+        """This map, if it knows the input and can run again; else another of its batch that does,
+        by a pass with draws of its own.
+        """
+        is_able = self._source is not None and self.replay.held_state is not None
+        return self if is_able else self._on(self._batch, second_order=False)
+
+    def _on(self, batch: Batch, **needed: bool) -> GradientMap:
+        return GradientMap(
+            self.model, batch, loss_fn=self.loss_fn, shards=self.shards,
+            share_input_embeddings=self._share, withhold=self._withhold, **needed,
+        )  # fmt: skip
 
     def on_other_data(self, replaced: Callable[[Batch], Batch]) -> GradientMap:
         """`of_batch` of what stands in the place of its batch; of local training, of every one."""

@@ -259,6 +259,8 @@ class Replay:
 
     kind: str = ""
     """Of maps that are tried out together: how well differences do on one says it of the others."""
+    held_state: HeldState | None = None
+    """Of model and loss, for another run; `None` where there is none."""
 
     def __init__(
         self, model: nn.Module, second_order: bool, loss: Any = None, reruns: bool = True
@@ -270,17 +272,15 @@ class Replay:
                 "silently wrong. Make the model without them (use_liger_kernel=False), or the map "
                 "with second_order=False, and ask it for nothing that differentiates twice."
             )
-        self._devices = devices_that_draw(model)
-        self._held_state: HeldState | None = None
         if reruns:
-            self._state = DrawState.now()
+            self._state, self._devices = DrawState.now(), devices_that_draw(model)
             self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
-            self._held_state = HeldState([*HeldState.owners_of(self.modules), *Outer.of(loss)])
+            self.held_state = HeldState([*HeldState.owners_of(self.modules), *Outer.of(loss)])
 
     @contextmanager
     def draws(self) -> Iterator[None]:
         """Random draws and held state as when this was made. Both stay as they are now."""
-        if self._held_state is None:
+        if self.held_state is None:
             raise RuntimeError(
                 "Its map was made with reruns=False, so the model runs once. A defense that asks "
                 "for more than the gradient has to say so in its facts: reruns_model=True."
@@ -291,7 +291,7 @@ class Replay:
                 torch.cuda.set_rng_state(state, device)
             # Copies take the updates: writing a value back would count as an in-place change to
             # what autograd saved.
-            with self._held_state.replayed():
+            with self.held_state.replayed():
                 yield
 
     def kernels(self) -> AbstractContextManager[None]:

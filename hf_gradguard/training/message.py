@@ -148,10 +148,10 @@ class MessageMaker:
         defense, meter = client.defense, self._meter
         self._forget_other_parameters(defense, module)
         is_measured = meter is not None and meter.measures(step)
-        noise, probes, dropout = self._undefended
-        if not isinstance(defense, NoDefense):
-            noise, probes, dropout = self._streams.next_message(step)
-        with nullcontext() if dropout is None else private_draws(dropout, _device_of(module)):
+        is_none = isinstance(defense, NoDefense)
+        noise, probes, dropout = self._undefended if is_none else self._streams.next_message(step)
+        device = next(module.parameters()).device
+        with nullcontext() if dropout is None else private_draws(dropout, device):
             with self._buffers.watch(module):
                 gmap = defense.gradient_map(
                     module, client.batch, is_measured, loss_fn=loss_fn, **self._sharing
@@ -256,10 +256,6 @@ def name_of(parameters: Iterable[str]) -> str:
 
 def _short(names: tuple[str, ...] | str) -> str:
     return names if isinstance(names, str) else name_of(names)
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:

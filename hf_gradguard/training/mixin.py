@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -246,10 +247,9 @@ class GradGuardMixin(TrainerAdapter):
         step is due.
         """
         module, inputs = self.ready_for_step(model), dict(self._prepare_inputs(inputs))
-        accumulation = self.current_gradient_accumulation_steps
+        step, accumulation = self.state.global_step, self.current_gradient_accumulation_steps
         rules = self._normalizations[num_items_in_batch is not None]
-        normalization = rules.at_step(num_items_in_batch, accumulation)
-        step = self.state.global_step
+        normalization = replace(rules, num_items=num_items_in_batch, accumulation=accumulation)
         losses = []
         with annotate_errors(inputs):
             clients, spread = self._clients_of(module, inputs, normalization)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -82,10 +82,6 @@ class Normalization:
             accumulated=(accepts or has_own_loss) if scaled is None else scaled,
             shifts_labels=getattr(trainer, "_loss_shifts_labels", False),
         )
-
-    def at_step(self, num_items: Tensor | int | None, accumulation: int) -> Normalization:
-        """What holds for one step."""
-        return replace(self, num_items=num_items, accumulation=accumulation)
 
     def items(self, batch: dict[str, Any]) -> int | None:
         """Labels of a batch that count toward the loss, as the Trainer counts them; `None` if the
@@ -169,9 +165,9 @@ class LossWeights:
         if not size:
             return 1.0, Spread()
         items = float(num_items)
-        ratio = items / size
         if self._is_mean is None:  # a batch that cannot tell is asked again
             self._is_mean = self._takes_a_mean(module, fullest)
+        ratio = items / size
         return (size, Spread(ratio)) if self._is_mean else (items, Spread(ratio, ratio))
 
     def _takes_a_mean(self, module: nn.Module, batch: dict[str, Any]) -> bool | None:

@@ -292,3 +292,20 @@ def test_a_parameter_may_be_one_number(name: str) -> None:
     )
     message = make_defense(name)(gmap, rng())
     assert message["temperature"].shape == ()
+
+
+def test_a_message_that_measures_nothing_asks_for_a_gradient_alone() -> None:
+    """And one of other parameters measures anew, whatever its map was made with."""
+    model, batch = small_convolution()
+    defense = make_defense("optimal_noise", scale=0.1, refresh_every=3)
+    asked = []
+    for _ in range(4):
+        asked.append((defense.facts.needs_input, defense.facts.reruns_model))
+        defense(defense.gradient_map(model, batch))
+    assert asked == [(True, True), (False, False), (False, False), (True, True)]
+    next(model.parameters()).requires_grad_(False)
+    gmap = defense.gradient_map(model, batch)
+    with pytest.raises(ValueError, match="needs_input=False"):
+        _ = gmap.input
+    assert defense(gmap).keys() == gmap.parameters.keys()
+    assert defense._averages.knows(gmap.parameters)  # type: ignore[attr-defined]

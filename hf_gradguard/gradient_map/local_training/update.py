@@ -173,12 +173,18 @@ class UpdateMap(GradientMap):
 
     def of_batch(self, batch: Batch, second_order: bool = False) -> UpdateMap:
         """The same training, with the same random draws, on another batch like `batch`."""
-        return self._on(self._pieces.split(batch), second_order)
+        return self._of(self._pieces.split(batch), second_order, self._needs_input)
 
     def on_other_data(self, replaced: Callable[[Batch], Batch]) -> UpdateMap:
-        return self._on([replaced(batch) for batch in self._pieces.batches])
+        pieces = [replaced(batch) for batch in self._pieces.batches]
+        return self._of(pieces, needs_input=self._needs_input)
 
-    def _on(self, pieces: Sequence[Batch], second_order: bool = False) -> UpdateMap:
+    def with_input(self) -> UpdateMap:
+        return self if self._needs_input else self._of(self._pieces.batches, needs_input=True)
+
+    def _of(
+        self, pieces: Sequence[Batch], second_order: bool = False, needs_input: bool = True
+    ) -> UpdateMap:
         with self.replay.draws():
             return type(self)(
                 self.model,
@@ -187,7 +193,7 @@ class UpdateMap(GradientMap):
                 optimizer=self.optimizer,
                 loss_fn=self.loss_fn,
                 second_order=second_order,
-                needs_input=self._needs_input,
+                needs_input=needs_input,
                 share_input_embeddings=self._share,
                 withhold=self._withhold,
             )

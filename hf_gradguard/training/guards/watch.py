@@ -169,8 +169,7 @@ class Ledger(TrainerCallback):
 
 def _stamps(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, tuple[Tensor, int]]:
     """What tells a `.grad` from any other, and from itself once it was written to."""
-    gradients = ((parameter, parameter.grad) for parameter in parameters)
-    return {p: (gradient, gradient._version) for p, gradient in gradients if gradient is not None}
+    return {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
 
 
 class AgreedTables:
