@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..registry import need
 
 if TYPE_CHECKING:
+    from .attributes import InferredAttribute, infer_attributes
     from .cells import Audit
     from .command import run_audit as run_audit
     from .report.page import markdown_table, write_report
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Audit",
     "AuditSettings",
+    "InferredAttribute",
     "Summary",
     "audit",
+    "infer_attributes",
     "markdown_table",
     "summarize",
     "word_distinguishability",
@@ -35,8 +38,10 @@ __all__ = [
 _EXPORTS = {
     "Audit": ".cells",
     "AuditSettings": ".settings",
+    "InferredAttribute": ".attributes",
     "Summary": ".report.summary",
     "audit": ".run",
+    "infer_attributes": ".attributes",
     "markdown_table": ".report.page",
     "run_audit": ".command",
     "summarize": ".report.summary",

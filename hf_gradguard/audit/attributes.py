@@ -1,0 +1,294 @@
+"""Attribute inference: what a message tells of its sample, by a classifier that was trained on
+messages of public samples through the same model and defense.
+
+No text comes back. Its label, its topic, its length or a word that it has may show all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import binomtest
+from torch import Tensor, nn
+
+from ..defenses import Defense
+from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.domain import IMAGE
+from ..gradient_map.vectorized import ManyGradients
+from ..randomness import Stream, torch_generator
+from ..registry import need
+
+try:
+    from sklearn.compose import ColumnTransformer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import GridSearchCV, StratifiedKFold
+    from sklearn.pipeline import Pipeline
+    from sklearn.preprocessing import StandardScaler
+except ModuleNotFoundError:
+    need("audit.attributes", "attacks", "sklearn")
+    raise
+
+_SHARE_OF_DIRECTIONS = 4  # one public sample in so many says in which directions to look
+_FOLDS = 5
+_LEAST_POWER = 1e-10  # of a direction, in units of the strongest: less is rounding
+_PENALTIES = [1e-4, 1e-3, 1e-2, 1e-1, 1.0]  # C of the logistic regression: small ones bind more
+
+Attribute = Callable[[Any, int], Hashable]
+"""Its value for a sample, `(text or pixels, label)`."""
+
+
+@dataclass(frozen=True)
+class InferredAttribute:
+    """How often a message says which value its sample's attribute has.
+
+    Args:
+        recall: By value: of how many messages of such samples it was inferred, and how many there
+            were, where the attacker holds all values equally likely.
+        correct: How often it is right if it also counts how frequent values are.
+        most_frequent: How often the value is right that is the most frequent in public.
+
+    Example:
+        >>> film = InferredAttribute({True: (18, 20), False: (70, 80)}, 91, 80)
+        >>> film.accuracy, film.prior, [round(end, 2) for end in film.interval], film.verdict
+        (0.8875, 0.5, [0.77, 0.94], 'beyond the prior')
+        >>> film.correct_share, film.most_frequent_share
+        (0.91, 0.8)
+    """
+
+    recall: Mapping[Hashable, tuple[int, int]]
+    correct: int
+    most_frequent: int
+
+    @property
+    def messages(self) -> int:
+        """How many were attacked."""
+        return sum(count for _, count in self.recall.values())
+
+    @property
+    def accuracy(self) -> float:
+        """The mean over values of the share that was inferred: as if each were equally frequent."""
+        return sum(right / count for right, count in self.recall.values()) / len(self.recall)
+
+    @property
+    def prior(self) -> float:
+        """What `accuracy` is for whoever sees no message."""
+        return 1 / len(self.recall)
+
+    @property
+    def advantage(self) -> float:
+        """By how much `accuracy` is above the prior."""
+        return self.accuracy - self.prior
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of `accuracy` over messages, at 95 %: exact intervals of values (Clopper and Pearson),
+        put together as those of independent shares (Zou and Donner, 2008).
+        """
+        below = above = 0.0
+        for right, count in self.recall.values():
+            ends = binomtest(right, count).proportion_ci(0.95, method="exact")
+            below += (right / count - float(ends.low)) ** 2
+            above += (float(ends.high) - right / count) ** 2
+        low, high = (math.sqrt(square) / len(self.recall) for square in (below, above))
+        return max(0.0, self.accuracy - low), min(1.0, self.accuracy + high)
+
+    @property
+    def verdict(self) -> str:
+        """`"beyond the prior"`, or `"cannot tell"` where the interval covers it."""
+        return "beyond the prior" if self.interval[0] > self.prior else "cannot tell"
+
+    @property
+    def correct_share(self) -> float:
+        """At the frequencies that values have."""
+        return self.correct / self.messages
+
+    @property
+    def most_frequent_share(self) -> float:
+        """The prior of `correct_share`."""
+        return self.most_frequent / self.messages
+
+
+def infer_attributes(
+    model: nn.Module,
+    tokenizer: Any,
+    private: Sequence[tuple[Any, int]],
+    public: Sequence[tuple[Any, int]],
+    attributes: Mapping[str, Attribute],
+    defense: Defense,
+    *,
+    directions: int = 16,
+    generator: Stream | None = None,
+) -> dict[str, InferredAttribute]:
+    """What messages of one sample each tell of attributes, beyond what is likely without them.
+
+    The attacker has the model, the defense and public samples, and is granted neither labels nor
+    lengths. From clean gradients of a quarter of the public samples it learns in which directions
+    gradients differ, at random and between values, tensor by tensor. It sends the others through
+    the defense, and trains a logistic regression on those coordinates and on tensors' norms. What
+    scale and penalty to take, cross-validation decides.
+
+    Args:
+        model: In the mode in which clients run it.
+        tokenizer: The model's; `None` for images.
+        private: `(text, label)` or `(pixels, label)` of those who are attacked.
+        public: Of others, alike: better a few hundred. None may be among the private ones, or of
+            the same document.
+        attributes: By name, a function of a sample.
+        defense: What clients run.
+        directions: Per tensor, beside one for each value: they take as much memory as so many
+            gradients.
+        generator: Of noise and directions. Default: a private one.
+
+    Raises:
+        ValueError: If a public sample is private too, a value is too rare in public, or no
+            private sample has it.
+
+    Example:
+        >>> from hf_gradguard.audit import infer_attributes
+        >>> private = [("a fine film", 1), ("the plot is long", 0)] * 10
+        >>> public = [("a warm film", 1), ("the cast is dull", 0)] * 20
+        >>> attributes = {"film": lambda text, label: "film" in text}
+        >>> found = infer_attributes(
+        ...     model, tokenizer, private, public, attributes, make_defense("none"), directions=4
+        ... )
+        >>> found["film"].accuracy, found["film"].verdict
+        (1.0, 'beyond the prior')
+    """
+    stream = generator or Stream()
+    values = _values_of(private, public, attributes)
+    count = len(public) // _SHARE_OF_DIRECTIONS
+    batches = [_batch(model, tokenizer, sample) for sample in (*public, *private)]
+    contrasts = [_contrasts(known[:count]) for known, _ in values.values()]
+    bases = _directions(model, batches[:count], contrasts, directions, stream)
+    coordinates, log_norms = [], []
+    for batch in batches[count:]:
+        message = defense(GradientMap(model, batch), stream)
+        bases = {name: rows for name, rows in bases.items() if name in message}
+        coordinates.append(torch.cat([b @ message[n].flatten().to(b) for n, b in bases.items()]))
+        log_norms.append([math.log(float(message[n].double().norm()) + 1e-12) for n in bases])
+    features = np.column_stack([torch.stack(coordinates).cpu().numpy(), log_norms])
+    trained = len(public) - count
+    # One unit for all coordinates keeps noise that is alike in all of them alike.
+    width = len(coordinates[0])
+    unit = float(np.sqrt(np.mean(np.square(features[:trained, :width])))) or 1.0
+    features[:, :width] /= unit
+    seed = int(stream.integers(2**31 - 1, (1,))[0])
+    return {
+        name: _attack(features, trained, width, known[count:], hidden, seed)
+        for name, (known, hidden) in values.items()
+    }
+
+
+def _values_of(
+    private: Sequence[tuple[Any, int]], public: Sequence[tuple[Any, int]],
+    attributes: Mapping[str, Attribute],
+) -> dict[str, tuple[list[Hashable], list[Hashable]]]:  # fmt: skip
+    """By attribute, of public and of private samples."""
+    texts = {text for text, _ in private if isinstance(text, str)}
+    if shared := [text for text, _ in public if isinstance(text, str) and text in texts]:
+        raise ValueError(f"public and private samples have one in common: {shared[0]!r}.")
+    values = {}
+    for name, attribute in attributes.items():
+        known, hidden = ([attribute(*s) for s in samples] for samples in (public, private))
+        count = len(public) // _SHARE_OF_DIRECTIONS
+        frequency = Counter(known[count:])
+        for value in {*hidden, *frequency}:
+            if frequency[value] < _FOLDS or value not in known[:count]:
+                raise ValueError(
+                    f"{name} is {value!r} for too few public samples: give more of them, in random "
+                    "order, or coarser values."
+                )
+            if value not in hidden:
+                raise ValueError(f"{name} is {value!r} for no private sample.")
+        if len(frequency) < 2:
+            raise ValueError(f"{name} has one value only: there is nothing to infer.")
+        values[name] = known, hidden
+    return values
+
+
+def _batch(model: nn.Module, tokenizer: Any, sample: tuple[Any, int]) -> dict[str, Tensor]:
+    content, label = sample
+    device = next(model.parameters()).device
+    if tokenizer is None:
+        entries = {IMAGE.key: torch.as_tensor(content)[None]}
+    else:
+        entries = dict(tokenizer(content, truncation=True, return_tensors="pt"))
+    entries["labels"] = torch.tensor([label])
+    return {key: entry.to(device) for key, entry in entries.items()}
+
+
+def _contrasts(values: Sequence[Hashable]) -> Tensor:
+    """`(samples, values - 1)`: what makes of gradients the mean of a value less that of all."""
+    columns = []
+    for value in list(dict.fromkeys(values))[1:]:
+        is_of_value = torch.tensor([float(other == value) for other in values])
+        columns.append(is_of_value / is_of_value.sum() - 1 / len(values))
+    return torch.stack(columns, 1)
+
+
+def _directions(
+    model: nn.Module, batches: Sequence[Mapping[str, Tensor]], contrasts: Sequence[Tensor],
+    count: int, stream: Stream,
+) -> Tensors:  # fmt: skip
+    """By tensor, orthonormal rows that span the mean gradient, random mixtures of what gradients
+    differ from it by, which lie where these vary most (Halko, Martinsson and Tropp, 2011), and
+    contrasts between values.
+    """
+    parameters = GradientMap(model, batches[0]).parameters  # without what no client shares
+    device = next(iter(parameters.values())).device
+    rng = torch_generator(stream, device)
+    mixed = torch.randn(len(batches), count, generator=rng, device=device)
+    mean = torch.ones(len(batches), 1, device=device)
+    columns = [mean, mixed - mixed.mean(0), *(contrast.to(device) for contrast in contrasts)]
+    weights = torch.cat([column / column.norm(dim=0) for column in columns], 1)
+    spans = {n: torch.zeros(weights.shape[1], p.numel(), device=device)
+             for n, p in parameters.items()}  # fmt: skip
+    for rows, gradients in ManyGradients(model, list(parameters))(batches):
+        for name, g in gradients.items():
+            spans[name].addmm_(weights[rows].T, g.flatten(1).float())
+    return {name: _orthonormal(span) for name, span in spans.items()}
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    """Of the same span, by a small eigenproblem."""
+    wide = rows.double()
+    powers, turns = torch.linalg.eigh(wide @ wide.T)
+    is_there = powers > _LEAST_POWER * powers.max()
+    return (turns[:, is_there] / powers[is_there].sqrt()).T.float() @ rows
+
+
+def _attack(
+    features: np.ndarray, trained: int, width: int,
+    known: Sequence[Hashable], hidden: Sequence[Hashable], seed: int,
+) -> InferredAttribute:  # fmt: skip
+    """Train on the first so many messages, and infer the others' values."""
+    order = list(dict.fromkeys(known))
+    classes = np.array([order.index(value) for value in known])
+    truth = np.array([order.index(value) for value in hidden])
+    columns = [("coordinates", StandardScaler(), slice(0, width)),
+               ("norms", StandardScaler(), slice(width, None))]  # fmt: skip
+    steps = [
+        ("scale", ColumnTransformer(columns)),
+        ("classifier", LogisticRegression(max_iter=500)),
+    ]
+    choices = {
+        "scale__coordinates": [StandardScaler(), "passthrough"], "classifier__C": _PENALTIES,
+    }  # fmt: skip
+    folds = StratifiedKFold(_FOLDS, shuffle=True, random_state=seed)
+    search = GridSearchCV(Pipeline(steps), choices, scoring="neg_log_loss", cv=folds)
+    search.fit(features[:trained], classes)
+    posterior = search.predict_proba(features[trained:])
+    frequency = np.bincount(classes) / len(classes)
+    inferred = (posterior / frequency).argmax(1)
+    recall = {
+        value: (int((inferred[truth == k] == k).sum()), int((truth == k).sum()))
+        for k, value in enumerate(order)
+    }
+    most_frequent = int((truth == frequency.argmax()).sum())
+    return InferredAttribute(recall, int((posterior.argmax(1) == truth).sum()), most_frequent)
