@@ -26,8 +26,9 @@ from ..registry import need
 
 try:
     from sklearn.compose import ColumnTransformer
+    from sklearn.decomposition import PCA
     from sklearn.linear_model import LogisticRegression
-    from sklearn.model_selection import GridSearchCV, StratifiedKFold
+    from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_val_predict
     from sklearn.pipeline import Pipeline
     from sklearn.preprocessing import StandardScaler
 except ModuleNotFoundError:
@@ -36,6 +37,7 @@ except ModuleNotFoundError:
 
 _SHARE_OF_DIRECTIONS = 4  # one public sample in so many says in which directions to look
 _FOLDS = 5
+_MOST_LABELS = 10  # that are told from each other first
 _LEAST_POWER = 1e-10  # of a direction, in units of the strongest: less is rounding
 _PENALTIES = [1e-4, 1e-3, 1e-2, 1e-1, 1.0]  # C of the logistic regression: small ones bind more
 
@@ -130,8 +132,9 @@ def infer_attributes(
     The attacker has the model, the defense and public samples, and is granted neither labels nor
     lengths. From clean gradients of a quarter of the public samples it learns in which directions
     gradients differ, at random and between values, tensor by tensor. It sends the others through
-    the defense, and trains a logistic regression on those coordinates and on tensors' norms. What
-    scale and penalty to take, cross-validation decides.
+    the defense, and trains a logistic regression on those coordinates and on tensors' norms: of
+    the label first, then of each attribute within labels. What scale and penalty to take,
+    cross-validation decides.
 
     Args:
         model: In the mode in which clients run it.
@@ -164,7 +167,11 @@ def infer_attributes(
     values = _values_of(private, public, attributes)
     count = len(public) // _SHARE_OF_DIRECTIONS
     batches = [_batch(model, tokenizer, sample) for sample in (*public, *private)]
-    contrasts = [_contrasts(known[:count]) for known, _ in values.values()]
+    labels = [label for _, label in public]
+    # Of a classifier a gradient is a residual times what the text makes of it: the residual's sign
+    # is the label's, so values are compared within labels.
+    cells = [list(zip(labels, known, strict=True))[:count] for known, _ in values.values()]
+    contrasts = [_contrasts(cell) for cell in (labels[:count], *cells)]
     bases = _directions(model, batches[:count], contrasts, directions, stream)
     coordinates, log_norms = [], []
     for batch in batches[count:]:
@@ -179,8 +186,10 @@ def infer_attributes(
     unit = float(np.sqrt(np.mean(np.square(features[:trained, :width])))) or 1.0
     features[:, :width] /= unit
     seed = int(stream.integers(2**31 - 1, (1,))[0])
+    features = _within_labels(features, width, labels[count:], seed)
+    norms = len(bases)
     return {
-        name: _attack(features, trained, width, known[count:], hidden, seed)
+        name: _attack(features, norms, known[count:], hidden, seed)
         for name, (known, hidden) in values.items()
     }
 
@@ -263,27 +272,53 @@ def _orthonormal(rows: Tensor) -> Tensor:
     return (turns[:, is_there] / powers[is_there].sqrt()).T.float() @ rows
 
 
-def _attack(
-    features: np.ndarray, trained: int, width: int,
-    known: Sequence[Hashable], hidden: Sequence[Hashable], seed: int,
-) -> InferredAttribute:  # fmt: skip
-    """Train on the first so many messages, and infer the others' values."""
-    order = list(dict.fromkeys(known))
-    classes = np.array([order.index(value) for value in known])
-    truth = np.array([order.index(value) for value in hidden])
-    columns = [("coordinates", StandardScaler(), slice(0, width)),
-               ("norms", StandardScaler(), slice(width, None))]  # fmt: skip
-    steps = [
-        ("scale", ColumnTransformer(columns)),
-        ("classifier", LogisticRegression(max_iter=500)),
-    ]
+def _within_labels(
+    features: np.ndarray, width: int, labels: Sequence[int], seed: int
+) -> np.ndarray:
+    """With the coordinates once more for each label, times its probability, which is inferred."""
+    classes = np.array([sorted(set(labels)).index(label) for label in labels])
+    if not 1 < classes.max() + 1 <= _MOST_LABELS or np.bincount(classes).min() < _FOLDS:
+        return features
+    train, search = features[: len(labels)], _search(features.shape[1] - width, seed)
+    search.fit(train, classes)
+    # Of what it was trained on a classifier is too sure: those are inferred by the other folds.
+    folds = _folds(seed)
+    best = search.best_estimator_
+    inside = cross_val_predict(best, train, classes, cv=folds, method="predict_proba")
+    posterior = np.vstack([inside, search.predict_proba(features[len(labels) :])])
+    copies = [features[:, :width] * column[:, None] for column in posterior.T]
+    return np.column_stack([*copies, features])
+
+
+def _folds(seed: int) -> StratifiedKFold:
+    return StratifiedKFold(_FOLDS, shuffle=True, random_state=seed)
+
+
+def _search(norms: int, seed: int) -> GridSearchCV:
+    """A logistic regression of features, of which the last are so many norms."""
+    scale = ColumnTransformer(
+        [("coordinates", StandardScaler(), slice(0, -norms)),
+         ("norms", StandardScaler(), slice(-norms, None))]
+    )  # fmt: skip
+    # There are more features than messages: a rotation into their span changes no penalized fit.
+    classifier = LogisticRegression(max_iter=500)
+    steps = Pipeline([("scale", scale), ("rotate", PCA()), ("classifier", classifier)])
     choices = {
         "scale__coordinates": [StandardScaler(), "passthrough"], "classifier__C": _PENALTIES,
     }  # fmt: skip
-    folds = StratifiedKFold(_FOLDS, shuffle=True, random_state=seed)
-    search = GridSearchCV(Pipeline(steps), choices, scoring="neg_log_loss", cv=folds)
-    search.fit(features[:trained], classes)
-    posterior = search.predict_proba(features[trained:])
+    return GridSearchCV(steps, choices, scoring="neg_log_loss", cv=_folds(seed))
+
+
+def _attack(
+    features: np.ndarray, norms: int, known: Sequence[Hashable], hidden: Sequence[Hashable],
+    seed: int,
+) -> InferredAttribute:  # fmt: skip
+    """Train on the messages whose values are known, and infer the others'."""
+    order = list(dict.fromkeys(known))
+    classes = np.array([order.index(value) for value in known])
+    truth = np.array([order.index(value) for value in hidden])
+    search = _search(norms, seed).fit(features[: len(known)], classes)
+    posterior = search.predict_proba(features[len(known) :])
     frequency = np.bincount(classes) / len(classes)
     inferred = (posterior / frequency).argmax(1)
     recall = {
