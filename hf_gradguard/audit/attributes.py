@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,24 +117,17 @@ class InferredAttribute:
 
 
 def infer_attributes(
-    model: nn.Module,
-    tokenizer: Any,
-    private: Sequence[tuple[Any, int]],
-    public: Sequence[tuple[Any, int]],
-    attributes: Mapping[str, Attribute],
-    defense: Defense,
-    *,
-    directions: int = 16,
-    generator: Stream | None = None,
-) -> dict[str, InferredAttribute]:
+    model: nn.Module, tokenizer: Any, private: Sequence[tuple[Any, int]],
+    public: Sequence[tuple[Any, int]], attributes: Mapping[str, Attribute], defense: Defense, *,
+    directions: int = 16, generator: Stream | None = None,
+) -> dict[str, InferredAttribute]:  # fmt: skip
     """What messages of one sample each tell of attributes, beyond what is likely without them.
 
     The attacker has the model, the defense and public samples, and is granted neither labels nor
     lengths. From clean gradients of a quarter of the public samples it learns in which directions
     gradients differ, at random and between values, tensor by tensor. It sends the others through
-    the defense, and trains a logistic regression on those coordinates and on tensors' norms: of
-    the label first, then of each attribute within labels. What scale and penalty to take,
-    cross-validation decides.
+    the defense, and trains a logistic regression on those coordinates and on tensors' norms: of the
+    label first, then of each attribute within labels. Cross-validation decides scale and penalty.
 
     Args:
         model: In the mode in which clients run it.
@@ -165,29 +158,18 @@ def infer_attributes(
     """
     stream = generator or Stream()
     values = _values_of(private, public, attributes)
+    labels = [label for _, label in public]
     count = len(public) // _SHARE_OF_DIRECTIONS
     batches = [_batch(model, tokenizer, sample) for sample in (*public, *private)]
-    labels = [label for _, label in public]
     # Of a classifier a gradient is a residual times what the text makes of it: the residual's sign
     # is the label's, so values are compared within labels.
     cells = [list(zip(labels, known, strict=True))[:count] for known, _ in values.values()]
     contrasts = [_contrasts(cell) for cell in (labels[:count], *cells)]
     bases = _directions(model, batches[:count], contrasts, directions, stream)
-    coordinates, log_norms = [], []
-    for batch in batches[count:]:
-        message = defense(GradientMap(model, batch), stream)
-        bases = {name: rows for name, rows in bases.items() if name in message}
-        coordinates.append(torch.cat([b @ message[n].flatten().to(b) for n, b in bases.items()]))
-        log_norms.append([math.log(float(message[n].double().norm()) + 1e-12) for n in bases])
-    features = np.column_stack([torch.stack(coordinates).cpu().numpy(), log_norms])
-    trained = len(public) - count
-    # One unit for all coordinates keeps noise that is alike in all of them alike.
-    width = len(coordinates[0])
-    unit = float(np.sqrt(np.mean(np.square(features[:trained, :width])))) or 1.0
-    features[:, :width] /= unit
+    messages = (defense(GradientMap(model, batch), stream) for batch in batches[count:])
+    features, norms = _features(messages, bases, len(public) - count)
     seed = int(stream.integers(2**31 - 1, (1,))[0])
-    features = _within_labels(features, width, labels[count:], seed)
-    norms = len(bases)
+    features = _within_labels(features, norms, labels[count:], seed)
     return {
         name: _attack(features, norms, known[count:], hidden, seed)
         for name, (known, hidden) in values.items()
@@ -272,21 +254,36 @@ def _orthonormal(rows: Tensor) -> Tensor:
     return (turns[:, is_there] / powers[is_there].sqrt()).T.float() @ rows
 
 
+def _features(
+    messages: Iterable[Mapping[str, Tensor]], bases: Tensors, trained: int
+) -> tuple[np.ndarray, int]:
+    """A row for each message: its coordinates, and last the logarithms of so many norms."""
+    coordinates, log_norms = [], []
+    for message in messages:
+        bases = {name: rows for name, rows in bases.items() if name in message}
+        coordinates.append(torch.cat([b @ message[n].flatten().to(b) for n, b in bases.items()]))
+        log_norms.append([math.log(float(message[n].double().norm()) + 1e-12) for n in bases])
+    rows = torch.stack(coordinates).cpu().numpy()
+    # One unit for all coordinates keeps noise that is alike in all of them alike.
+    unit = float(np.sqrt(np.mean(np.square(rows[:trained])))) or 1.0
+    return np.column_stack([rows / unit, log_norms]), len(bases)
+
+
 def _within_labels(
-    features: np.ndarray, width: int, labels: Sequence[int], seed: int
+    features: np.ndarray, norms: int, labels: Sequence[int], seed: int
 ) -> np.ndarray:
     """With the coordinates once more for each label, times its probability, which is inferred."""
     classes = np.array([sorted(set(labels)).index(label) for label in labels])
     if not 1 < classes.max() + 1 <= _MOST_LABELS or np.bincount(classes).min() < _FOLDS:
         return features
-    train, search = features[: len(labels)], _search(features.shape[1] - width, seed)
+    train, search = features[: len(labels)], _search(norms, seed)
     search.fit(train, classes)
     # Of what it was trained on a classifier is too sure: those are inferred by the other folds.
     folds = _folds(seed)
     best = search.best_estimator_
     inside = cross_val_predict(best, train, classes, cv=folds, method="predict_proba")
     posterior = np.vstack([inside, search.predict_proba(features[len(labels) :])])
-    copies = [features[:, :width] * column[:, None] for column in posterior.T]
+    copies = [features[:, :-norms] * column[:, None] for column in posterior.T]
     return np.column_stack([*copies, features])
 
 
