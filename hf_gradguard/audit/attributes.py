@@ -164,7 +164,7 @@ def infer_attributes(
     # Of a classifier a gradient is a residual times what the text makes of it: the residual's sign
     # is the label's, so values are compared within labels.
     cells = [list(zip(labels, known, strict=True))[:count] for known, _ in values.values()]
-    contrasts = [_contrasts(cell) for cell in (labels[:count], *cells)]
+    contrasts = [_contrasts(labels[:count]), *map(_contrasts, cells)]
     bases = _directions(model, batches[:count], contrasts, directions, stream)
     messages = (defense(GradientMap(model, batch), stream) for batch in batches[count:])
     features, norms = _features(messages, bases, len(public) - count)
