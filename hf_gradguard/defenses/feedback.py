@@ -55,10 +55,10 @@ class LeftOut:
 
     Example:
         >>> left_out = LeftOut()
-        >>> left_out.add_to({"weight": torch.tensor([1.0, 3.0])}, None)
+        >>> left_out.add_to({"weight": torch.tensor([1.0, 3.0])}, 3.2, None)
         {'weight': tensor([1., 3.])}
         >>> left_out.keep({"weight": torch.tensor([1.0, 0.0])}, size=3.0)
-        >>> left_out.add_to({"weight": torch.tensor([1.0, 3.0])}, None)
+        >>> left_out.add_to({"weight": torch.tensor([1.0, 3.0])}, 3.2, None)
         {'weight': tensor([2., 3.])}
     """
 
@@ -71,32 +71,30 @@ class LeftOut:
         self.step: int | None = None  # of the message that is being made, where steps are counted
         self.last_step: int | None = None  # of the one before
 
-    def add_to(self, gradient: Tensors, shards: Shards | None) -> Tensors:
-        """g + e, or g if e is not of these parameters, stale or too large. Then e is dropped."""
-        shapes = (
-            {name: t.shape for name, t in tensors.items()} for tensors in (gradient, self.error)
-        )
-        is_same = next(shapes) == next(shapes)
+    def add_to(self, gradient: Tensors, size: float, shards: Shards | None) -> Tensors:
+        """g + e, or g, of norm `size`, if e is not of these parameters, stale or too large. Then e
+        is dropped.
+        """
+        former_shapes = {name: error.shape for name, error in self.error.items()}
+        is_same = former_shapes == {name: g.shape for name, g in gradient.items()}
         # Steps are counted by a Trainer, and not by a loop of one's own.
         is_counted = self.step is not None and self.last_step is not None
         is_stale = is_counted and self.step - self.last_step > STALE  # type: ignore[operator]
-        gradient_norm = norm(gradient, shards)
-        usual_norm = self.min_batches * max(gradient_norm, self.size)
+        usual_norm = self.min_batches * max(size, self.size)
         if self.error and is_stale and self.min_batches > 1:
             logger.warning_once(_TOO_SELDOM.format(STALE, self.min_batches))
         if not is_same or is_stale or norm(self.error, shards) > LARGEST * usual_norm:
             self.error, self.gradients, self.batches = {}, 0, {}
         # A batch without a gradient hides nothing of another one.
-        self.gradients += gradient_norm > 0
-        self._count(gradient)
+        self.gradients += size > 0
+        if self.by_entry:
+            self._count(gradient)
         if not self.error:
             return gradient
         return {name: g + self.error[name].to(g) for name, g in gradient.items()}
 
     def _count(self, gradient: Tensors) -> None:
         """A batch counts where it says something: not in an embedding's rows of other tokens."""
-        if not self.by_entry:
-            return
         counts = self.batches or {
             name: torch.zeros_like(g, dtype=torch.uint8) for name, g in gradient.items()
         }
@@ -189,14 +187,14 @@ class BiasedDefense(Defense):
         if not self.error_feedback:
             return super().__call__(gmap, generator)
         gradient, shards = true_gradient(gmap), gmap.shards
-        corrected_gradient = self._left_out.add_to(gradient, shards)
+        size = norm(gradient, shards)
+        corrected_gradient = self._left_out.add_to(gradient, size, shards)
         message = super().__call__(
             self.corrected(gmap, cast_like(corrected_gradient, gmap)), generator
         )
         # What an earlier defense of a chain withheld stays withheld, and waits.
         sent = gmap.restrict(dict(message))
         error = {name: v - sent[name].to(v.dtype) for name, v in corrected_gradient.items()}
-        size = norm(gradient, shards)
         self._left_out.keep(error, size, message.transmitted)
         metrics = {"left_out": norm(error, shards) / size} if size else {}
         # Nothing of it is the true gradient's once earlier batches are in it: no other facts hold.

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -37,7 +36,6 @@ from .message import (
     cast_like,
     count,
     power,
-    root,
     scaled,
     total,
     true_gradient,
@@ -178,11 +176,13 @@ class NoiseDefense(Defense):
             self._usual.begin(random_power(gmap, generator, lambda g: self.clipped(g, shards)))
         shape = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape, shards)
-        entries, deviations = count(gradient, shards), partial(root, variance)
+        entries = count(gradient, shards)
         groups = [(gradient, generator)] if shards is None else shards.streams(gradient, generator)
         noisy: Tensors = {}
         for group, stream in groups:
-            noisy.update(add_noise(group, deviations, entries, stream, self.distribution))
+            noisy.update(
+                add_noise(group, lambda n: variance[n].sqrt(), entries, stream, self.distribution)
+            )
         shared, metrics = cast_like(noisy, gmap), {}
         if has_strength:
             noise_power = float(total(variance, shards))

@@ -359,9 +359,10 @@ class SensitivityDefense(Defense):
             One positive tensor a shared parameter; `None` if there is no earlier batch.
         """
         undefended = gmap.undefended
-        if not self._averages.knows(undefended.parameters):  # of another model, or some unfrozen
+        if not self._averages.knows(undefended.parameters):
+            if self._averages:  # of another model, or some unfrozen: the map may be one to weigh
+                undefended = undefended.with_input()
             self._averages, self._calls = Averages(), 0
-            undefended = undefended.with_input()
         is_due = self._measures
         if self.public_data is not None and is_due:
             place = self._calls // (self.refresh_every or REFRESH_EVERY)

@@ -188,9 +188,9 @@ class GradientMap:
         before and after whatever only reads.
         """
         if self._base is not None:
-            shown = "the gradient of {!r} that the defense before shared"
             return self._base.versions() | {
-                shown.format(name): tensor._version for name, tensor in self.gradient().items()
+                f"the gradient of {name!r} that the defense before shared": g._version
+                for name, g in self.gradient().items()
             }
         parameters, shards = self._parameters, self.shards
         version = (lambda p: p._version) if shards is None else shards.version

@@ -326,23 +326,18 @@ class Replay:
     @contextmanager
     def full_precision(self) -> Iterator[None]:
         """No autocast inside the model: differences of two passes would drown in its rounding."""
-        kinds = [kind for kind in ("cpu", "cuda") if self._on(kind)]
-        was_enabled = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
+        kind = "cuda" if self._devices else "cpu"
+        was_enabled = torch.is_autocast_enabled(kind)
 
         def leave_autocast(_module: nn.Module, _args: object) -> None:
-            for kind in kinds:  # a model that entered it restores what was before
-                if torch.is_autocast_enabled(kind):
-                    torch.set_autocast_enabled(kind, False)
+            if torch.is_autocast_enabled(kind):  # a model that entered it restores what was before
+                torch.set_autocast_enabled(kind, False)
 
         try:
             with hooked(m.register_forward_pre_hook(leave_autocast) for m in self.modules):
                 yield
         finally:
-            for kind, enabled in was_enabled.items():
-                torch.set_autocast_enabled(kind, enabled)
-
-    def _on(self, kind: str) -> bool:
-        return kind == "cuda" if self._devices else kind == "cpu"
+            torch.set_autocast_enabled(kind, was_enabled)
 
     def recomputes(self) -> bool:
         """Whether layers run again in the backward pass, under activation checkpointing."""

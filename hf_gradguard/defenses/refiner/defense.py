@@ -268,10 +268,11 @@ class Refiner(BiasedDefense):
                 this input from noise, or if the batch holds too little that could be refined.
         """
         check_embeddings_stay(gmap, self.name)
-        settings: Any = self  # settings that were left out have been filled in
-        network = self._network(gmap) if self.uses_network or self.network is not None else None
+        has_network = self.uses_network or self.evaluation_network is not None
+        network = self._network(gmap) if has_network else None
         if self.objective == "cosine":
             return self._fit_synthetic(gmap, network, generator)
+        settings: Any = self  # settings that were left out have been filled in
         inputs = (
             Words(gmap, network, self._special)
             if gmap.embedding is not None
