@@ -152,7 +152,8 @@ class OfLayer(Share):
         products[name] = torch.zeros(len(self.rows[0][0]), dtype=torch.float64)
         for slopes, features in self.rows:
             outputs = self._apply(message[name].to(features), features)
-            by_sample = (outputs * slopes).flatten(1).sum(1, dtype=torch.float64)
+            # A row is short enough for float32. All entries in float64 would be copied first.
+            by_sample = (outputs * slopes).sum(-1).flatten(1).sum(1, dtype=torch.float64)
             products[name] = products[name].to(by_sample) + by_sample
         return products
 
