@@ -134,8 +134,7 @@ def average_gradients(
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    average(gradients, accelerator, secure, bits=32)
+    average([p.grad for p in parameters if p.grad is not None], accelerator, secure, bits=32)
 
 
 def any_rank(due: bool, accelerator: Accelerator, secure: SecureSum | None = None) -> bool:
