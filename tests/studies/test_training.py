@@ -321,7 +321,7 @@ def test_settings_of_heads_are_chosen_by_simulation(
     rows = {row[0]: row[1:] for row in study.rows()}
     assert rows.keys() == Choice.OTHERS.keys()
     rates = [row[0].split()[0].strip("*") for row in rows.values()]
-    assert set(rates) == {"20", "2.5", "80", "5"}
+    assert set(rates) == {"20", "40", "2.5", "80", "5"}
 
 
 def test_correlated_heads_of_images(cifar10, quick, tmp_path, monkeypatch):
