@@ -29,7 +29,7 @@ ATTRIBUTES = {
     "she, he, woman, man, ...": lambda text, label: bool(PEOPLE & set(text.split())),
 }
 STAGES = {"start": 0, "after 200 steps": 200}
-PLAN = {"public": 240, "private": 160, "directions": 16, "seed": 0}
+PLAN = {"public": 200, "private": 120, "directions": 16, "seed": 0}
 QUICK = {"public": 160, "private": 60, "directions": 4, "seed": 0}
 FEWER = {"public": 160, "private": 100}  # of what takes ten times as long
 DEFENSES: dict[str, tuple[str, dict[str, Any]]] = {
