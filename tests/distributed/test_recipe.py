@@ -90,19 +90,21 @@ def test_card_has_a_privacy_section(demo: Path) -> None:
 
 
 def test_a_file_of_flags_trains_on_two_ranks_as_on_one(tmp_path: Path) -> None:
-    """`accelerate launch -m hf_gradguard train --config FILE`, on a table whose labels are words.
-    Undefended, two ranks of four rows average to the gradient of one rank's eight.
+    """`accelerate launch -m hf_gradguard train --config FILE`, on tables whose labels are words.
+    Undefended, two ranks of four rows average to the gradient of all eight.
     """
     words = [f"w{i}" for i in range(12)]
-    rows = [f"w{i} w{i + 1} w{i % 3},{'good' if i % 2 else 'bad'}" for i in range(10)] * 4
-    (tmp_path / "rows.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    rows = [f"w{i} w{i + 1} w{i % 3},{'good' if i % 2 else 'bad'}" for i in range(8)]
+    (tmp_path / "rows").mkdir()
+    for split in ("train", "dev"):
+        (tmp_path / "rows" / f"{split}.csv").write_text("\n".join(["text,label", *rows]) + "\n")
     encoder = save_encoder(tmp_path / "encoder", word_tokenizer(words), 16)
     settings = json.loads((encoder / "config.json").read_text())
     settings |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     (encoder / "config.json").write_text(json.dumps(settings))
     config = tmp_path / "train.yaml"
     config.write_text(
-        f"model: {encoder}\ndataset: {tmp_path / 'rows.csv'}\ndefense: none\nmax_steps: 3\n"
+        f"model: {encoder}\ndataset: {tmp_path / 'rows'}\ndefense: none\nmax_steps: 3\n"
         "per_device_train_batch_size: 4\nlearning_rate: 0.5\noptim: sgd\nuse_cpu: true\n"
         "lr_scheduler_type: constant\nlogging_steps: 1\n"
     )
@@ -113,6 +115,7 @@ def test_a_file_of_flags_trains_on_two_ranks_as_on_one(tmp_path: Path) -> None:
     assert done.stdout.count("ranks: 2\n") == 1
     metrics = json.loads((two / "metrics.json").read_text())
     assert (metrics["ranks"], metrics["steps"], metrics["defense"]) == (2, 3, "none")
+    assert metrics["eval_sentences"] == 8
     assert "2 rank(s) with 1 client(s) each" in (two / "README.md").read_text()
     flags += ["--per_device_train_batch_size", "8", "--output", str(tmp_path / "one")]
     assert main(flags) == 0
@@ -123,7 +126,7 @@ def test_a_file_of_flags_trains_on_two_ranks_as_on_one(tmp_path: Path) -> None:
     moved = [name for name in one if not torch.equal(start[name], one[name])]
     assert "bert.encoder.layer.0.attention.self.value.weight" in moved
     for name in moved:
-        torch.testing.assert_close(both[name], one[name], rtol=1e-3, atol=1e-5)
+        assert (both[name] - one[name]).norm() < 0.01 * (one[name] - start[name]).norm(), name
 
 
 def test_wrong_number_of_ranks_stops(
