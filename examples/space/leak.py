@@ -25,7 +25,7 @@ docs/findings/text.md.
 
 AT_PLACE, ELSEWHERE, WRONG = "at its place", "elsewhere in the sentence", "not in the sentence"
 
-PAIRS, LONGEST = 4, 200
+PAIRS, LONGEST = 2, 200
 
 Words = list[tuple[str, str | None]]
 

@@ -101,12 +101,15 @@ def test_a_file_of_flags_trains_on_two_ranks_as_on_one(tmp_path: Path) -> None:
     encoder = save_encoder(tmp_path / "encoder", word_tokenizer(words), 16)
     settings = json.loads((encoder / "config.json").read_text())
     settings |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    settings |= {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
     (encoder / "config.json").write_text(json.dumps(settings))
     config = tmp_path / "train.yaml"
     config.write_text(
         f"model: {encoder}\ndataset: {tmp_path / 'rows'}\ndefense: none\nmax_steps: 3\n"
         "per_device_train_batch_size: 4\nlearning_rate: 0.5\noptim: sgd\nuse_cpu: true\n"
         "lr_scheduler_type: constant\nlogging_steps: 1\n"
+        # Otherwise the stock Trainer multiplies a classifier's mean loss by the number of ranks.
+        "average_tokens_across_devices: false\n"
     )
     flags = ["train", "--config", str(config)]
     two = tmp_path / "two"
