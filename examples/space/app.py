@@ -5,7 +5,7 @@ from __future__ import annotations
 import gradio as gr
 from leak import AT_PLACE, ELSEWHERE, LONGEST, WRONG, choices, price, reconstruct
 
-COLORS = {AT_PLACE: "#c2410c", ELSEWHERE: "#a16207", WRONG: "#64748b"}
+COLORS = {AT_PLACE: "#ffb86b", ELSEWHERE: "#ffe08a", WRONG: "#d7dee8"}  # below dark text
 UNPROTECTED = "none"
 NAMES = {
     "gaussian_noise": "relative_scale=20",
@@ -28,7 +28,6 @@ NOTES = f"""A quick attack that finds no word proves nothing: a slower one
 the message of? Half is chance. Only differential privacy is
 [proved]({SITE}/differential_privacy/) against every attacker. Nothing that you write is stored."""
 
-HEADER = "| | words reconstructed | words told apart | accuracy lost |\n|---|---|---|---|\n"
 EXAMPLE = "my favourite chair is comfortable and well made."
 
 
@@ -40,14 +39,14 @@ def look(sentence: str, name: str, strength: str):
     except ValueError as error:
         raise gr.Error(str(error), print_exception=False) from error
     rows = "".join(
-        f"| {shown} | {leak.recovered[label]:.0%} | "
-        f"{leak.told_apart[label][0]:g} of {leak.told_apart[label][1]} | {cost} |\n"
+        f"- **{shown}**: {leak.recovered[label]:.0%} of the words reconstructed, "
+        f"{leak.told_apart[label][0]:g} of {leak.told_apart[label][1]} told apart{cost}\n"
         for label, shown, cost in (
-            (UNPROTECTED, "unprotected", "–"),
-            (defense, f"`{defense}`", price(defense)),
+            (UNPROTECTED, "Unprotected", "."),
+            (defense, defense, f". It costs {price(defense)}."),
         )
     )
-    return leak.words[UNPROTECTED], leak.words[defense], HEADER + rows
+    return leak.words[UNPROTECTED], leak.words[defense], rows
 
 
 def build() -> gr.Blocks:
@@ -68,11 +67,11 @@ def build() -> gr.Blocks:
                 )
                 for label in ("Reconstructed, unprotected", "Reconstructed behind the defense")
             ]
-        table = gr.Markdown()
+        summary = gr.Markdown()
         gr.Markdown(NOTES)
         name.change(lambda chosen: gr.Radio(strengths[chosen], value=NAMES[chosen]), name, strength)
         for event in (share.click, sentence.submit):
-            event(look, [sentence, name, strength], [*shown, table])
+            event(look, [sentence, name, strength], [*shown, summary])
     return page
 
 

@@ -117,4 +117,4 @@ def _judged(tokenizer: Any, ids: list[int], sent: list[int]) -> Iterator[tuple[s
             continue
         is_at_place = place < len(sent) and sent[place] == token
         verdict = AT_PLACE if is_at_place else ELSEWHERE if token in sent else WRONG
-        yield tokenizer.convert_ids_to_tokens(token), verdict
+        yield tokenizer.convert_ids_to_tokens(token).removeprefix("##"), verdict

@@ -126,7 +126,9 @@ def test_a_file_of_flags_trains_on_two_ranks_as_on_one(tmp_path: Path) -> None:
         AutoModelForSequenceClassification.from_pretrained(folder).state_dict()
         for folder in (encoder, tmp_path / "one", two)
     )
-    moved = [name for name in one if not torch.equal(start[name], one[name])]
+    # The gradient of a key's bias is zero but for rounding.
+    names = [name for name in one if not name.endswith("key.bias")]
+    moved = [name for name in names if not torch.equal(start[name], one[name])]
     assert "bert.encoder.layer.0.attention.self.value.weight" in moved
     for name in moved:
         assert (both[name] - one[name]).norm() < 0.01 * (one[name] - start[name]).norm(), name
