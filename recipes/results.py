@@ -96,6 +96,7 @@ RUNS = [
     Run("speed", "defenses", MODEL, 0.1),
     Run("randomness_speed", "randomness", MODEL, 0.05),
     Run("candidates_speed", "candidates", MODEL, 0.1),
+    Run("kinks_speed", "kinks", MODEL, 0.1),
     Run("memory", "memory", MODEL, 0.1),
     Run("mesh_memory", "mesh", MODEL, 0.1),
     Run("refiner_speed", "refiner", MODEL, 0.1),

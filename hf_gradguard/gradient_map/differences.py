@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..randomness import Stream, normal
 from .inputs import check_names
+from .kinks import Sides
 from .layers import Pass
 from .map import GradientMap, View
 from .parameters import DifferencePlan
@@ -33,9 +34,9 @@ def by_differences(gmap: GradientMap) -> DifferencedMap | None:
         gmap: A client's own map, of a gradient.
 
     Returns:
-        `None` where differences are not to be used: activations with kinks, half precision, two
-        steps that do not agree, or a client on several devices. Whether they agree is tried out
-        once per model, and now and then again.
+        `None` where differences are not to be used: half precision, two steps that do not agree, a
+        client on several devices, derivatives that jump where no pass can keep its units' sides.
+        Whether they agree is tried out once per model, and now and then again.
 
     Example:
         >>> quick = by_differences(gmap)
@@ -77,10 +78,15 @@ class DifferencedMap(View):
     def start(self) -> Pass:
         """The pass at the map's own input from which differences are taken."""
         layers = split_layers(self.base, self.plan)
-        start = Pass.evaluate(self.base, self.input, layers) if layers else Pass({})
+        sides = Sides() if self.plan.keeps_sides else None
+        if layers:
+            start = Pass.evaluate(self.base, self.input, layers, sides)
+        else:
+            start = Pass({}, sides=sides)
         if start.slope is None:
             weights = {name: p.detach() for name, p in self.parameters.items()}
-            start.slope = self.base.slope_with(weights, self.input)
+            with start.kept_sides():
+                start.slope = self.base.slope_with(weights, self.input)
         return start
 
     @cached_property
@@ -119,7 +125,7 @@ class DifferencedMap(View):
         if not length:
             return {name: torch.zeros_like(p) for name, p in self._from.items()}
         step = self.plan.shrink * step_size(self.base) / (2 * length)
-        with self.replay.full_precision():
+        with self.replay.full_precision(), self.start.kept_sides():
             product = self.base.gradient_at(x + step * v)
         for name, start_gradient in self._from.items():
             product[name].sub_(start_gradient).div_(step)
@@ -150,9 +156,11 @@ class DifferencedMap(View):
             name: torch.add(weight := self.parameters[name].detach(), tensor.to(weight), alpha=step)
             for name, tensor in delta.items()
         }
-        shifted_slope = self.base.slope_with(moved, self.input)
-        assert self.start.slope is not None
-        return shifted_slope.sub_(self.start.slope)
+        start = self.start
+        assert start.slope is not None
+        with start.kept_sides():
+            shifted_slope = self.base.slope_with(moved, self.input)
+        return shifted_slope.sub_(start.slope)
 
     def _known_inner(self, delta: Tensors) -> tuple[float, Tensor | None]:
         """⟨Jδ, v⟩ for the v whose Jᵀv was asked last, divided by its norm, and v likewise."""

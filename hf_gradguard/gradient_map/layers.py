@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import grad
 from transformers.pytorch_utils import Conv1D
 
+from .kinks import Sides
 from .replay import differentiate, hooked
 from .types import ClientMap, Tensors
 
@@ -65,14 +66,13 @@ class Layer:
     def weight_gradients(self, slopes: Tensor, features: Tensor) -> Tensor:
         """`(B, *weight.shape)` from rows of both."""
         m: Any = self.module
-        if isinstance(m, nn.Linear):
-            return slopes.mT @ features
-        if isinstance(m, Conv1D):  # (in, out), where nn.Linear has (out, in)
-            return features.mT @ slopes
         if isinstance(m, nn.LayerNorm):
             return (slopes * features).sum(1)
-        # A group of channels for each sample keeps samples apart.
         size, samples = m.weight.shape, len(slopes)
+        if self.is_product:
+            left_factor, right_factor = self.factors(slopes, features)
+            return (left_factor.mT @ right_factor).view(samples, *size)
+        # A group of channels for each sample keeps samples apart.
         function = getattr(grad, f"conv{len(size) - 2}d_weight")
         gradients: Tensor = function(
             features.flatten(0, 1)[None],
@@ -81,6 +81,21 @@ class Layer:
             m.stride, m.padding, m.dilation, m.groups * samples,
         )  # fmt: skip
         return gradients.view(samples, *size)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether a sample's weight gradient is one product of matrices."""
+        m = self.module
+        return isinstance(m, LINEAR) or (isinstance(m, nn.Conv2d) and m.groups == 1)
+
+    def factors(self, slopes: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """The matrices `(B, n, rows)` and `(B, n, columns)` of that product, from rows of both."""
+        m: Any = self.module
+        if isinstance(m, nn.Conv2d):  # what the kernel covers at each of n places
+            patches = nn.functional.unfold(features, m.kernel_size, m.dilation, m.padding, m.stride)
+            return slopes.flatten(2).mT, patches.mT
+        # Conv1D is (in, out), where nn.Linear has (out, in).
+        return (features, slopes) if isinstance(m, Conv1D) else (slopes, features)
 
     def bias_gradients(self, slopes: Tensor) -> Tensor:
         """`(B, *bias.shape)` from rows."""
@@ -115,7 +130,8 @@ def layers_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, L
 @dataclass
 class Pass:
     """One evaluation of a map: what layers took in, the loss's slopes there, and the gradients of
-    all other parameters; with layers also the loss and its slope at the input.
+    all other parameters; with layers also the loss and its slope at the input. Where derivatives
+    jump, also the sides of its units, for passes that keep them.
     """
 
     layers: Mapping[str, Layer]
@@ -124,23 +140,33 @@ class Pass:
     unsplit: Tensors = field(default_factory=dict)
     loss: Tensor | None = None
     slope: Tensor | None = None
+    sides: Sides | None = None
 
     @classmethod
-    def evaluate(cls, gmap: ClientMap, x: Tensor, layers: Mapping[str, Layer]) -> Pass:
-        """At an input x, with the map's own random draws."""
+    def evaluate(
+        cls, gmap: ClientMap, x: Tensor, layers: Mapping[str, Layer], sides: Sides | None = None
+    ) -> Pass:
+        """At an input x, with the map's own random draws and, if given, on these sides of kinks."""
+        evaluated = cls(layers, sides=sides)
         if not layers:
-            with gmap.replay.full_precision():
-                return cls(layers, unsplit=gmap.gradient_at(x.detach()))
+            with gmap.replay.full_precision(), evaluated.kept_sides():
+                evaluated.unsplit = gmap.gradient_at(x.detach())
+            return evaluated
         split = {name for layer in layers.values() for name in (layer.weight, layer.bias)}
         unsplit = {name: p for name, p in gmap.parameters.items() if name not in split}
-        evaluated = cls(layers)
         with gmap.replay.run(), gmap.replay.full_precision():
             x = x.detach().requires_grad_()
-            with evaluated.listening():
+            with evaluated.listening(), evaluated.kept_sides():
                 loss = gmap.evaluate(x)
             evaluated.unsplit = differentiate(loss, {**unsplit, "": x})
         evaluated.loss, evaluated.slope = loss.detach(), evaluated.unsplit.pop("")
         return evaluated
+
+    def kept_sides(self) -> AbstractContextManager[None]:
+        """Within, units stay on the sides that they have in this pass; the first time, these are
+        noted.
+        """
+        return nullcontext() if self.sides is None else self.sides.kept()
 
     def rows(
         self, name: str, samples: int, calls: Collection[int] | None = None
@@ -224,14 +250,18 @@ class Change(NamedTuple):
         """
         if not self.slopes:
             return
-        if isinstance(layer.module, LINEAR):  # one product, into memory that a cache holds
-            left_factor = torch.cat([*self.slopes, *self.mean_slopes], 1)
-            right_factor = torch.cat([*self.mean_features, *self.features], 1)
-            if isinstance(layer.module, Conv1D):  # (in, out), where nn.Linear has (out, in)
-                left_factor, right_factor = right_factor, left_factor
-            product = left_factor.new_empty(layer.module.weight.shape)
-            for slopes, features in zip(left_factor, right_factor, strict=True):
-                yield torch.mm(slopes.mT, features, out=product)
+        if layer.is_product:  # one product, into memory that a cache holds
+            pairs = [
+                *map(layer.factors, self.slopes, self.mean_features),
+                *map(layer.factors, self.mean_slopes, self.features),
+            ]
+            left_factor, right_factor = (
+                torch.cat(factors, 1) for factors in zip(*pairs, strict=True)
+            )
+            product = left_factor.new_empty(left_factor.shape[2], right_factor.shape[2])
+            shape = layer.module.weight.shape
+            for left, right in zip(left_factor, right_factor, strict=True):
+                yield torch.mm(left.mT, right, out=product).view(shape)  # type: ignore[arg-type]
             return
         samples_at_once = max(1, _ENTRIES // layer.module.weight.numel())  # type: ignore[operator]
         for start in range(0, len(self.slopes[0]), samples_at_once):

@@ -16,7 +16,15 @@ from ..randomness import Stream
 from .layers import LINEAR, Change, Layer, Pass
 from .map import GradientMap
 from .per_sample.shares import OfLayer
-from .sensitivity import TOLERANCE, known_plan, layer_squares, plan_of, probe_squares, split_layers
+from .sensitivity import (
+    TOLERANCE,
+    first_pass,
+    known_plan,
+    layer_squares,
+    plan_of,
+    probe_squares,
+    split_layers,
+)
 from .types import Batch, Tensors
 
 GRAM_AT_MOST = 1.0
@@ -67,7 +75,8 @@ def heard(gmap: GradientMap, batch: Batch) -> tuple[GradientMap, Pass | None]:
     in the same two passes. `None` where it is not known yet which layers to listen to.
     """
     plan = known_plan(gmap)
-    is_unknown = plan is None or not plan.error <= TOLERANCE
+    # Making a map may take several passes, of which sides cannot be those of one.
+    is_unknown = plan is None or not plan.error <= TOLERANCE or plan.keeps_sides
     if gmap.shards is not None:  # all devices listen, or none
         is_unknown = gmap.shards.any(is_unknown)
     if is_unknown or plan is None:
@@ -89,7 +98,7 @@ def own_pass(gmap: GradientMap) -> Pass | None:
     plan = known_plan(gmap) or plan_of(gmap)
     if plan.error > TOLERANCE or not plan.split_layers:
         return None
-    return Pass.evaluate(gmap, gmap.input, split_layers(gmap, plan))
+    return first_pass(gmap, split_layers(gmap, plan), plan)
 
 
 def power_sums(

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..randomness import Stream, normal
+from .kinks import OtherKinks, Sides
 from .layers import Change, Layer, Pass, layers_of
 from .parameters import DifferencePlan, cache_of
 from .replay import nodes_of
@@ -33,7 +35,7 @@ TRIES = 16
 
 
 _KINKS = re.compile(
-    "(Abs|Ama|Ami|Hard|Kth|L1Loss|LeakyRelu|Max|Median|Min|Prelu|Relu|Rrelu|Softshrink|Sort|"
+    "(Abs|Ama|Ami|Clamp|Elu|Hard|Kth|L1Loss|LeakyRelu|Max|Median|Min|Prelu|Relu|Rrelu|Softshrink|Sort|"
     "Threshold|Topk|AdaptiveMax|FractionalMax)"
 )
 """What autograd calls the steps whose derivative jumps."""
@@ -71,6 +73,11 @@ def split_layers(gmap: ClientMap, plan: DifferencePlan) -> dict[str, Layer]:
     return {name: layer for name, layer in layers.items() if name in plan.split_layers}
 
 
+def first_pass(gmap: ClientMap, layers: Mapping[str, Layer], plan: DifferencePlan) -> Pass:
+    """At the map's own input: where differences start from."""
+    return Pass.evaluate(gmap, gmap.input, layers, Sides() if plan.keeps_sides else None)
+
+
 def _key(gmap: ClientMap) -> Hashable:
     return (
         tuple(gmap.parameters),
@@ -93,7 +100,8 @@ def code_of(loss_fn: Any) -> object:
 def _try_out(gmap: ClientMap) -> DifferencePlan:
     """Two steps along one direction, and one of the first sample alone."""
     x = gmap.input
-    is_rough = torch.finfo(x.dtype).bits < 32 or _has_kinks(gmap)
+    has_kinks = _has_kinks(gmap)
+    is_rough = torch.finfo(x.dtype).bits < 32 or (has_kinks and not _can_keep_sides(gmap))
     if gmap.shards is not None:
         is_rough = gmap.shards.any(is_rough)
     if is_rough:
@@ -101,19 +109,20 @@ def _try_out(gmap: ClientMap) -> DifferencePlan:
     is_splittable = not gmap.replay.recomputes() and gmap.shards is None
     layers = layers_of(gmap.model, gmap.parameters) if is_splittable else {}
     direction = normal(Stream.from_seeds(0), x.shape, x.device, x.dtype)  # hides nothing
-    start = Pass.evaluate(gmap, x, layers)
+    start = Pass.evaluate(gmap, x, layers, Sides() if has_kinks else None)
     full_step = step_size(gmap)
-    longer = Pass.evaluate(gmap, x + full_step * direction, layers)
+    longer = Pass.evaluate(gmap, x + full_step * direction, layers, start.sides)
     tried: list[tuple[float, float]] = []
     for shrink in SHRINKS:
         step = shrink * full_step
-        shorter = Pass.evaluate(gmap, x + step / 4 * direction, layers)
+        shorter = Pass.evaluate(gmap, x + step / 4 * direction, layers, start.sides)
         error = _disagreement(start, longer, shorter, step, gmap)
         tried.append((error, shrink))
         if error <= AGREE:
             break
         longer = shorter
-    return DifferencePlan(_find_split_layers(gmap, start, layers, direction), *min(tried))
+    apart = _find_split_layers(gmap, start, layers, direction)
+    return DifferencePlan(apart, *min(tried), keeps_sides=has_kinks)
 
 
 def _disagreement(start: Pass, longer: Pass, shorter: Pass, step: float, gmap: ClientMap) -> float:
@@ -152,7 +161,9 @@ def _find_split_layers(
     first_sample = torch.zeros_like(direction)
     first_sample[0] = direction[0]
     step = step_size(gmap)
-    alone = Pass.evaluate(gmap, x + step * first_sample, layers) if samples > 1 else None
+    alone = None
+    if samples > 1:
+        alone = Pass.evaluate(gmap, x + step * first_sample, layers, start.sides)
     gradient = Pass.evaluate(gmap, x, {}).unsplit
     is_apart: dict[str, bool | None] = {
         name: _adds_up(start, name, layer, samples, gradient)
@@ -166,13 +177,29 @@ def _find_split_layers(
     )
 
 
-def _has_kinks(gmap: ClientMap) -> bool:
-    """Whether anything of the loss has a derivative that jumps. Trials would not do: of the steps
-    of a small model one in ten crosses a kink, and is then off by the jump over the step.
+def _has_kinks(gmap: ClientMap, sides: Sides | None = None) -> bool:
+    """Whether anything of the loss has a derivative that jumps, on these sides of those that are
+    known. Trials would not do: of the steps of a small model one in ten crosses a kink, and is then
+    off by the jump over the step.
     """
-    with gmap.replay.run():
+    kept = nullcontext() if sides is None else sides.kept()
+    with gmap.replay.run(), kept:
         loss = gmap.evaluate(gmap.input.requires_grad_())
     return any(_KINKS.match(node.name()) for node in nodes_of([loss]))
+
+
+def _can_keep_sides(gmap: ClientMap) -> bool:
+    """Whether no derivative jumps in a pass that keeps the sides of another one."""
+    # What runs again within the backward pass does so in another order; devices of one client
+    # would have to agree.
+    if gmap.shards is not None or gmap.replay.recomputes():
+        return False
+    sides = Sides()
+    try:
+        _has_kinks(gmap, sides)
+        return not _has_kinks(gmap, sides)
+    except OtherKinks:
+        return False
 
 
 def _first_alone(change: Change | None) -> bool | None:
@@ -301,7 +328,7 @@ def probe_squares(
         )
     reason = (
         f"Differences of {type(gmap.model).__name__}'s gradients are off by {plan.error:.0%}: "
-        "its activations have kinks, or its arithmetic is too coarse."
+        "its derivatives jump, or its arithmetic is too coarse."
     )
     if method == "difference":
         raise RuntimeError(f"{reason} Take method='exact'.")
@@ -318,10 +345,12 @@ def _differences(
 ) -> Iterator[tuple[str, Any]]:
     x, step = gmap.input, plan.shrink * step_size(gmap)
     layers = split_layers(gmap, plan)
-    if start is None or start.layers.keys() != layers.keys():
-        start = Pass.evaluate(gmap, x, layers)
+    has_sides = start is not None and start.sides is not None
+    if start is None or start.layers.keys() != layers.keys() or has_sides != plan.keeps_sides:
+        start = first_pass(gmap, layers, plan)
     for _ in range(num_probes):
-        end = Pass.evaluate(gmap, x + step * normal(generator, x.shape, x.device, x.dtype), layers)
+        moved = x + step * normal(generator, x.shape, x.device, x.dtype)
+        end = Pass.evaluate(gmap, moved, layers, start.sides)
         for name, gradient in end.unsplit.items():
             yield name, ((gradient - start.unsplit[name]) / step).square_()
         del end.unsplit

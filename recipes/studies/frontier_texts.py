@@ -107,7 +107,7 @@ class Texts(TextStudy):
     ARGUMENTS = TextStudy.ARGUMENTS | TextStudy.RATES | Study.ALL
     LOOK = tables.Look(
         "token_f1",
-        "words that the best attacker recovers at any stage (token F1; less is better)",
+        "words that the best of the quick attacks recovers at any stage (token F1)",
         -7,
     )
     LISTS = tables.Look(

@@ -167,28 +167,47 @@ KINKS: dict[str, Callable[[Tensor], Tensor]] = {
     "threshold": nn.Threshold(0.1, 0),
     "max_pool": lambda x: F.max_pool1d(x[:, None], 2)[:, 0].repeat(1, 2),
     "topk": lambda x: x.topk(6, -1).values, "amax": lambda x: x - x.amax(1, keepdim=True),
+    "sort": lambda x: x.sort(-1).values, "clamp": lambda x: x.clamp(-0.3, 0.2), "selu": F.selu,
 }  # fmt: skip
+KINKED_MODELS: dict[str, Callable[[], Task]] = {
+    "resnet": lambda: resnet(torch.float32),
+    "t5": lambda: t5_relu(torch.float32),
+    "distilbert": lambda: make_task("distilbert", dtype=torch.float32),  # ReLU in its head
+}
 
 
-def test_kinks_are_found_in_models() -> None:
+def medians(x: Tensor) -> Tensor:
+    return x - x.median(1, keepdim=True).values
+
+
+@pytest.mark.parametrize("name", KINKED_MODELS)
+def test_units_keep_their_sides_in_models(name: str) -> None:
     """A step over a kink is off by the jump over the step: one probe in eight of this ResNet was
     100,000 times the squares, where two trials differed by one per cent.
     """
-    distilbert = make_task("distilbert", dtype=torch.float32)  # ReLU in its head
-    for gmap in map(
-        GradientMap, *zip(resnet(torch.float32), t5_relu(torch.float32), distilbert, strict=True)
-    ):
-        with pytest.raises(RuntimeError, match=r"activations have kinks.*Take method='exact'"):
-            gmap.squared_sensitivity(1, rng(), method="difference")
-        one = flat(gmap.squared_sensitivity(2, rng()))
-        assert torch.equal(one, flat(gmap.squared_sensitivity(2, rng(), method="exact")))
+    gmap = GradientMap(*KINKED_MODELS[name]())
+    pairs = [compared(gmap, seed) for seed in range(12)]
+    errors = [error(found.sqrt(), exact.sqrt()) for found, exact in pairs]
+    assert fmean(errors) < (0.02 if name == "t5" else 0.003)  # T5 curves strongly
+    assert max(errors) < 0.05
 
 
 @pytest.mark.parametrize("kink", KINKS)
-def test_kinks_of_every_kind_are_found(kink: str) -> None:
+def test_kinks_of_every_kind_are_kept(kink: str) -> None:
     torch.manual_seed(1)
     gmap = GradientMap(Kinked(KINKS[kink]).double(), contrastive_batch())
+    found, exact = compared(gmap)
+    assert plan_of(gmap).keeps_sides
+    assert error(found, exact) < 1e-6
+
+
+def test_what_keeps_no_sides_takes_the_exact_way() -> None:
+    gmap = GradientMap(Kinked(medians).double(), contrastive_batch())
     assert plan_of(gmap).error > TOLERANCE
+    with pytest.raises(RuntimeError, match=r"derivatives jump.*Take method='exact'"):
+        gmap.squared_sensitivity(1, rng(), method="difference")
+    found = flat(gmap.squared_sensitivity(2, rng()))
+    assert torch.equal(found, flat(gmap.squared_sensitivity(2, rng(), method="exact")))
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "tanh", "softplus", "mish", "elu", "logsigmoid"])

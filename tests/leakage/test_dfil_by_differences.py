@@ -90,7 +90,8 @@ class Kinked(nn.Module):
         self.first, self.last = nn.Linear(12, 6), nn.Linear(6, 3)
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        hidden = torch.relu(self.first(pixel_values.flatten(1)))
+        entered = self.first(pixel_values.flatten(1))
+        hidden = entered - entered.median(1, keepdim=True).values  # its derivative jumps
         return {"loss": nn.functional.cross_entropy(self.last(hidden), labels)}
 
 
