@@ -95,12 +95,10 @@ class _Keeping(TorchFunctionMode):
         kwargs = kwargs or {}
         if (kink := _kink_of(func, args)) is None:
             return func(*args, **kwargs)
-        noted_kink, side = (
-            self.noted[self.number] if self.number < len(self.noted) else (None, None)
-        )
-        self.number += 1
-        if noted_kink is not kink:
+        place, self.number = self.number, self.number + 1
+        if place >= len(self.noted) or self.noted[place][0] is not kink:
             raise OtherKinks(f"{getattr(func, '__name__', func)} was not noted at this place.")
+        side = self.noted[place][1]
         x, *others = args
         if not _is_in_place(func, args, kwargs):
             return kink.on_side(side, x, *others, **kwargs)
@@ -108,7 +106,7 @@ class _Keeping(TorchFunctionMode):
 
 
 def _kink_of(func: Any, args: tuple[Any, ...]) -> Kink | None:
-    kink = _KINKS.get(func)
+    kink: Kink | None = _KINKS.get(func)
     if kink is None or not args or not isinstance(args[0], Tensor):
         return None
     if not args[0].is_floating_point():
@@ -232,7 +230,9 @@ def _l1(
 ) -> Tensor:  # fmt: skip
     losses = (x - target) * side
     losses = losses if weight is None else losses * weight
-    return {"mean": losses.mean, "sum": losses.sum, "none": lambda: losses}[reduction]()
+    if reduction == "none":
+        return losses
+    return losses.mean() if reduction == "mean" else losses.sum()
 
 
 # --- of two tensors, and selections

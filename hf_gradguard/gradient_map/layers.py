@@ -91,7 +91,7 @@ class Layer:
     def factors(self, slopes: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """The matrices `(B, n, rows)` and `(B, n, columns)` of that product, from rows of both."""
         m: Any = self.module
-        if isinstance(m, nn.Conv2d):  # what the kernel covers at each of n places
+        if isinstance(self.module, nn.Conv2d):  # what the kernel covers at each of n places
             patches = nn.functional.unfold(features, m.kernel_size, m.dilation, m.padding, m.stride)
             return slopes.flatten(2).mT, patches.mT
         # Conv1D is (in, out), where nn.Linear has (out, in).
