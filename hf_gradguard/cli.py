@@ -44,7 +44,7 @@ class DemoSettings:
         None, "folder or Hub name of a text encoder. Default: MiniLM, by the extra demo"
     )
     output: str = option("runs/demo", "folder of the audit")
-    steps: int = option(32, "optimizer steps of each training")
+    steps: int = option(40, "optimizer steps of each training")
     attacked: int = option(3, "sentences that are attacked, each alone in its message")
     seed: int = option(0, "seed of trainings and attacks")
 

@@ -191,7 +191,11 @@ class Labeled:
         usual = _WORDS if labels == "token" else COLUMNS[kind]
         usual += _SOURCES if labels == "text" else ()
         feature = "Image" if kind == "image" else ""
-        self.input_column = pick_column(rows, column, usual, dataset, feature=feature)
+        flag = "--column"
+        if labels is not None and label_column is None:  # of two unusual names both are said at once
+            is_usual = {name.lower() for name in rows.column_names} & {*_LABEL_COLUMNS[labels]}
+            flag += "" if is_usual else " and --label_column"
+        self.input_column = pick_column(rows, column, usual, dataset, flag, feature)
         self.label_column = ""
         if kind == "image" and self.input_column in rows.features:
             self.rows = as_stored_images(rows, self.input_column, dataset)

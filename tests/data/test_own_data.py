@@ -236,6 +236,9 @@ TABLES: dict[str, tuple[str, str | bytes, str]] = {
     "no header": ("a.csv", f"{SECRET},1\nword1,0\n", " has no .*looks like a row"),
     "a long first row": ("a.csv", f"{SECRET} {SECRET} word7\nword1\n", " has no .*like a row"),
     "other columns": ("a.csv", "words,label\nword1,0\n", " has no text .* It has: words, label"),
+    "two other columns": (
+        "a.csv", "review,verdict\nword1,0\n", " has no text .* --column and --label_column"
+    ),
     "Cyrillic of Windows": (
         "a.csv", "text,label\nхороший фильм,1\nплохой и скучный,0\n".encode("cp1251"),
         r" is not UTF-8 \(line 2\), perhaps cp1251.*iconv",
