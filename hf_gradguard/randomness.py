@@ -214,19 +214,21 @@ class Stream:
             entries: Of the whole message, of which `values` may be a part.
             noise: Its distribution.
         """
-        noisy, deviation = torch.empty_like(values), deviation.to(values.device).expand_as(values)
+        noisy, deviation = torch.empty_like(values), deviation.to(values.device)
+        # One number for all is the usual case: it costs no pass over the entries.
+        is_uneven = deviation.dim() > 0
         if not deviation.any():
             return values.clone()
-        stds = deviation.where(deviation != 0, deviation.max())
+        stds = deviation[deviation != 0] if is_uneven else deviation
         spacing = grid_spacing(float(stds.min()), float(stds.max()), entries)
         make, words, per = _MAKERS[noise]
 
         def add(start: int, unit_noise: Tensor) -> None:
             part = slice(start, start + len(unit_noise))
-            std = deviation[part]
+            std = deviation[part] if is_uneven else deviation
             on_grid = values[part].to(torch.float64, copy=True).div_(spacing).round_()
             on_grid.add_(unit_noise.mul_(std).div_(spacing).round_()).mul_(spacing)
-            noisy[part] = torch.where(std == 0, values[part], on_grid)
+            noisy[part] = torch.where(std == 0, values[part], on_grid) if is_uneven else on_grid
 
         self._draw_chunks(words, len(values), values.device, make, add, per)
         return noisy

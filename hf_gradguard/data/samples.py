@@ -192,7 +192,7 @@ class Labeled:
         usual += _SOURCES if labels == "text" else ()
         feature = "Image" if kind == "image" else ""
         flag = "--column"
-        if labels is not None and label_column is None:  # of two unusual names both are said at once
+        if labels is not None and label_column is None:  # say both unusual names at once
             is_usual = {name.lower() for name in rows.column_names} & {*_LABEL_COLUMNS[labels]}
             flag += "" if is_usual else " and --label_column"
         self.input_column = pick_column(rows, column, usual, dataset, flag, feature)

@@ -336,6 +336,14 @@ def scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:
     return tensor.mul_(factor).add_(offset) if offset else tensor.mul_(factor)
 
 
+def root(variances: Mapping[str, Tensor], name: str) -> Tensor:
+    """Standard deviations of variances, one number for one, in place where those were just made."""
+    variance = variances[name]
+    if (number := single_number(variance)) is not None:
+        return number.sqrt().expand_as(variance)
+    return variance.sqrt_() if isinstance(variances, OnDemand) else variance.sqrt()
+
+
 PRIOR_SPREAD = 2.0
 """Of ‖g‖² on random inputs, relative to that on real ones: hardly more than its order is known."""
 BATCH_SPREAD = 0.5

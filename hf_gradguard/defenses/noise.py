@@ -13,8 +13,9 @@ Their Algorithm 1 prints s_i squared; their theorem, its proof and this module h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -36,7 +37,9 @@ from .message import (
     cast_like,
     count,
     power,
+    root,
     scaled,
+    single_number,
     total,
     true_gradient,
 )
@@ -176,13 +179,11 @@ class NoiseDefense(Defense):
             self._usual.begin(random_power(gmap, generator, lambda g: self.clipped(g, shards)))
         shape = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape, shards)
-        entries = count(gradient, shards)
+        entries, deviations = count(gradient, shards), partial(root, variance)
         groups = [(gradient, generator)] if shards is None else shards.streams(gradient, generator)
         noisy: Tensors = {}
         for group, stream in groups:
-            noisy.update(
-                add_noise(group, lambda n: variance[n].sqrt(), entries, stream, self.distribution)
-            )
+            noisy.update(add_noise(group, deviations, entries, stream, self.distribution))
         shared, metrics = cast_like(noisy, gmap), {}
         if has_strength:
             noise_power = float(total(variance, shards))
@@ -421,9 +422,9 @@ def add_noise(
     """
     for group in _neighbors(tensors):
         sizes = [tensor.numel() for tensor in group.values()]
-        stds = torch.cat([deviations(name).flatten() for name in group])
+        stds = [deviations(name) for name in group]
         values = torch.cat([tensor.flatten() for tensor in group.values()])
-        noisy = stream.noisy(values, stds, entries, noise).split(sizes)
+        noisy = stream.noisy(values, _joined(stds), entries, noise).split(sizes)
         for (name, tensor), noisy_tensor in zip(group.items(), noisy, strict=True):
             yield name, noisy_tensor.view(tensor.shape)
 
@@ -443,3 +444,11 @@ def _neighbors(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         group[name] = tensor
     if group:
         yield group
+
+
+def _joined(stds: Sequence[Tensor]) -> Tensor:
+    """`()` where all are one number, else `(n,)`."""
+    numbers = {None if (n := single_number(std)) is None else float(n) for std in stds}
+    if len(numbers) == 1 and None not in numbers:
+        return torch.tensor(numbers.pop(), dtype=torch.float64)
+    return torch.cat([std.flatten() for std in stds])
