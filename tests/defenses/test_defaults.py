@@ -38,7 +38,7 @@ def test_every_name_alone_is_what_is_recommended() -> None:
 
 def test_the_page_says_the_same() -> None:
     page = (ROOT / "docs" / "choose.md").read_text(encoding="utf-8")
-    table = page.partition("## What a name does alone")[2].partition("\n## ")[0]
+    table = page.partition("## Default strengths")[2].partition("\n## ")[0]
     rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
     said = 0
     for names, strength in rows:

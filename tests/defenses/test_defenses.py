@@ -568,8 +568,12 @@ def test_averages_are_fed_at_every_nth_message(
 
 
 def small_task(samples: int) -> tuple[Any, dict[str, Tensor]]:
-    """BERT with so many samples; with none, a model with ReLU."""
-    return (make_task("bert")[0], token_batch(samples)) if samples else make_task("distilbert")
+    """BERT with so many samples; with none, a model with ReLU whose layers are recomputed."""
+    if samples:
+        return make_task("bert")[0], token_batch(samples)
+    model, batch = make_task("distilbert")
+    model.gradient_checkpointing_enable()
+    return model.train(), batch
 
 
 @pytest.mark.parametrize("name", SENSITIVE)

@@ -112,7 +112,7 @@ REFUSED = {
         "Own (gaussian_noise)",
         "sharded_refusal=None",
     ),
-    "kinks": ("RuntimeError", "have kinks", "Use gaussian_noise"),
+    "kinks": ("RuntimeError", "derivatives jump", "Use gaussian_noise"),
     "hsdp": ("NotImplementedError", "average true gradients over clients", "clients=mesh"),
     "columns": ("NotImplementedError", "not by rows", "Leave shard_placement_fn"),
     "all ranks": ("ValueError", "one device of each client", "mesh['clients']"),
