@@ -147,8 +147,12 @@ def infer_attributes(
 
     Example:
         >>> from hf_gradguard.audit import infer_attributes
-        >>> private = [("a fine film", 1), ("the plot is long", 0)] * 10
-        >>> public = [("a warm film", 1), ("the cast is dull", 0)] * 20
+        >>> def samples(*words):
+        ...     pairs = [(a, b) for a in words for b in words]
+        ...     both = [((f"a {a} {b} film", 1), (f"the {a} plot is {b}", 0)) for a, b in pairs]
+        ...     return [sample for two in both for sample in two]
+        >>> public = samples("warm", "dull", "bright", "slow", "sweet") * 2
+        >>> private = samples("fine", "long", "great")
         >>> attributes = {"film": lambda text, label: "film" in text}
         >>> found = infer_attributes(
         ...     model, tokenizer, private, public, attributes, make_defense("none"), directions=4

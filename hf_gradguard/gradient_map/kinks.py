@@ -43,7 +43,7 @@ class Sides:
         ...     _ = torch.relu(x)
         >>> with sides.kept():
         ...     torch.relu(-x)
-        tensor([0., -2.])
+        tensor([ 0., -2.])
     """
 
     def __init__(self) -> None:
