@@ -61,6 +61,17 @@ def test_defenses(measure):
     assert "squared_sensitivity, k=1" in gradients
 
 
+def test_kinks(measure):
+    report, rows = measure("kinks")
+    models = report["models"]
+    assert [row[0] for row in rows] == list(models)
+    assert {"DistilBERT", "ResNet-18", "LeNet with ReLU"} < set(models)
+    for row, found in zip(rows, models.values(), strict=True):
+        assert row[1:5] == [*cells(found["difference"], 2), *cells(found["exact"], 2)]
+        assert found["error"] < 0.03
+        assert row[5] == f"{found['error']:.1%}"
+
+
 def test_randomness(measure):
     report, rows = measure("randomness")
     draws, steps = report["in torch.randn"], report["in steps without a defense"]
