@@ -215,8 +215,7 @@ class Stream:
             noise: Its distribution.
         """
         noisy, deviation = torch.empty_like(values), deviation.to(values.device)
-        # One number for all is the usual case: it costs no pass over the entries.
-        is_uneven = deviation.dim() > 0
+        is_uneven = deviation.dim() > 0  # one number for all costs no pass over the entries
         if not deviation.any():
             return values.clone()
         stds = deviation[deviation != 0] if is_uneven else deviation

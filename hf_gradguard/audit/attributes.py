@@ -146,17 +146,15 @@ def infer_attributes(
             private sample has it.
 
     Example:
-        >>> from hf_gradguard.audit import infer_attributes
+        >>> forms = "a {} {} film", "the {} plot is {}"
         >>> def samples(*words):
-        ...     pairs = [(a, b) for a in words for b in words]
-        ...     both = [((f"a {a} {b} film", 1), (f"the {a} plot is {b}", 0)) for a, b in pairs]
-        ...     return [sample for two in both for sample in two]
+        ...     texts = [text.format(a, b) for a in words for b in words for text in forms]
+        ...     return [(text, int("film" in text)) for text in texts]
         >>> public = samples("warm", "dull", "bright", "slow", "sweet") * 2
         >>> private = samples("fine", "long", "great")
         >>> attributes = {"film": lambda text, label: "film" in text}
-        >>> found = infer_attributes(
-        ...     model, tokenizer, private, public, attributes, make_defense("none"), directions=4
-        ... )
+        >>> none, data = make_defense("none"), (private, public)
+        >>> found = infer_attributes(model, tokenizer, *data, attributes, none, directions=4)
         >>> found["film"].accuracy, found["film"].verdict
         (1.0, 'beyond the prior')
     """
