@@ -30,9 +30,8 @@ __all__ = ["GRID", "KEY_BYTES", "Stream", "normal", "signs", "torch_generator"]
 
 KEY_BYTES = 32
 BLOCK_WORDS = 16
-# Pairs of numbers at once: what is made of them stays in a processor's cache, and torch, which
-# shares out what is longer, leaves them to the one thread that makes them. In whole blocks, so that
-# every chunk begins with one.
+# Pairs of numbers at once, in whole blocks: what is made of them stays in a processor's cache, and
+# torch, which shares out what is longer, leaves them to the one thread that makes them.
 _CHUNK = 2**15
 _CHUNK_ELSEWHERE = 2**24
 _SMALL_DRAW = 2**10  # words, of which signs are made together
@@ -215,19 +214,20 @@ class Stream:
             noise: Its distribution.
         """
         noisy, deviation = torch.empty_like(values), deviation.to(values.device)
-        is_uneven = deviation.dim() > 0  # one number for all costs no pass over the entries
-        if not deviation.any():
+        is_bare = deviation == 0
+        stds = deviation[~is_bare] if (any_bare := bool(is_bare.any())) else deviation
+        if not stds.numel():
             return values.clone()
-        stds = deviation[deviation != 0] if is_uneven else deviation
-        spacing = grid_spacing(float(stds.min()), float(stds.max()), entries)
+        least, most = stds.aminmax()
+        spacing = grid_spacing(float(least), float(most), entries)
         make, words, per = _MAKERS[noise]
 
         def add(start: int, unit_noise: Tensor) -> None:
             part = slice(start, start + len(unit_noise))
-            std = deviation[part] if is_uneven else deviation
+            std = deviation[part] if deviation.dim() else deviation
             on_grid = values[part].to(torch.float64, copy=True).div_(spacing).round_()
             on_grid.add_(unit_noise.mul_(std).div_(spacing).round_()).mul_(spacing)
-            noisy[part] = torch.where(std == 0, values[part], on_grid) if is_uneven else on_grid
+            noisy[part] = torch.where(is_bare[part], values[part], on_grid) if any_bare else on_grid
 
         self._draw_chunks(words, len(values), values.device, make, add, per)
         return noisy
