@@ -17,7 +17,15 @@ from .kinks import Sides
 from .layers import Pass
 from .map import GradientMap, View
 from .parameters import DifferencePlan
-from .sensitivity import TOLERANCE, keep, plan_of, precision_root, split_layers, step_size
+from .sensitivity import (
+    TOLERANCE,
+    first_pass,
+    keep,
+    plan_of,
+    precision_root,
+    split_layers,
+    step_size,
+)
 from .types import Tensors
 
 REACH = 0.3
@@ -78,11 +86,10 @@ class DifferencedMap(View):
     def start(self) -> Pass:
         """The pass at the map's own input from which differences are taken."""
         layers = split_layers(self.base, self.plan)
-        sides = Sides() if self.plan.keeps_sides else None
         if layers:
-            start = Pass.evaluate(self.base, self.input, layers, sides)
+            start = first_pass(self.base, layers, self.plan)
         else:
-            start = Pass({}, sides=sides)
+            start = Pass({}, sides=Sides() if self.plan.keeps_sides else None)
         if start.slope is None:
             weights = {name: p.detach() for name, p in self.parameters.items()}
             with start.kept_sides():

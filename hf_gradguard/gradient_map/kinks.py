@@ -55,7 +55,7 @@ class Sides:
         """Note them, or keep those that were noted.
 
         Raises:
-            OtherKinks: If a later pass does other operations, or on other shapes.
+            OtherKinks: If a later pass does other operations.
         """
         if not self.is_complete:
             with _Noting(self.noted):

@@ -244,6 +244,15 @@ class Change(NamedTuple):
         """J_bᵀv of the bias, `(B, *bias.shape)`."""
         return torch.stack([layer.bias_gradients(slopes) for slopes in self.slopes]).sum(0)
 
+    def factors(self, layer: Layer) -> tuple[Tensor, Tensor]:
+        """The matrices of all calls whose product is J_bᵀv of the weight; see `Layer.factors`."""
+        pairs = [
+            *map(layer.factors, self.slopes, self.mean_features),
+            *map(layer.factors, self.mean_slopes, self.features),
+        ]
+        left_factors, right_factors = zip(*pairs, strict=True)
+        return torch.cat(left_factors, 1), torch.cat(right_factors, 1)
+
     def weight(self, layer: Layer) -> Iterator[Tensor]:
         """J_bᵀv of the weight, `(*weight.shape)`, of one sample after the other. Each is gone when
         the next is asked for.
@@ -251,13 +260,7 @@ class Change(NamedTuple):
         if not self.slopes:
             return
         if layer.is_product:  # one product, into memory that a cache holds
-            pairs = [
-                *map(layer.factors, self.slopes, self.mean_features),
-                *map(layer.factors, self.mean_slopes, self.features),
-            ]
-            left_factor, right_factor = (
-                torch.cat(factors, 1) for factors in zip(*pairs, strict=True)
-            )
+            left_factor, right_factor = self.factors(layer)
             product = left_factor.new_empty(left_factor.shape[2], right_factor.shape[2])
             shape = layer.module.weight.shape
             for left, right in zip(left_factor, right_factor, strict=True):

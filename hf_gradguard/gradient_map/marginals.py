@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..randomness import Stream
 from .layers import LINEAR, Change, Layer, Pass
@@ -136,10 +136,8 @@ def _sample_sums(layer: Layer, rows: Sequence[tuple[Tensor, Tensor]]) -> Iterato
         return
     sums = None
     if isinstance(layer.module, LINEAR):
-        slopes, features = (
-            torch.cat(sample_gradients, 1) for sample_gradients in zip(*rows, strict=True)
-        )
-        sums = _sums_of_products(layer, slopes, features)
+        left_factors, right_factors = zip(*(layer.factors(*pair) for pair in rows), strict=True)
+        sums = _sums_of_products(torch.cat(left_factors, 1), torch.cat(right_factors, 1))
     if sums is None:
         sample_gradients = (gradients[layer.weight] for gradients in OfLayer(layer, rows).written())
         sums = sums_of(
@@ -153,9 +151,7 @@ def _layer_sums(layer: Layer, change: Change) -> Iterator[tuple[str, Tensor | Su
     if layer.weight is None or not isinstance(layer.module, LINEAR) or not change.slopes:
         yield from layer_squares(layer, change)
         return
-    left_factor = torch.cat([*change.slopes, *change.mean_slopes], 1)  # (B, n, out)
-    right_factor = torch.cat([*change.mean_features, *change.features], 1)  # (B, n, in)
-    sums = _sums_of_products(layer, left_factor, right_factor)
+    sums = _sums_of_products(*change.factors(layer))
     if sums is None:
         yield from layer_squares(layer, change)
         return
@@ -164,19 +160,14 @@ def _layer_sums(layer: Layer, change: Change) -> Iterator[tuple[str, Tensor | Su
         yield layer.bias, change.bias(layer).square().sum(0)
 
 
-def _sums_of_products(layer: Layer, left_factor: Tensor, right_factor: Tensor) -> Sums | None:
-    """Row and column sums of Σ_b (left_bᵀ right_b)², in the shape of a linear layer's weight, from
-    `(B, T, out)` and `(B, T, in)`; `None` where writing them out is cheaper.
+def _sums_of_products(left_factor: Tensor, right_factor: Tensor) -> Sums | None:
+    """Row and column sums of Σ_b (left_bᵀ right_b)², from `(B, n, rows)` and `(B, n, columns)`;
+    `None` where writing them out is cheaper.
     """
-    length, outputs, inputs = left_factor.shape[1], left_factor.shape[2], right_factor.shape[2]
-    if 2 * length * (outputs + inputs) > GRAM_AT_MOST * outputs * inputs:
+    length, rows, columns = left_factor.shape[1], left_factor.shape[2], right_factor.shape[2]
+    if 2 * length * (rows + columns) > GRAM_AT_MOST * rows * columns:
         return None
-    by_output, by_input = (
-        _gram_sums(left_factor, right_factor),
-        _gram_sums(right_factor, left_factor),
-    )
-    plain = isinstance(layer.module, nn.Linear)  # Conv1D's rows are inputs
-    return (by_output, by_input) if plain else (by_input, by_output)
+    return _gram_sums(left_factor, right_factor), _gram_sums(right_factor, left_factor)
 
 
 def _gram_sums(factor: Tensor, other_factor: Tensor) -> Tensor:
