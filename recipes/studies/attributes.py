@@ -4,17 +4,16 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_gradguard import make_defense
 from hf_gradguard.audit import infer_attributes
 from hf_gradguard.randomness import Stream
 
 from ..study import Study
-from .candidates import train
+from .candidates import model_after
 from .lib.intervals import Interval
 from .lib.tables import write_table
-from .lib.text import load_classifier, load_tokenizer, of_usual_length, sst2
+from .lib.text import load_tokenizer, of_usual_length, sst2
 
 FILM = {"film", "films", "movie", "movies"}
 PEOPLE = {
@@ -72,16 +71,10 @@ class Attributes(Study):
         sentences = " | ".join(row["sentence"].strip() for row in self.private)
         phrases = of_usual_length(sst2(self.args.data_dir, "train").take(12_000))
         self.public = [row for row in phrases if row["sentence"].strip() not in sentences]
-        self.model_after = functools.cache(self._model_after)
-
-    def _model_after(self, steps: int) -> nn.Module:
-        """Trained by one plain client on other phrases. Word embeddings are not shared."""
-        torch.manual_seed(0)
-        model = load_classifier(self.args.model)
-        if steps:
-            train(model, self.tokenizer, self.public[PLAN["public"] :], steps)
-        model.get_input_embeddings().requires_grad_(False)
-        return model.eval()
+        others = self.public[PLAN["public"] :]
+        self.model_after = functools.cache(
+            functools.partial(model_after, self.args.model, self.tokenizer, others)
+        )
 
     def measure(self, cell: dict) -> dict:
         model = self.model_after(cell["steps"])

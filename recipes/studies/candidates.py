@@ -145,6 +145,16 @@ def train(model, tokenizer, rows: list[dict], steps: int) -> None:
     model.get_input_embeddings().requires_grad_(True)
 
 
+def model_after(name: str, tokenizer, rows: list[dict], steps: int) -> torch.nn.Module:
+    """A classifier that one plain client trained on these rows. It shares no word embeddings."""
+    torch.manual_seed(0)
+    model = load_classifier(name)
+    if steps:
+        train(model, tokenizer, rows, steps)
+    model.get_input_embeddings().requires_grad_(False)
+    return model.eval()
+
+
 def strength_text(strength: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in strength.items())
 

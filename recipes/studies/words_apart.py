@@ -4,17 +4,16 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_gradguard import make_defense
 from hf_gradguard.audit import word_distinguishability
 from hf_gradguard.randomness import Stream
 
 from ..study import Study
-from .candidates import train
+from .candidates import model_after
 from .lib.intervals import Interval
 from .lib.tables import write_table
-from .lib.text import load_classifier, load_tokenizer, of_usual_length, sst2
+from .lib.text import load_tokenizer, of_usual_length, sst2
 
 STAGES = {"start": 0, "after 200 steps": 200}
 PLAN = {"texts": 20, "pairs": 2, "batch_size": 1, "seed": 0}
@@ -67,16 +66,10 @@ class WordsApart(Study):
         torch.set_num_threads(1)
         self.tokenizer = load_tokenizer(self.args.model)
         self.rows = list(of_usual_length(sst2(self.args.data_dir, "train").take(6000)))
-        self.model_after = functools.cache(self._model_after)
-
-    def _model_after(self, steps: int) -> nn.Module:
-        """Trained by one plain client on other sentences. Word embeddings are not shared."""
-        torch.manual_seed(0)
-        model = load_classifier(self.args.model)
-        if steps:
-            train(model, self.tokenizer, self.rows[PLAN["texts"] :], steps)
-        model.get_input_embeddings().requires_grad_(False)
-        return model.eval()
+        others = self.rows[PLAN["texts"] :]
+        self.model_after = functools.cache(
+            functools.partial(model_after, self.args.model, self.tokenizer, others)
+        )
 
     def measure(self, cell: dict) -> dict:
         rows = self.rows[: cell["texts"]]
