@@ -101,6 +101,7 @@ RUNS = [
     Run("mesh_memory", "mesh", MODEL, 0.1),
     Run("refiner_speed", "refiner", MODEL, 0.1),
     Run("exchange_cost", "exchange", MODEL, 0.1),
+    Run("wire", "wire", MODEL, 0.05),
     Run("optimal_defenses_training", "optimal_defenses:Training", "--data $MNIST", 0.6),
     Run("optimal_defenses_mnist", "optimal_defenses:AttackedMnist", "--data $MNIST", 0.5),
     Run("optimal_defenses_cifar10", "optimal_defenses:AttackedCifar10", f"--data {LOSSLESS}", 3),

@@ -1,7 +1,7 @@
 """Protection of what a client of NVIDIA FLARE sends. Needs `pip install 'hf-gradguard[flare]'`.
 
 `GradGuardFilter` in `task_result_filters` protects every difference of weights, and lets nothing
-pass that is none.
+pass that is none. `GradGuardUnpackFilter` unpacks on the server what clients pack.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .guard import STATISTICS, TABLES, UNCHANGED, Guard, GuardSettings, Withheld, listed
+from .packing import is_added, is_packed, unpack_update
 
 try:
     from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
@@ -65,6 +66,7 @@ class GradGuardFilter(DXOFilter):
         allow: Names of headers and metadata that may pass unread, with commas between them.
         state_folder: Where the state is kept in the place of the job's folder.
         tables, frozen: As in `GuardSettings`.
+        packed: Likewise; the server needs a `GradGuardUnpackFilter`.
 
     Raises:
         ValueError: For a setting that there is not, or one out of range.
@@ -88,6 +90,7 @@ class GradGuardFilter(DXOFilter):
         state_folder: str = "",
         tables: str = TABLES,
         frozen: str = UNCHANGED,
+        packed: bool = False,
     ) -> None:
         super().__init__(supported_data_kinds=None, data_kinds_to_filter=None)
         # Under the names of the arguments: FLARE's job API writes them into a job's files.
@@ -100,11 +103,12 @@ class GradGuardFilter(DXOFilter):
         self.state_folder = state_folder
         self.tables = tables
         self.frozen = frozen
+        self.packed = packed
         self._guard = Guard(
             GuardSettings(
                 defense=defense, settings=self.settings, withhold=withhold, withheld=withheld,
                 tables=tables, sends="difference", share_input_embeddings=share_input_embeddings,
-                allow=allow, state_folder=state_folder, frozen=frozen,
+                allow=allow, state_folder=state_folder, frozen=frozen, packed=packed,
             )
         )  # fmt: skip
         self._taken_up = False
@@ -234,6 +238,44 @@ class GradGuardFilter(DXOFilter):
         return Path(engine.get_workspace().get_run_dir(fl_ctx.get_job_id())) / _FOLDER
 
 
+class GradGuardUnpackFilter(DXOFilter):
+    """A filter of a server's task results: differences that clients packed are as they would have
+    been sent. Whatever is not packed passes as it is.
+
+    Shapes are those of the weights that went out with tasks, so that no client can ask for more
+    memory than the model has.
+
+    Raises:
+        ValueError: For a difference that is packed wrongly; FLARE then counts the result as failed.
+        FloatingPointError: If an entry is not finite.
+
+    Example:
+        >>> recipe.add_server_input_filter(GradGuardUnpackFilter(), tasks=["train"])
+    """
+
+    def __init__(self) -> None:
+        super().__init__(supported_data_kinds=None, data_kinds_to_filter=[DataKind.WEIGHT_DIFF])
+        self._outlines: dict[str, Tensor] = {}
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """When a task goes out, shapes and types of its weights are remembered."""
+        if event_type == EventType.AFTER_TASK_DATA_FILTER:
+            weights = weights_in(fl_ctx.get_prop(FLContextKey.TASK_DATA))
+            self._outlines |= {name: tensor.to("meta") for name, tensor in weights.items()}
+
+    def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO:
+        """With every packed tensor unpacked."""
+        arrays = {k: v for k, v in dxo.data.items() if isinstance(v, np.ndarray | Tensor)}
+        packed = {name: _tensor(name, array) for name, array in arrays.items()}
+        packed = {name: tensor for name, tensor in packed.items() if is_packed(tensor)}
+        if added := [name for name, tensor in packed.items() if is_added(tensor)]:
+            raise ValueError(f"{added[0]!r} is packed wrongly: it is no difference of weights.")
+        for name, tensor in unpack_update(packed, self._outlines).items():
+            is_array = isinstance(dxo.data[name], np.ndarray)
+            dxo.data[name] = tensor.numpy() if is_array else tensor
+        return dxo
+
+
 def weights_in(data: Shareable | None) -> dict[str, Tensor]:
     """The weights that came with a task, by name; none if none came.
 
@@ -260,4 +302,4 @@ def _tensor(name: str, value: Any) -> Tensor:
     raise ValueError(f"Nothing was sent: {name!r} is a {type(value).__name__}, and no array.")
 
 
-__all__ = ["GradGuardFilter", "weights_in"]
+__all__ = ["GradGuardFilter", "GradGuardUnpackFilter", "weights_in"]

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from .guard import PREFIX, Guard, GuardSettings, listed, tied_names
+from .packing import is_packed, unpack_update
 
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord
@@ -28,6 +29,7 @@ except ImportError as error:
 logger = logging.get_logger(__name__)
 
 STATE, SHARED = f"{PREFIX}state", f"{PREFIX}shared"
+_OLDER = "fitres."  # records of Flower's older clients, and of secure aggregation
 _STATUS = ".status"  # of Flower's older clients: "fitres.status" holds a code and a word
 
 
@@ -141,6 +143,11 @@ def gradguard_mod(
             f"{len(answered)} were to be sent, where one of each is a difference of weights."
         )
     (key, record), (received_key, start) = *answered.items(), *received.items()
+    if guard.settings.packed and key.startswith(_OLDER):
+        raise ValueError(
+            f"Nothing was sent: {PREFIX}packed is for servers that unpack, and neither secure "
+            "aggregation nor Flower's older clients do. Leave it out."
+        )
     if ticket is not None and ticket["sha256"] == digest(record):
         return reply
     if digest(start) != digests[received_key]:
@@ -154,8 +161,9 @@ def gradguard_mod(
 
 
 class MergeByName:
-    """For a server whose clients leave names out (`gradguard.withheld = "left out"`): what nobody
-    sends stays as it is.
+    """For a server whose clients leave names out (`gradguard.withheld = "left out"`), or pack what
+    they send (`gradguard.packed = true`): what nobody sends stays as it is, and what is packed is
+    unpacked.
 
     Put it before a strategy of Flower's.
 
@@ -182,8 +190,13 @@ class MergeByName:
         """As the strategy's, with the names that were left out.
 
         Raises:
-            ValueError: If clients sent a name that they did not get.
+            ValueError: If clients sent a name that they did not get, or packed a tensor wrongly.
+            FloatingPointError: If a packed tensor is not finite.
         """
+        replies = list(replies)
+        for reply in replies:
+            if not reply.has_error():
+                unpack_reply(reply, tensors_of(self._all_arrays))
         arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[misc]
         if arrays is None:
             return arrays, metrics
@@ -191,6 +204,32 @@ class MergeByName:
             raise ValueError(f"Clients sent {unknown[0]!r}, which they did not get.")
         merged = {name: arrays.get(name, array) for name, array in self._all_arrays.items()}
         return ArrayRecord(merged), metrics
+
+
+def unpack_reply(reply: Message, received: Mapping[str, Tensor]) -> None:
+    """Replace packed arrays of a reply by what its client would have sent without packing.
+
+    Args:
+        reply: Of a client.
+        received: The weights that it got.
+
+    Raises:
+        ValueError: If the client packed a tensor wrongly, or one that it did not get.
+        FloatingPointError: If an entry is not finite.
+
+    Example:
+        >>> reply = app(train_message, packing_context)
+        >>> unpack_reply(reply, received)
+    """
+    for key, record in arrays_in(reply).items():
+        tensors = tensors_of(record)
+        if not any(map(is_packed, tensors.values())):
+            continue
+        try:
+            reply.content[key] = record_of(unpack_update(tensors, received))
+        except (ValueError, FloatingPointError) as error:
+            error.add_note(f"Node {reply.metadata.src_node_id} sent it.")
+            raise
 
 
 def arrays_in(message: Message) -> dict[str, ArrayRecord]:
@@ -255,4 +294,4 @@ def _check_others(reply: Message, settings: GuardSettings) -> None:
                 )
 
 
-__all__ = ["ClientGuard", "MergeByName", "gradguard_mod"]
+__all__ = ["ClientGuard", "MergeByName", "gradguard_mod", "unpack_reply"]

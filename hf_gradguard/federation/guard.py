@@ -25,6 +25,7 @@ from ..gradient_map import Tensors
 from ..gradient_map.views import PrecomputedGradient
 from ..randomness import Stream
 from ..registry import DEFENSES
+from .packing import pack
 
 logger = logging.get_logger(__name__)
 
@@ -68,6 +69,9 @@ class GuardSettings:
         allow: Names of other records that may pass unread, with commas between them.
         state_folder: Where the defense's state is kept as well, for frameworks that lose it with
             the process.
+        packed: Send protected updates in few bytes: sparse ones as position and value, quantized
+            ones at their bits. The server has to unpack them. With it whole weights are sent as
+            their difference too, which they round.
 
     Example:
         >>> config = {"gradguard.defense": "pruning", "gradguard.pruning.ratio": 0.8, "rounds": 3}
@@ -85,14 +89,16 @@ class GuardSettings:
     share_input_embeddings: bool = False
     allow: str = ""
     state_folder: str = ""
+    packed: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in (("withheld", Withheld), ("sends", Sends)):
             if getattr(self, name) not in get_args(choices):
                 words = " or ".join(repr(choice) for choice in get_args(choices))
                 raise ValueError(f"{PREFIX}{name} must be {words}, not {getattr(self, name)!r}.")
-        if not isinstance(self.share_input_embeddings, bool):
-            raise ValueError(f"{PREFIX}share_input_embeddings must be true or false.")
+        for name in ("share_input_embeddings", "packed"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{PREFIX}{name} must be true or false.")
         make_defense(self.defense, **self.settings)  # a wrong name or value stops here
 
     @classmethod
@@ -264,22 +270,28 @@ class Guard:
         return change
 
     def sent(self, received: Mapping[str, Tensor], message: Mapping[str, Tensor]) -> Tensors:
-        """A protected update as what is sent: new weights, or their difference. What the message
-        does not have was withheld.
+        """A protected update as what is sent: new weights, or their difference, or bytes of either.
+        What the message does not have was withheld.
 
         Raises:
             ValueError: For whole weights in half precision.
         """
-        sends_weights = self.settings.sends == "weights"
+        sends_weights, packed = self.settings.sends == "weights", self.settings.packed
         answer: Tensors = {}
         for name, start in received.items():
-            if name in message:
-                change = message[name]
-                if sends_weights and self.settings.on:
-                    _check_precision(name, start)
-                answer[name] = (_wide(start) + change if sends_weights else change).to(start.dtype)
-            elif self.settings.withheld == "zeros":
+            change = message.get(name)
+            if change is not None and sends_weights and self.settings.on:
+                _check_precision(name, start)
+            if change is None and self.settings.withheld != "zeros":
+                continue
+            if packed and start.is_floating_point():
+                dtype = _wide(start).dtype if sends_weights else start.dtype
+                change = torch.zeros_like(start) if change is None else change
+                answer[name] = pack(change.to(dtype), is_added=sends_weights)
+            elif change is None:
                 answer[name] = start if sends_weights else torch.zeros_like(start)
+            else:
+                answer[name] = (_wide(start) + change if sends_weights else change).to(start.dtype)
         return answer
 
 

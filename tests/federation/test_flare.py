@@ -25,7 +25,8 @@ from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 
-from hf_gradguard.federation.flare import GradGuardFilter
+from hf_gradguard.federation.flare import GradGuardFilter, GradGuardUnpackFilter
+from hf_gradguard.federation.packing import pack
 
 START = {
     "layer.weight": np.linspace(-1, 1, 600, dtype=np.float32).reshape(20, 30),
@@ -35,6 +36,8 @@ STEP = {
     name: (0.01 * np.cos(np.arange(w.size))).astype(np.float32).reshape(w.shape)
     for name, w in START.items()
 }
+
+SCALED: dict[str, Any] = {"settings": {"scale": 0.01}}
 
 
 def context(direction: str = FilterKey.OUT, folder: Path | None = None) -> FLContext:
@@ -72,17 +75,23 @@ def flat(arrays: dict[str, Any]) -> np.ndarray:
     return np.concatenate([np.asarray(arrays[name]).ravel() for name in START])
 
 
-def test_without_arguments_it_is_on() -> None:
+def test_without_arguments_nothing_is_sent() -> None:
+    """It is on, and noise relative to an update would show the update's norm."""
+    with pytest.raises(ValueError, match=r"gradguard\.gaussian_noise\.scale"):
+        told(GradGuardFilter()).process(diff(), context())
+
+
+def test_with_its_scale_alone_noise_is_on() -> None:
     numbers = {MetaKey.NUM_STEPS_CURRENT_ROUND: 4, MetaKey.INITIAL_METRICS: {"loss": 0.5}}
-    reply = told(GradGuardFilter()).process(diff(**numbers), context())
+    reply = told(GradGuardFilter(**SCALED)).process(diff(**numbers), context())
     dxo = from_shareable(reply)
     found, true = flat(dxo.data), flat(STEP)
-    size = np.linalg.norm(true)
-    # Noise as large as the update: of 620 draws the norm is within a tenth but for one in 10⁻³.
+    size = 0.01 * 620**0.5
+    # Of 620 draws the norm is within a tenth but for one in 10⁻³.
     assert 0.85 * size < np.linalg.norm(found - true) < 1.15 * size
     assert dxo.get_filter_history() == ["GradGuardFilter"]
     assert dxo.meta[MetaKey.INITIAL_METRICS] == {"loss": 0.5}
-    again = flat(sent(told(GradGuardFilter()), diff()))
+    again = flat(sent(told(GradGuardFilter(**SCALED)), diff()))
     assert np.linalg.norm(found - again) > size  # no seed that somebody knows
 
 
@@ -175,7 +184,7 @@ def test_what_is_not_finite_is_refused(value: float) -> None:
 
 
 def test_without_weights_that_came_nothing_goes() -> None:
-    guard = told(GradGuardFilter())
+    guard = told(GradGuardFilter(**SCALED))
     guard.process(diff(), context())
     with pytest.raises(ValueError, match="no weights came"):
         guard.process(diff(), context())  # those of the last task do not count
@@ -211,7 +220,10 @@ def test_what_goes_past_the_filter_is_emptied() -> None:
     assert from_shareable(after(GradGuardFilter(), metrics)).data == {"accuracy": 0.5}
     failed = make_reply(ReturnCode.EXECUTION_EXCEPTION)
     assert after(GradGuardFilter(), failed) == make_reply(ReturnCode.EXECUTION_EXCEPTION)
-    assert from_shareable(after(GradGuardFilter(), diff(), seen=True)).data.keys() == STEP.keys()
+    assert (
+        from_shareable(after(GradGuardFilter(**SCALED), diff(), seen=True)).data.keys()
+        == STEP.keys()
+    )
     assert from_shareable(after(GradGuardFilter("none"), diff())).data.keys() == STEP.keys()
 
 
@@ -229,13 +241,13 @@ def test_named_for_tasks_data_too_it_needs_no_events() -> None:
     task = DXO(DataKind.WEIGHTS, dict(START)).to_shareable()
     assert data.process(task, ctx) is task
     ctx.set_prop(FLContextKey.FILTER_DIRECTION, FilterKey.OUT, private=True, sticky=False)
-    found = flat(sent(GradGuardFilter(), diff(), ctx))
+    found = flat(sent(GradGuardFilter(**SCALED), diff(), ctx))
     assert not (found == flat(STEP)).any()
 
 
 def test_a_defense_that_needs_the_data_sends_nothing() -> None:
     with pytest.raises(RuntimeError, match="protect_update"):
-        told(GradGuardFilter("optimal_noise")).process(diff(), context())
+        told(GradGuardFilter("soteria")).process(diff(), context())
 
 
 def test_tables_and_statistics_are_withheld_or_refused() -> None:
@@ -244,16 +256,16 @@ def test_tables_and_statistics_are_withheld_or_refused() -> None:
     start, step = START | {"embed": table}, STEP | {"embed": changed}
     with pytest.raises(ValueError, match="'embed' is a table"):
         told(GradGuardFilter(), start).process(diff(step), context())
-    found = sent(told(GradGuardFilter(withhold="emb*"), start), diff(step))
+    found = sent(told(GradGuardFilter(withhold="emb*", **SCALED), start), diff(step))
     assert not found["embed"].any()
-    left = GradGuardFilter(withhold="embed", withheld="left out")
+    left = GradGuardFilter(withhold="embed", withheld="left out", **SCALED)
     assert sent(told(left, start), diff(step)).keys() == START.keys()
     start, step = START | {"n.running_mean": table[0]}, STEP | {"n.running_mean": changed[3]}
-    assert not sent(told(GradGuardFilter(), start), diff(step))["n.running_mean"].any()
+    assert not sent(told(GradGuardFilter(**SCALED), start), diff(step))["n.running_mean"].any()
 
 
 def test_what_may_pass_is_named() -> None:
-    guard = told(GradGuardFilter(allow="note, raw"))
+    guard = told(GradGuardFilter(allow="note, raw", **SCALED))
     assert from_shareable(guard.process(diff(note="1.2"), context())).meta["note"] == "1.2"
 
 
@@ -294,6 +306,46 @@ def test_the_job_api_writes_its_arguments() -> None:
     assert GradGuardFilter(**found)._guard.settings == guard._guard.settings
 
 
+# Packed
+
+
+def unpacking(weights: dict[str, Any] | None = None) -> GradGuardUnpackFilter:
+    """A server's filter, after a task went out with these weights."""
+    ctx, unpack = FLContext(), GradGuardUnpackFilter()
+    task = DXO(DataKind.WEIGHTS, dict(weights or START)).to_shareable()
+    ctx.set_prop(FLContextKey.TASK_DATA, task, private=True, sticky=False)
+    unpack.handle_event(EventType.AFTER_TASK_DATA_FILTER, ctx)
+    return unpack
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.tensor])
+def test_packed_differences_arrive_to_the_last_bit(kind: Any) -> None:
+    arguments = {"defense": "pruning", "settings": {"ratio": 0.9}}
+    data = {name: kind(step) for name, step in STEP.items()}
+    whole = sent(told(GradGuardFilter(**arguments)), diff(data))
+    reply = told(GradGuardFilter(**arguments, packed=True)).process(diff(data), context())
+    packed = from_shareable(reply).data
+    assert sum(len(array) for array in packed.values()) < 0.13 * 4 * 620 + 56
+    arrived = from_shareable(unpacking().process(reply, context(FilterKey.IN)))
+    for name, array in whole.items():
+        assert type(arrived.data[name]) is type(array)
+        assert (np.asarray(arrived.data[name]) == np.asarray(array)).all()
+    assert arrived.get_filter_history() == ["GradGuardFilter", "GradGuardUnpackFilter"]
+    unpacked = unpacking().process(diff(STEP), context(FilterKey.IN))
+    assert (flat(from_shareable(unpacked).data) == flat(STEP)).all()  # as it is
+
+
+def test_malformed_differences_are_refused_by_name() -> None:
+    good = pack(torch.from_numpy(STEP["layer.bias"]))
+    adds = pack(torch.from_numpy(STEP["layer.bias"]), is_added=True)
+    for bad, words in ((good[:-1], "bytes"), (adds, "no difference")):
+        result = diff(STEP | {"layer.bias": bad.numpy()})
+        with pytest.raises(ValueError, match=f"'layer.bias' is packed wrongly: .*{words}"):
+            unpacking().process(result, context(FilterKey.IN))
+    with pytest.raises(ValueError, match="'other' was sent"):
+        unpacking().process(diff(STEP | {"other": good.numpy()}), context(FilterKey.IN))
+
+
 # FLARE's simulator
 
 
@@ -307,7 +359,11 @@ def simulated(folder: Path, sends: str, task: str = "train", **guard: Any) -> li
     }))  # fmt: skip
     output = folder / "found.json"
     controller = {"id": "rounds", "path": "flare_trainer.Rounds", "args": {"output": str(output)}}
-    server = {"format_version": 2, "workflows": [controller], "components": []}
+    unpack = {"path": "hf_gradguard.federation.flare.GradGuardUnpackFilter", "args": {}}
+    server = {
+        "format_version": 2, "workflows": [controller], "components": [], "task_data_filters": [],
+        "task_result_filters": [{"tasks": ["train"], "filters": [unpack]}],
+    }  # fmt: skip
     (app / "config_fed_server.json").write_text(json.dumps(server))
     filters = [{"path": "hf_gradguard.federation.flare.GradGuardFilter", "args": guard}]
     trainer = {"path": "flare_trainer.Trainer", "args": {"sends": sends}}
@@ -333,9 +389,11 @@ def simulated(folder: Path, sends: str, task: str = "train", **guard: Any) -> li
 
 
 @pytest.mark.slow
-def test_in_the_simulator_updates_arrive_protected(tmp_path: Path) -> None:
-    settings = {"ratio": 0.9, "error_feedback": True}
-    found = simulated(tmp_path, "WEIGHT_DIFF", defense="pruning", settings=settings)
+@pytest.mark.parametrize("packed", [False, True])
+def test_in_the_simulator_updates_arrive_protected(tmp_path: Path, packed: bool) -> None:
+    settings = {"ratio": 0.9, "error_feedback": True, "min_batches": 1}
+    arguments = {"defense": "pruning", "settings": settings, "packed": packed}
+    found = simulated(tmp_path, "WEIGHT_DIFF", **arguments)
     assert [row["code"] for row in found] == ["OK"] * 4
     for site in (1, 2):
         kept, rows = 0, [row for row in found if row["site"] == f"site-{site}"]
@@ -346,7 +404,7 @@ def test_in_the_simulator_updates_arrive_protected(tmp_path: Path) -> None:
             np.testing.assert_allclose(row["layer"], np.where(largest, whole, 0), atol=1e-8)
             kept = np.where(largest, 0, whole)
     for row in found:
-        assert row["meta"]["filter_history"] == ["GradGuardFilter"]
+        assert row["meta"]["filter_history"] == ["GradGuardFilter", "GradGuardUnpackFilter"]
         assert row["meta"]["initial_metrics"] == {"accuracy": 0.5}
     files = list((tmp_path / "work").rglob("gradguard/site-*.safetensors"))
     assert len(files) == 2

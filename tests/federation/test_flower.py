@@ -18,6 +18,8 @@ pytest.importorskip("flwr")
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
 from secagg_driver import run_secagg
 
@@ -29,13 +31,17 @@ from hf_gradguard.federation.flower import (
     gradguard_mod,
     record_of,
     tensors_of,
+    unpack_reply,
 )
+from hf_gradguard.federation.packing import is_packed
+from hf_gradguard.gradient_map.views import PrecomputedGradient
 
 START = {"layer.weight": torch.linspace(-1, 1, 600).view(20, 30), "layer.bias": torch.ones(20)}
 STEP = {
     name: 0.01 * torch.cos(torch.arange(t.numel()).float()).view_as(t) for name, t in START.items()
 }
 TRAINED = {name: START[name] + STEP[name] for name in START}
+SCALED: dict[str, Any] = {"settings__scale": 0.01}  # of Gaussian noise
 
 
 @pytest.fixture(autouse=True)
@@ -93,15 +99,21 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 # On by default
 
 
-def test_without_settings_it_is_on() -> None:
-    reply = app(plain())(message(), context())
+def test_without_settings_nothing_is_sent() -> None:
+    """It is on, and noise relative to an update would show the update's norm."""
+    with pytest.raises(ValueError, match=r"gradguard\.gaussian_noise\.scale"):
+        app(plain())(message(), context())
+
+
+def test_with_its_scale_alone_noise_is_on() -> None:
+    reply = app(plain())(message(), context(**SCALED))
     found = sent(reply)
     assert found.keys() == START.keys()
-    size = distance(START, TRAINED)
-    # Noise as large as the update: of 620 draws the norm is within a tenth but for one in 10⁻³.
+    size = 0.01 * 620**0.5
+    # Of 620 draws the norm is within a tenth but for one in 10⁻³.
     assert 0.85 * size < distance(found, TRAINED) < 1.15 * size
     assert dict(reply.content.metric_records["metrics"]) == {"num-examples": 5, "loss": 0.25}
-    again = sent(app(plain())(message(), context()))
+    again = sent(app(plain())(message(), context(**SCALED)))
     assert distance(found, again) > size  # no seed that somebody knows
 
 
@@ -138,6 +150,7 @@ def test_opting_out_is_explicit(caplog: pytest.LogCaptureFixture) -> None:
         ({"withheld": "no"}, "'zeros' or 'left out'"),
         ({"sends": "gradient"}, "'weights' or 'difference'"),
         ({"share-input-embeddings": "yes"}, "true or false"),
+        ({"packed": "yes"}, "true or false"),
         ({"defense": "pruning", "settings__ratio": 2.0}, "below 1"),
     ],
 )
@@ -213,11 +226,11 @@ def test_tables_of_words_are_refused_and_can_be_withheld() -> None:
     answer = plain(arrays=record_of(after))
     with pytest.raises(ValueError, match="'embed' is a table"):
         app(answer)(ask, context())
-    found = sent(app(answer)(ask, context(withhold="emb*")))
+    found = sent(app(answer)(ask, context(withhold="emb*", **SCALED)))
     assert torch.equal(found["embed"], table)
-    left = sent(app(answer)(ask, context(withhold="embed", withheld="left out")))
+    left = sent(app(answer)(ask, context(withhold="embed", withheld="left out", **SCALED)))
     assert left.keys() == START.keys()
-    shared = sent(app(answer)(ask, context(**{"share-input-embeddings": True})))
+    shared = sent(app(answer)(ask, context(**{"share-input-embeddings": True}, **SCALED)))
     assert bool((shared["embed"] != table).all())
 
 
@@ -225,7 +238,9 @@ def test_statistics_of_batches_are_not_sent() -> None:
     names = "norm.running_mean", "norm.num_batches_tracked"
     before = START | dict(zip(names, (torch.zeros(4), torch.tensor(0)), strict=True))
     after = TRAINED | dict(zip(names, (torch.ones(4), torch.tensor(9)), strict=True))
-    found = sent(app(plain(arrays=record_of(after)))(message(arrays=record_of(before)), context()))
+    found = sent(
+        app(plain(arrays=record_of(after)))(message(arrays=record_of(before)), context(**SCALED))
+    )
     assert not found["norm.running_mean"].any()
     assert found["norm.num_batches_tracked"] == 0
 
@@ -240,7 +255,7 @@ def test_other_answers_hold_numbers_only() -> None:
 
 def test_what_may_pass_is_named() -> None:
     notes = plain(notes=ConfigRecord({"version": "1.2"}))
-    reply = app(notes)(message(), context(allow="notes"))
+    reply = app(notes)(message(), context(allow="notes", **SCALED))
     assert reply.content.config_records["notes"]["version"] == "1.2"
 
 
@@ -297,7 +312,7 @@ def test_what_the_app_protects_has_all_names_of_a_tensor() -> None:
 
 def test_a_defense_that_needs_the_data_is_not_left_out() -> None:
     """If the app forgot to protect, the mod cannot, and nothing is sent."""
-    here = context(defense="optimal_noise", withhold="*position_embeddings*")
+    here = context(defense="soteria", withhold="*position_embeddings*")
     with pytest.raises(RuntimeError, match="protect_update"):
         app(trained_inside(False))(message(arrays=weights()), here)
 
@@ -311,7 +326,7 @@ def test_a_ticket_is_for_one_answer() -> None:
         tensors["classifier.bias"] += 1
         return answer | {"arrays": record_of(tensors)}
 
-    here = context(defense="optimal_noise", withhold="*position_embeddings*")
+    here = context(defense="soteria", withhold="*position_embeddings*")
     with pytest.raises(RuntimeError, match="protect_update"):
         app(tampered)(message(arrays=weights()), here)
 
@@ -423,7 +438,7 @@ def test_names_that_are_left_out_stay_as_they_were() -> None:
     strategy._all_arrays = record_of(whole)
     ask = message(arrays=record_of(whole))
     answer = plain(arrays=record_of(TRAINED | {"embed": whole["embed"]}))
-    here = {"withhold": "embed", "withheld": "left out", "settings__relative_scale": 1e-6}
+    here = {"withhold": "embed", "withheld": "left out", "settings__scale": 1e-8}
     replies = [app(answer)(ask, context(**here)) for _ in range(2)]
     for node, reply in enumerate(replies):
         reply.metadata.__dict__["_src_node_id"] = node + 1
@@ -449,6 +464,87 @@ def test_secure_aggregation_sees_protected_updates() -> None:
 
 
 def test_with_secure_aggregation_it_is_on_by_default_too() -> None:
-    plain_mean, found, protected = run_secagg(gradguard_mod, {})
+    config = {"gradguard.gaussian_noise.scale": 0.05}
+    plain_mean, found, protected = run_secagg(gradguard_mod, config)
     assert np.abs(found - protected).max() < 1e-4
     assert np.abs(plain_mean - protected).max() > 1e-2
+
+
+# Packed
+
+
+def over_the_wire(reply: Message) -> tuple[Message, int]:
+    """A reply as the server gets it, by Flower's own serialization, and its bytes."""
+    contents = {name: part.deflate() for name, part in get_all_nested_objects(reply).items()}
+    arrived = inflate_object_from_contents(reply.object_id, dict(contents))
+    assert isinstance(arrived, Message)
+    return arrived, sum(map(len, contents.values()))
+
+
+def trained_on(**config: Any) -> tuple[dict[str, Tensor], int]:
+    """The weights after a round of two nodes, and the bytes of one reply."""
+    big = {"layer.weight": torch.linspace(-1, 1, 60_000).view(200, 300)}
+    change = {"layer.weight": 0.01 * torch.cos(torch.arange(60_000).float()).view(200, 300)}
+    strategy, ask, replies = Merging(), message(arrays=record_of(big)), []
+    strategy._all_arrays = record_of(big)
+    for node in (1, 2):
+        answer = plain(arrays=record_of({n: t + node * change[n] for n, t in big.items()}))
+        reply, size = over_the_wire(app(answer)(ask, context(**config)))
+        reply.metadata.__dict__["_src_node_id"] = node
+        replies.append(reply)
+    arrays, _ = strategy.aggregate_train(1, replies)
+    assert arrays is not None
+    return tensors_of(arrays), size
+
+
+@pytest.mark.parametrize(
+    ("config", "share"),
+    [
+        ({"defense": "pruning", "settings__ratio": 0.99}, 0.03),
+        ({"defense": "quantization", "settings__bits": 4}, 0.125 + 0.01),
+        ({"defense": "quantization"}, 1 / 32 + 0.01),
+    ],
+)
+def test_packed_updates_train_the_same_weights(config: dict[str, Any], share: float) -> None:
+    (whole, bytes_whole), (packed, bytes_packed) = (
+        trained_on(**config, packed=is_on) for is_on in (False, True)
+    )
+    assert list(packed) == list(whole)
+    assert all(torch.equal(packed[name], whole[name]) for name in whole)
+    assert bytes_whole > 240_000
+    assert bytes_packed < share * bytes_whole
+
+
+def test_packed_updates_of_the_app_itself() -> None:
+    """By `ClientGuard.arrays`, whose bytes the mod lets pass."""
+    config = {"defense": "pruning", "settings__ratio": 0.75, "packed": True}
+
+    def answer(message: Message, context: Context) -> dict[str, Any]:
+        guard = ClientGuard(context)
+        update = guard.defense(PrecomputedGradient(STEP))
+        return plain(arrays=guard.arrays(message.content.array_records["arrays"], update))
+
+    reply = app(answer)(message(), context(**config))
+    assert all(is_packed(tensor) for tensor in sent(reply).values())
+    unpack_reply(reply, START)
+    whole = sent(app(plain())(message(), context(**(config | {"packed": False}))))
+    for name, tensor in sent(reply).items():  # the mod's own difference has a rounding more
+        torch.testing.assert_close(tensor, whole[name], rtol=0, atol=2e-7)
+
+
+def test_malformed_replies_are_refused_by_name_and_node() -> None:
+    reply = app(plain())(message(), context(defense="pruning", settings__ratio=0.9, packed=True))
+    tensors = sent(reply)
+    reply.content["arrays"] = record_of(tensors | {"layer.bias": tensors["layer.bias"][:-1]})
+    reply.metadata.__dict__["_src_node_id"] = 77
+    strategy = Merging()
+    strategy._all_arrays = record_of(START)
+    with pytest.raises(ValueError, match=r"'layer\.bias' is packed wrongly") as refused:
+        strategy.aggregate_train(1, [reply])
+    assert refused.value.__notes__ == ["Node 77 sent it."]
+
+
+def test_secure_aggregation_refuses_packed_updates() -> None:
+    config = {"gradguard.defense": "pruning", "gradguard.pruning.ratio": 0.8}
+    with pytest.raises(ValueError, match=r"gradguard\.packed"):
+        run_secagg(gradguard_mod, config | {"gradguard.packed": True})

@@ -123,6 +123,15 @@ def test_leakage(measure):
     assert f"({found['parameter space']['products']} products)" in rows[0][0]
 
 
+def test_wire(measure):
+    pytest.importorskip("flwr")
+    report, rows = measure("wire")  # compares the averaged weights itself
+    for (label, case), row in zip(report["cases"].items(), rows, strict=True):
+        assert row[:3] == [label, f"{case['whole']:,}", f"{case['packed']:,}"]
+        assert row[3] == f"{case['packed'] / case['whole']:.2%}"
+        assert case["whole"] > 4 * report["entries"]
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_exchange(measure):
