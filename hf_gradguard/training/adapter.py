@@ -135,7 +135,7 @@ class TrainerAdapter(Trainer):
             freeze_statistics(model)
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        return self.accelerator.unwrap_model(model)
+        return self.accelerator.unwrap_model(model, keep_torch_compile=False)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`, of batches that can be protected."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -18,6 +19,7 @@ from transformers.utils import logging
 
 from ..defenses import Defense, Message
 from ..defenses.base import NoDefense
+from ..gradient_map.parameters import find_tables
 from ..gradient_map.types import LossFunction, Tensors
 from ..gradient_map.views import ZeroGradient
 from ..randomness import Stream
@@ -135,10 +137,24 @@ class MessageMaker:
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
     def share(
-        self, module: nn.Module, client: ClientBatch, loss_fn: LossFunction, step: int
+        self,
+        module: nn.Module,
+        client: ClientBatch,
+        loss_fn: LossFunction,
+        step: int,
+        runner: Any = None,
     ) -> Tensor:
         """Add a client's protected gradient, times its weight, to `.grad`. Returns its mean loss, 0
         of an empty batch.
+
+        Args:
+            module: The bare model.
+            client: Whose message it is.
+            loss_fn: `(model, batch)`, the client's mean loss.
+            step: Optimizer steps before this one.
+            runner: The compiled model, if it is: runs in the place of `module` where a message asks
+                for nothing but the gradient. Compiled code runs no hooks, and has no second
+                derivatives.
 
         Raises:
             FloatingPointError: If the true or the protected gradient is not finite.
@@ -148,6 +164,10 @@ class MessageMaker:
         defense, meter = client.defense, self._meter
         self._forget_other_parameters(defense, module)
         is_measured = meter is not None and meter.measures(step)
+        if runner not in (None, module) and not (is_measured or defense.facts.reruns_model):
+            if not self._sharing["share_input_embeddings"]:
+                find_tables(module, client.batch, loss_fn)  # by hooks
+            loss_fn = functools.partial(_run_by, runner, loss_fn)
         is_none = isinstance(defense, NoDefense)
         noise, probes, dropout = self._undefended if is_none else self._streams.next_message(step)
         device = next(module.parameters()).device
@@ -242,6 +262,12 @@ class MessageMaker:
             metrics["cosine"] = max(-1, min(1, inner / (norm * shared_norm)))
         for name, figure in metrics.items():
             self._metrics[f"defense/{name}"].append(figure)
+
+
+def _run_by(
+    runner: nn.Module, loss_fn: LossFunction, _: nn.Module, batch: dict[str, Any]
+) -> Tensor:
+    return loss_fn(runner, batch)
 
 
 def name_of(parameters: Iterable[str]) -> str:

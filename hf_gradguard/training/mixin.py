@@ -168,12 +168,12 @@ class GradGuardMixin(TrainerAdapter):
         self.account_file.write_to(str(self.args.output_dir))
         self.train_dataset = self._labels(self.train_dataset, self.args, self.model, own_batches)
         objects = {n: getattr(self, n) for n in ("model", "train_dataset", "processing_class")}
-        check_training(self.args, self.model, self.accelerator, self.train_dataset)
+        defense = self.defense
+        check_training(self.args, self.model, self.accelerator, self.train_dataset, defense)
         check_trackers(self.callback_handler.callbacks)
         check_loss(getattr(self, "loss", None))
         self._secure = secure_sum_of(self.args, self.accelerator)
-        defense, sums = self.defense, is_summed(self.defense, self.args)
-        if sums:
+        if sums := is_summed(defense, self.args):
             from ..secure.summed_noise import share_of_noise
 
             defense = share_of_noise(defense, self.args, self.accelerator.num_processes)
@@ -259,7 +259,7 @@ class GradGuardMixin(TrainerAdapter):
             for client in clients:
                 if client.weight:
                     self.begin_message()
-                    loss = self._messages.share(module, client, mean_loss, step)
+                    loss = self._messages.share(module, client, mean_loss, step, model)
                     losses.append(client.weight * loss)
             if self._empty.summed or len(losses) < len(clients):
                 self._empty.share(self._messages, module, clients, accumulation, step)

@@ -61,11 +61,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     ),
     "fsdp": ({}, {"fsdp": True}, ("FSDP", "sharded before they can be seen", "Use DDP")),
     "fp16": ({}, {"fp16": True}, ("fp16", "loss scaler", "Use bf16=True")),
-    "compile": (
-        {"torch_compile": True},
-        {},
-        ("torch.compile", "hooks", "second derivatives", "Leave torch_compile off"),
-    ),
     "lomo": ({"optim": "lomo"}, {}, ("LOMO", "inside the backward pass", "optim='adamw_torch'")),
     "adalomo": (
         {"optim": "adalomo"},
@@ -298,7 +293,7 @@ ACCELERATORS: dict[str, tuple[dict[str, Any], Any, tuple[str, ...]]] = {
     "dynamo": (
         {"dynamo": DynamoBackend.INDUCTOR},
         None,
-        ("torch.compile", "Leave torch_compile off"),
+        ("torch.compile", "hooks", "second derivatives", "torch_compile=True"),
     ),
     "tensor parallel": ({"parallelism_config": _parallel(tp_size=2)}, None, PARALLEL),
     "context parallel": ({"parallelism_config": _parallel(cp_size=2)}, None, PARALLEL),

@@ -149,8 +149,8 @@ def test_other_arguments_count_and_are_checked_again(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match="leakage_limit with scaled"):
         trainer.train()
     trainer.args.leakage_limit = None
-    trainer.args.torch_compile = True
-    with pytest.raises(NotImplementedError, match=r"torch\.compile"):
+    trainer.args.ddp_static_graph = True
+    with pytest.raises(NotImplementedError, match="static DDP graph"):
         trainer.train()
 
 

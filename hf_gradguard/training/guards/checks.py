@@ -17,6 +17,7 @@ from torch._dynamo import OptimizedModule
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, TrainingArguments
 
+from ...defenses import Defense
 from ..clients.partition import is_of_datasets
 
 
@@ -32,9 +33,9 @@ def check_arguments(args: TrainingArguments) -> None:
         NotImplementedError: With the reason and what to use instead.
 
     Example:
-        >>> check_arguments(TrainingArguments("out", torch_compile=True))
+        >>> check_arguments(TrainingArguments("out", ddp_static_graph=True))
         Traceback (most recent call last):
-        NotImplementedError: GradGuardTrainer does not support torch.compile: ...
+        NotImplementedError: GradGuardTrainer does not support a static DDP graph: ...
     """
     refuse(_ARGUMENTS, args)
 
@@ -57,8 +58,15 @@ def check_model(model: nn.Module, sharded: bool = False) -> None:
     refuse(_MODELS, Model(model, sharded))
 
 
-def check_accelerator(accelerator: Accelerator, train_dataset: Any = None) -> None:
+def check_accelerator(
+    accelerator: Accelerator, train_dataset: Any = None, defense: Defense | None = None
+) -> None:
     """Refuse distributed set-ups that exchange more than protected gradients.
+
+    Args:
+        accelerator: The ranks'.
+        train_dataset: What they train on.
+        defense: A Trainer's, which compiles the model itself; `None` in a loop of the user's own.
 
     Raises:
         NotImplementedError: With the reason and what to use instead.
@@ -66,11 +74,15 @@ def check_accelerator(accelerator: Accelerator, train_dataset: Any = None) -> No
     Example:
         >>> check_accelerator(Accelerator(cpu=True))
     """
-    refuse(_RANKS, Ranks(accelerator, train_dataset))
+    refuse(_RANKS, Ranks(accelerator, train_dataset, defense))
 
 
 def check_training(
-    args: TrainingArguments, model: nn.Module, accelerator: Accelerator, train_dataset: Any
+    args: TrainingArguments,
+    model: nn.Module,
+    accelerator: Accelerator,
+    train_dataset: Any,
+    defense: Defense,
 ) -> None:
     """All of these.
 
@@ -78,11 +90,12 @@ def check_training(
         NotImplementedError: With the reason and what to use instead.
 
     Example:
-        >>> check_training(TrainingArguments("out"), model, Accelerator(cpu=True), None)
+        >>> args, noise = TrainingArguments("out"), make_defense("gaussian_noise")
+        >>> check_training(args, model, Accelerator(cpu=True), None, noise)
     """
     check_arguments(args)
     check_model(model)
-    check_accelerator(accelerator, train_dataset)
+    check_accelerator(accelerator, train_dataset, defense)
 
 
 def check_collator(collator: Any) -> None:
@@ -185,10 +198,6 @@ def _of_fp16(args: TrainingArguments) -> str:
     return _FP16 if args.fp16 else ""
 
 
-def _of_compiling(args: TrainingArguments) -> str:
-    return _COMPILE if args.torch_compile else ""
-
-
 def _of_optimizer(args: TrainingArguments) -> str:
     name = str(getattr(args.optim, "value", args.optim))
     if "layerwise" in name:
@@ -238,7 +247,7 @@ def _of_several_gpus(args: TrainingArguments) -> str:
 
 
 _ARGUMENTS = (
-    _of_deepspeed, _of_fsdp, _of_activation_offloading, _of_reference, _of_fp16, _of_compiling,
+    _of_deepspeed, _of_fsdp, _of_activation_offloading, _of_reference, _of_fp16,
     _of_optimizer, _of_static_graph, _of_checkpointing, _of_pushing, _of_several_gpus,
 )  # fmt: skip
 
@@ -321,6 +330,7 @@ class Ranks(NamedTuple):
 
     accelerator: Accelerator
     train_dataset: Any
+    defense: Defense | None
 
 
 def _of_engine(ranks: Ranks) -> str:
@@ -342,8 +352,30 @@ def _of_half_precision(ranks: Ranks) -> str:
 
 
 def _of_dynamo(ranks: Ranks) -> str:
-    backend = ranks.accelerator.state.dynamo_plugin.backend
-    return _COMPILE if str(getattr(backend, "value", "NO")).upper() != "NO" else ""
+    plugin = ranks.accelerator.state.dynamo_plugin
+    if str(getattr(plugin.backend, "value", "NO")).upper() == "NO":
+        return ""
+    if ranks.defense is None:
+        return _COMPILE
+    if getattr(plugin, "use_regional_compilation", False):
+        return "regional compilation: leave use_regional_compilation off; torch_compile works."
+    needs = beyond_gradient(ranks.defense)
+    return f"torch.compile with {ranks.defense.name}: {needs} {_COMPILED}" if needs else ""
+
+
+def beyond_gradient(defense: Defense) -> str:
+    """What a defense asks for beyond the gradient of the batch; nothing if it does not.
+
+    Example:
+        >>> beyond_gradient(make_defense("soteria")), beyond_gradient(make_defense("pruning"))
+        ('it asks how the gradient depends on the input.', '')
+    """
+    facts = defense.facts
+    if facts.needs_samples:
+        return "it asks for what each sample adds to the gradient."
+    if facts.needs_second_order or facts.needs_input:
+        return "it asks how the gradient depends on the input."
+    return ""
 
 
 def _of_parallelism(ranks: Ranks) -> str:
@@ -409,8 +441,13 @@ _FP16 = (
 )
 _COMPILE = (
     "torch.compile: compiled code does not run the hooks by which inputs and the tables that they "
-    "index are found, and its second derivatives silently come back as None. Leave torch_compile "
-    "off and pass the model as it was before compiling."
+    "index are found, and its second derivatives silently come back as None. Of a Trainer "
+    "set torch_compile=True, and pass the model as it was before compiling."
+)
+_COMPILED = (
+    "Compiled code does not run the hooks for that, and its second derivatives silently come back "
+    "as None. Leave torch_compile off, or take gaussian_noise, laplace_noise, pruning, "
+    "quantization, or dp_sgd without per_sample."
 )
 _REENTRANT = (
     "reentrant activation checkpointing: it cannot run under torch.autograd.grad. Set "
