@@ -46,6 +46,7 @@ DERIVATIVES = {
     "defenses/factorization.py": "a public factor's error, by its parameters",
     "networks/training.py": "trains an evaluation network, on public data",
     "attacks/matching/descent.py": "an attacker's penalties on its own guess",
+    "leakage/probes.py": "outputs of drawn inputs, by what layers pass on",
 }
 """Files outside `gradient_map/` that differentiate, and what: never a client's loss."""
 
@@ -53,6 +54,7 @@ DOMAIN = {
     "gradient_map/domain.py": "the place that asks",
     "networks/image.py": "a model declares its main input",
     "networks/text.py": "a model declares its main input",
+    "leakage/probes.py": "a model declares its main input",
 }
 """Files that may name what tells text from images."""
 

@@ -5,9 +5,11 @@ all measure the same with biases in a ladder (Fowl et al., "Robbing the Fed", 20
 2022), rows that hardly any sample activates (Boenisch et al., "When the Curious Abandon Honesty",
 2021), heads that let one class through (Wen et al., "Fishing for User Data in Large-Batch Federated
 Learning", 2022). What they have in common does not occur by itself: rows alike, rows of zeros,
-biases that outweigh all that a row can say, layers that the architecture does not have.
+biases that outweigh all that a row can say, layers that the architecture does not have. Where
+weights look ordinary, what layers do with public inputs still shows it (probes.py).
 
-A model that passes may still be made to leak: this names constructions that are known.
+A model that passes may still be made to leak. Honest layers leak too, and a few made units hide
+among them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
+
+from .probes import examine_behavior, probe_inputs
+
+logger = logging.get_logger(__name__)
 
 LEAST_INPUTS = 16  # below, rows are alike by chance
 LEAST_COSINE = 0.999  # cosine of rows that measure the same
@@ -63,18 +70,22 @@ ADVICE = (
 
 
 def check_received(
-    model: nn.Module, reference: nn.Module | Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    reference: nn.Module | Mapping[str, Tensor] | None = None,
+    probes: Mapping[str, Tensor] | None = None,
 ) -> list[Finding]:
     """What in a received model makes the gradients leak that a client would share of it.
 
-    Looks at weights and structure alone: no data, no pass. Frozen parameters do not count, but for
-    those of attention.
+    Looks at weights, at structure, and at what layers do with public inputs. Frozen parameters do
+    not count, but for those of attention.
 
     Args:
         model: As it was received.
         reference: A copy that you trust, or its state: what is not in it, or has other shapes, is
             named too, and so is what is 30 times as large. Default: the architecture that the
             model's own configuration describes, by names and shapes.
+        probes: Public inputs like the client's, as the model takes them, in one batch. Default:
+            drawn ones, for models of texts and of images.
 
     Returns:
         What was found; nothing is no proof.
@@ -87,9 +98,10 @@ def check_received(
         >>> [finding.check for finding in check_received(model)]
         ['rows_of_zeros']
     """
+    layers = list(_layers(model))
     findings = [
         Finding(name, layer_name, says)
-        for layer_name, weight, bias in _layers(model)
+        for layer_name, weight, bias in layers
         for name, check in _CHECKS.items()
         for says in check(weight, bias)
     ]
@@ -98,7 +110,30 @@ def check_received(
     findings += [
         Finding("single_tokens", layer_name, says) for layer_name, says in sharp_attention(model)
     ]
+    findings += _on_probes(model, {name: weight for name, weight, _ in layers}, probes)
     return [*findings, *_on_pixels(model), *_against(model, reference)]
+
+
+def _on_probes(
+    model: nn.Module, weights: Mapping[str, Tensor], probes: Mapping[str, Tensor] | None
+) -> list[Finding]:
+    """Where a model cannot be run, that is said: then weights alone were examined."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return []
+    batches = probe_inputs(model) if probes is None else [dict(probes)]
+    unable = None if batches else "it takes neither texts nor images: give probes="
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        unable = "it is sharded, and other ranks would have to run it too"
+    by_layer: dict[tuple[str, str], Finding] = {}
+    try:
+        for batch in [] if unable else batches:
+            for check, name, says in examine_behavior(model, weights, batch):
+                by_layer.setdefault((check, name), Finding(check, name, says))
+    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
+        unable = f"it fails on probes ({error})"
+    if unable:
+        logger.warning(f"check_received examines only weights of {type(model).__name__}: {unable}.")
+    return list(by_layer.values())
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:

@@ -21,6 +21,7 @@ STRENGTHS = (20.0, 5.0, 100.0)
 STRENGTHS_OF_SEVERAL = (5.0, 20.0)
 STATES = ("start", "trained")
 SEVERAL = 4  # sentences of a message
+POPULATIONS, EVALUATIONS_OF_THESE = 6, 16_000
 EVALUATIONS_OF_SEVERAL = 16_000
 TRAINING = {"rows": 8000, "batch": 16, "learning_rate": 5e-5}
 
@@ -61,7 +62,13 @@ class LikelihoodSearches(Study):
             for (state, strength, number), settings in single.items()
             if (state, strength) == ("start", "20") and not self.quick
         }
-        return self.published(single | ended | several)
+        restarted = {
+            (f"start, {POPULATIONS} populations", strength, number): {
+                **settings, "version": 3, "evaluations": EVALUATIONS_OF_THESE,
+            }
+            for (_, strength, number), settings in ended.items()
+        }  # fmt: skip
+        return self.published(single | restarted | ended | several)
 
     def load(self) -> None:
         logging.set_verbosity_error()
@@ -104,6 +111,7 @@ class LikelihoodSearches(Study):
         attack = make_attack(
             "likelihood_search", public_texts=self.public, seconds=7200.0,
             evaluations=cell["evaluations"], whole_share=0.25 if cell["version"] == 2 else 0.0,
+            populations=POPULATIONS if cell["version"] == 3 else 1,
         )  # fmt: skip
         started = time.process_time()
         found: Any = attack(observation, Stream.from_seeds(cell["sentence"]))

@@ -1,4 +1,4 @@
-"""Six ways to make weights that leak, each in a model of its own, and what they give away."""
+"""Nine ways to make weights that leak, each in a model of its own, and what they give away."""
 
 from dataclasses import dataclass
 
@@ -26,11 +26,15 @@ CONSTRUCTIONS = (
     "trap weights (Curious Abandon Honesty)",
     "rows in pairs",
     "attention on single tokens",
+    "ladder of noisy rows",
+    "drawn rows that fire rarely",
+    "sharpened attention",
 )
+PARTLY = "rarely firing units among others"
 HONEST = "none of them"
 FROZEN = "none of them, first block frozen"
 SIZE, CHANNELS, CLASSES = 16, 3, 10
-IMPRINT, DECEPTICONS, FISHING, TRAPS, PAIRS, SINGLE = CONSTRUCTIONS
+IMPRINT, DECEPTICONS, FISHING, TRAPS, PAIRS, SINGLE, NOISY, RARE, SHARPENED = CONSTRUCTIONS
 LENGTH = 12  # tokens of a text
 
 
@@ -212,13 +216,61 @@ def single_tokens(public: Tensor, plan: dict) -> Planted:
     return planted
 
 
+def noisy_ladder(public: Tensor, plan: dict) -> Planted:
+    """A ladder whose rows have noise of their own, and thresholds of their own for that."""
+    model = perceptron(plan["units"])
+    pixels = public.flatten(1)
+    with torch.no_grad():
+        rows = 1 + plan.get("strength", 0.05) * torch.randn_like(model.input_layer.weight)
+        model.input_layer.weight.copy_(rows / pixels.shape[1])
+        set_thresholds(model.input_layer, pixels, torch.linspace(0.01, 0.99, plan["units"]))
+        model.second.weight.copy_(torch.randn(64, 1).expand_as(model.second.weight))
+    return Planted(model, "input_layer", "image")
+
+
+def rare_units(public: Tensor, plan: dict) -> Planted:
+    """Rows as they were drawn; thresholds that one in fourteen public images exceeds."""
+    model = perceptron(plan["units"])
+    rate = plan.get("strength", 0.07)
+    set_thresholds(model.input_layer, public.flatten(1), torch.full((plan["units"],), 1 - rate))
+    return Planted(model, "input_layer", "image")
+
+
+def partly_rare(public: Tensor, plan: dict) -> Planted:
+    """The same of a share of all units; the others are as they were."""
+    planted = rare_units(public, {**plan, "strength": 0.07})
+    bias = planted.model.input_layer.bias
+    with torch.no_grad():
+        bias[int(plan.get("strength", 0.25) * len(bias)) :] = 0
+    return planted
+
+
+def set_thresholds(linear: nn.Linear, inputs: Tensor, quantiles: Tensor) -> None:
+    """Each unit is active above that quantile of its own values."""
+    with torch.no_grad():
+        values = (inputs @ linear.weight.T).sort(0).values
+        places = (quantiles * (len(values) - 1)).long()
+        linear.bias.copy_(-values.gather(0, places[None])[0])
+
+
+def sharpened(public: Tensor, plan: dict) -> Planted:
+    """The frozen block's queries and keys as drawn, so many times as large."""
+    planted = frozen(public, plan)
+    attention = planted.model.bert.encoder.layer[0].attention.self
+    with torch.no_grad():
+        for layer in (attention.query, attention.key):
+            layer.weight.mul_(plan.get("strength", 40))
+    return planted
+
+
 def honest(public: Tensor, plan: dict) -> Planted:
     return Planted(perceptron(plan["units"]), "input_layer", "image")
 
 
 BUILT = {
     IMPRINT: imprint, DECEPTICONS: decepticons, FISHING: fishing, TRAPS: traps, PAIRS: pairs,
-    SINGLE: single_tokens, HONEST: honest, FROZEN: frozen,
+    SINGLE: single_tokens, NOISY: noisy_ladder, RARE: rare_units, SHARPENED: sharpened,
+    PARTLY: partly_rare, HONEST: honest, FROZEN: frozen,
 }  # fmt: skip
 
 

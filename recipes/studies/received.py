@@ -14,7 +14,18 @@ from ..study import Study
 from .lib.images import array_images
 from .lib.tables import interval, write_table
 from .lib.text import load_classifier
-from .malicious_models import BUILT, CONSTRUCTIONS, FROZEN, HONEST, disturb, leaks
+from .malicious_models import (
+    BUILT,
+    CONSTRUCTIONS,
+    FROZEN,
+    HONEST,
+    NOISY,
+    PARTLY,
+    RARE,
+    SHARPENED,
+    disturb,
+    leaks,
+)
 
 FAMILIES = {
     "SEQUENCE_CLASSIFICATION": """albert bart bert big_bird biogpt bloom camembert convbert deberta
@@ -29,7 +40,7 @@ PRETRAINED, TRAINED = "pretrained", "tiny, trained"
 
 
 class Malicious(Study):
-    """Misses: six constructions that make gradients leak, each shown to leak.
+    """Misses: nine constructions that make gradients leak, each shown to leak.
 
     Conditions and figures: docs/findings/received.md.
     """
@@ -38,15 +49,33 @@ class Malicious(Study):
     PLAN = {"units": 256, "images": 8, "texts": 4, "width": 64}
     QUICK = {"units": 64, "images": 4, "texts": 2, "width": 32}
     NOISE = (0.0, 0.003, 0.03)  # on the planted weights, of so many times their size
+    STRENGTHS = {  # rows' own noise; samples that reach a unit; units that are made; queries × keys
+        NOISY: (0.05, 0.3, 1.0, 3.0),
+        RARE: (0.07, 0.02, 0.2, 0.35),
+        PARTLY: (0.25, 0.1, 0.5),
+        SHARPENED: (40.0, 10.0, 20.0, 80.0),
+    }
+    WRITTEN = {NOISY: "rows' own, {:.0%}", RARE: "{:.0%} fire", PARTLY: "of {:.0%} of units"}
 
     def cells(self) -> dict:
         plan = self.QUICK if self.quick else self.PLAN
-        return {
-            (name, str(noise), str(seed)): {"built": name, "hidden": noise, "seed": seed, **plan}
+        seeds = range(1 if self.quick else 10)
+        disturbed = {
+            (name, f"{100 * noise:g} %", str(seed)): {"built": name, "hidden": noise, "seed": seed}
             for name in (*CONSTRUCTIONS, HONEST, FROZEN)
+            if name not in self.STRENGTHS
             for noise in self.NOISE[: 1 if self.quick or name in (HONEST, FROZEN) else None]
-            for seed in range(1 if self.quick else 10)
+            for seed in seeds
         }
+        of_strengths = {
+            (name, self.WRITTEN.get(name, "× {:g}").format(strength), str(seed)): {
+                "built": name, "hidden": 0.0, "seed": seed, "strength": strength,
+            }
+            for name, strengths in self.STRENGTHS.items()
+            for strength in strengths[: 1 if self.quick else None]
+            for seed in seeds
+        }  # fmt: skip
+        return {key: {**cell, **plan} for key, cell in (disturbed | of_strengths).items()}
 
     def load(self) -> None:
         torch.set_num_threads(1)
@@ -73,8 +102,12 @@ class Malicious(Study):
                 recovered = interval([run["read"] for run in runs.values()], 2)
                 all_checks = ", ".join(sorted(set.union(*checks))) or "–"
                 share = f"{alarms} of {len(checks)}"
-                rows.append([name, f"{100 * float(noise):g} %", recovered, share, all_checks])
-        write_table(self.output, ["construction", "noise on it", "recovered", "found", "by"], rows)
+                rows.append([name, noise, recovered, share, all_checks])
+        write_table(
+            self.output,
+            ["construction", "noise on it, or strength", "recovered", "found", "by"],
+            rows,
+        )
 
 
 class Alarms(Study):

@@ -14,8 +14,17 @@ from transformers import BertConfig, BertForSequenceClassification, set_seed
 from hf_gradguard.attacks import make_attack
 from hf_gradguard.attacks.analytic import divide_rows
 from hf_gradguard.leakage import check_received
+from hf_gradguard.leakage.received import sharp_attention
 from hf_gradguard.training.exchange.start import say_received
-from recipes.studies.malicious_models import BUILT, CONSTRUCTIONS, HONEST, leaks
+from recipes.studies.malicious_models import (
+    BUILT,
+    CONSTRUCTIONS,
+    HONEST,
+    NOISY,
+    RARE,
+    SHARPENED,
+    leaks,
+)
 from recipes.studies.received import Malicious
 
 
@@ -45,7 +54,8 @@ def test_constructions_leak_and_are_found(name: str) -> None:
     smooth = nn.functional.interpolate(torch.rand(200, 3, 4, 4), size=16, mode="bilinear")
     public, private = smooth[:-4], smooth[-4:]
     planted = BUILT[name](public, Malicious.QUICK)
-    assert leaks(planted, private, Malicious.QUICK) >= 0.25  # of four images one at least
+    if name != SHARPENED:  # which only exposes what is behind it
+        assert leaks(planted, private, Malicious.QUICK) >= 0.25  # of four images one at least
     assert checks(planted.model) - {"reads_all_pixels"}
 
 
@@ -191,3 +201,66 @@ def test_a_constant_query_picks_a_place() -> None:
     with torch.no_grad():
         own.query.bias.fill_(50.0)
     assert "single_tokens" in checks(model)
+
+
+@pytest.mark.parametrize("strength", [0.02, 0.07, 0.2])
+def test_units_that_fire_rarely_are_noticed_by_what_they_do(strength: float) -> None:
+    """Rows are as drawn, and biases within reach: weights show nothing."""
+    set_seed(0)
+    smooth = nn.functional.interpolate(torch.rand(200, 3, 4, 4), size=16, mode="bilinear")
+    planted = BUILT[RARE](smooth, Malicious.QUICK | {"strength": strength})
+    findings = check_received(planted.model, probes={"pixel_values": smooth[:64]})
+    assert {(one.check, one.name) for one in findings} == {
+        ("reads_all_pixels", "input_layer"),
+        ("single_samples", "input_layer"),
+    }
+    honest = BUILT[HONEST](smooth, Malicious.QUICK).model
+    assert {one.check for one in check_received(honest, probes={"pixel_values": smooth[:64]})} == {
+        "reads_all_pixels"
+    }
+
+
+@pytest.mark.parametrize("strength", [0.05, 0.3, 1.0])
+def test_noisy_rows_that_measure_one_thing(strength: float) -> None:
+    set_seed(0)
+    planted = BUILT[NOISY](torch.rand(200, 3, 16, 16), Malicious.QUICK | {"strength": strength})
+    with torch.no_grad():  # the layer by itself
+        nn.init.kaiming_uniform_(planted.model.second.weight)
+    findings = check_received(planted.model)
+    assert ("units_alike", "input_layer") in {(one.check, one.name) for one in findings}
+
+
+@pytest.mark.parametrize("factor", [30, 40])
+def test_sharpened_attention(factor: int) -> None:
+    """By its weights on inputs: its parameters are within bounds."""
+    model = encoder()
+    own = model.bert.encoder.layer[0].attention.self
+    with torch.no_grad():
+        own.query.weight.mul_(factor)
+        own.key.weight.mul_(factor)
+    assert not list(sharp_attention(model))
+    assert checks(model) == {"single_tokens"}
+
+
+def test_probes_leave_the_model_as_it_was() -> None:
+    model = encoder().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    assert not check_received(model)
+    assert model.training
+    assert model.config._attn_implementation != "eager"
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    assert not any("gradguard" in hook.__module__ for hook in hooks)  # Transformers keeps its own
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_what_cannot_be_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr("hf_gradguard.leakage.received.logger.warning", warnings.append)
+    network = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
+    assert not check_received(network)
+    assert "takes neither" in warnings[0]
+    assert not check_received(network, probes={"pixels": torch.randn(8, 32)})
+    assert "fails on probes" in warnings[1]

@@ -32,6 +32,8 @@ _SWEPT_WORDS = 24  # at each place
 _SETTLED = 1.0  # standard deviations below what a text's own gradient says it would score
 _PATIENCE = 40  # generations without a better text, once it has settled
 _END_PATIENCE = 20  # likewise, at the end by the whole likelihood
+_OF_POPULATIONS = 0.7  # of a search's effort, before their best texts are crossed
+_BEST_OF_EACH, _FEWEST_OF_EACH = 40, 500  # texts that are crossed, and that are scored
 _TURNS = 3  # of each of several texts
 _REMEMBERED = 192  # texts that a turn begins with
 
@@ -83,6 +85,8 @@ class LikelihoodSearch(Attack):
         evaluations: Stop after so many texts were scored. Default: by `seconds` alone.
         damping: Of the metric, in variances of the noise.
         prior: What public texts' probabilities weigh; 1 is Bayes' rule.
+        populations: Each begins from public texts of its own, and ends in an optimum of its own;
+            then their best texts are crossed. Of one text's search.
         whole_share: Of the effort, at the end, by the whole likelihood where that is known.
         progress: Show a bar.
 
@@ -103,6 +107,7 @@ class LikelihoodSearch(Attack):
     evaluations: int | None = None
     damping: float = 10.0
     prior: float = 1.0
+    populations: int = 6
     whole_share: float = 0.0
     progress: bool = False
 
@@ -114,8 +119,9 @@ class LikelihoodSearch(Attack):
             )
         if not 0 <= self.whole_share < 1:
             raise ValueError(f"whole_share must be from 0 to below 1, but is {self.whole_share}.")
-        if self.evaluations is not None and self.evaluations < 1:
-            raise ValueError(f"evaluations must be at least 1, but is {self.evaluations}.")
+        counts = 1 if self.evaluations is None else self.evaluations, self.populations
+        if min(counts) < 1:
+            raise ValueError(f"evaluations and populations must be at least 1, but are {counts}.")
 
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Found:
         effort = _Effort(self)
@@ -287,6 +293,7 @@ class _Search:
         # What the prior is worth beside a score near that of the true text.
         self._slope = attack.prior / max(score.expected or 1.0, 10.0)
         self._swept: set[Text] = set()
+        self._begun = 0  # generations before this population
         self._stayed: bool | None = None  # in the end by the whole likelihood
 
     @property
@@ -322,13 +329,28 @@ class _Search:
         best = sorted(self.scores, key=lambda text: -self._fitness[text])[:count]
         for stale in (self.scores, self._own_scores, self._fitness, self._swept, self.history):
             stale.clear()
-        self.population = []
+        self.population, self._begun = [], 0
         for start in range(0, len(best), AT_ONCE):
             self._evaluate(best[start : start + AT_ONCE])
 
-    def run(self, end: float) -> None:
-        """Until so much of the effort is spent, or the best text scores as the true one would and
-        stays the best.
+    def run_populations(self, count: int, end: float) -> None:
+        """Several populations, one after the other, and then one of their best texts."""
+        start, public, best = self.effort.spent, self.public, set[Text]()
+        for number in range(count if count > 1 else 0):
+            if self.effort.evaluated < number * _FEWEST_OF_EACH:
+                break  # so little effort is better spent on one
+            self.population, self._begun = [], len(self.history)
+            self.public = public[number::count] or public
+            share = _OF_POPULATIONS * (number + 1) / count
+            self.run(start + share * (end - start), may_settle=False)
+            best.update(self.population[:_BEST_OF_EACH])
+        self._begun = len(self.history)
+        self.population = sorted(best, key=lambda text: (-self._fitness[text], text))
+        self.run(end)
+
+    def run(self, end: float, may_settle: bool = True) -> None:
+        """Until so much of the effort is spent, or, if it `may_settle`, the best text scores as the
+        true one would and stays the best.
         """
         if not self.population:
             self._scan(self.effort.spent + _SCANNED * (end - self.effort.spent))
@@ -339,7 +361,7 @@ class _Search:
             if number % 10 == 0:
                 self.words.learn(self.scores)
             self.effort.show(self.standing())
-            if self.effort.spent >= end or self.has_settled():
+            if self.effort.spent >= end or (may_settle and self.has_settled()):
                 break
 
     def _scan(self, end: float) -> None:
@@ -348,6 +370,7 @@ class _Search:
             self._evaluate(order[start : start + AT_ONCE])
             if self.effort.spent >= end:
                 break
+        self.population = self.population or order[:_POPULATION]  # all had been scored
 
     def _generations(self) -> Iterator[list[Text]]:
         for number in range(1, 2**31):
@@ -419,29 +442,27 @@ class _Search:
     def _stays(self) -> bool:
         """Whether no better text came for long."""
         patience = _END_PATIENCE if self.score is not self.whitened else _PATIENCE
-        has_waited = len(self.history) > patience
+        has_waited = len(self.history) - self._begun > patience
         return has_waited and self.history[-1] <= self.history[-1 - patience]
 
     def standing(self) -> str:
         """The best score beside the expected one."""
         expected = self.score.expected
-        goal = (
-            "" if expected is None else f" of about {expected:.1f} that the true text would score"
-        )
+        goal = "" if expected is None else f" of about {expected:.1f} that the truth would score"
         return f"{self.scores[self.best]:.1f}{goal}"
 
 
 def _take_turns(searches: Sequence[_Search], end: float) -> None:
-    """One text has one turn, up to that share of the effort. Of several each is searched in what
-    the others leave.
-    """
-    turns = 1 if len(searches) == 1 else _TURNS * len(searches)
+    """Up to that share of the effort. Of several each is searched in what the others leave."""
+    if len(searches) == 1:
+        searches[0].run_populations(searches[0].effort.attack.populations, end)
+        return
+    turns = _TURNS * len(searches)
     for turn in range(turns):
         search = searches[turn % len(searches)]
         if search.population and search.effort.spent >= end:  # a turn begins by scoring anew
             break
-        if len(searches) > 1:
-            search.take_out([x for x in searches if x is not search and x.population])
+        search.take_out([x for x in searches if x is not search and x.population])
         search.run(end * (turn + 1) / turns)
 
 

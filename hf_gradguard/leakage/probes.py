@@ -1,0 +1,265 @@
+"""What layers of a received model do with public inputs, whatever form their weights have.
+
+Honest layers pass most samples on, by units that differ. Layers that were made to leak do not:
+their units fire for few samples (Boenisch et al., "When the Curious Abandon Honesty", 2021), or all
+measure one thing above different thresholds (Fowl et al., "Robbing the Fed", 2021), or attention
+picks one token for each query. Each is compared with what honest layers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..gradient_map.replay import modes_kept
+
+SAMPLES, LENGTH, AT_ONCE = 32, 16, 8  # probes, tokens of each, and probes of one pass
+FEWEST_UNITS = 32
+MOST_UNITS = 20_000  # of a layer that is looked at: more are words of a vocabulary
+POSITIONS, COMPARED = 512, 256  # of all probes, at which so many units of a layer are compared
+RARE, MOST_RARE = 0.2, 0.5  # probes that reach a unit, and units that so few reach: shares
+VARIED = 0.25  # how much of drawn units' variety is the least
+CLUSTERED, LEAST_ALIKE, COSINE = 0.125, 16, 0.8  # rows alike: their share, partners and cosine
+ONE_HOT, PLACES = 0.9, 0.15  # largest weight of a query; places that queries choose, as a share
+_LAYERS = nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d | nn.Conv3d
+_ATTENTIONS = ("attentions", "encoder_attentions", "decoder_attentions")
+
+
+def examine_behavior(
+    model: nn.Module, weights: Mapping[str, Tensor], probes: Mapping[str, Tensor]
+) -> Iterator[tuple[str, str, str]]:
+    """What layers do with probes.
+
+    Args:
+        model: It stays as it is, and so does its gradient.
+        weights: `(out, in)` of the layers that are trained, by name.
+        probes: Public inputs, as the model takes them.
+
+    Yields:
+        The check, the layer, and what it does.
+
+    Example:
+        >>> list(examine_behavior(model, {}, probe_inputs(model)[0]))
+        []
+    """
+    behavior = _Behavior(model, weights)
+    batches = {name: tensor.split(AT_ONCE) for name, tensor in probes.items()}
+    for batch in zip(*batches.values(), strict=True):
+        behavior.observe(dict(zip(batches, batch, strict=True)))
+    for name, weight in weights.items():
+        rare = _rare_share(torch.cat(behavior.slopes[name])) if behavior.slopes[name] else 0.0
+        if rare > MOST_RARE:
+            says = f"{rare:.0%} of its units pass on few of the public inputs: of a batch, "
+            yield "single_samples", name, f"{says}the gradient of such a unit is of one sample."
+        if len(weight) < FEWEST_UNITS:
+            continue
+        clustered = _clustered_share(weight)
+        variety = behavior.variety(name)
+        if clustered > CLUSTERED or variety < VARIED:
+            says = f"{clustered:.0%} of its rows are similar, and on public inputs its units vary "
+            yield "units_alike", name, f"{says}by {variety:.2f} of what drawn ones do."
+    for name, (largest, places) in behavior.choices().items():
+        if largest > ONE_HOT and places > PLACES:
+            says = f"On public inputs the largest weight of a query is {largest:.2f}: what is "
+            yield "single_tokens", name, f"{says}behind it reads tokens one by one."
+
+
+class _Behavior:
+    """What was observed of layers, over all passes.
+
+    Attributes:
+        slopes: `(samples, units)`: how strongly a sample's outputs depend on each unit.
+    """
+
+    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        self.model, self.weights = model, weights
+        self.slopes: dict[str, list[Tensor]] = defaultdict(list)
+        self._outputs: dict[str, list[Tensor]] = defaultdict(list)
+        self._drawn: dict[str, list[Tensor]] = defaultdict(list)
+        self._largest: dict[str, list[Tensor]] = defaultdict(list)
+        self._places: dict[str, list[Tensor]] = defaultdict(list)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def observe(self, batch: Mapping[str, Tensor]) -> None:
+        """One pass, forward and back."""
+        outputs: dict[str, Tensor] = {}
+        modules = dict(self.model.named_modules())
+        hooks = [
+            modules[name].register_forward_hook(self._observer(name, outputs))
+            for name, weight in self.weights.items()
+            if len(weight) <= MOST_UNITS
+        ]
+        try:
+            with modes_kept(self.model) as all_modules, torch.enable_grad():
+                for module in all_modules:
+                    module.training = False
+                with _with_attentions(self.model) as settings:
+                    answer = self.model(**batch, **settings)
+                logits = answer.logits if hasattr(answer, "logits") else answer[0]
+                weighed = logits * self._normal(*logits.shape).to(logits)
+                reached = [name for name, output in outputs.items() if output.requires_grad]
+                slopes = torch.autograd.grad(
+                    weighed.sum(), [outputs[name] for name in reached], allow_unused=True
+                )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for name, slope in zip(reached, slopes, strict=True):
+            if slope is not None and len(slope) == len(logits):
+                by_place = _units_last(modules[name], slope).flatten(1, -2)
+                self.slopes[name].append(by_place.norm(dim=1).cpu())
+        for kind in _ATTENTIONS:
+            for place, attention in enumerate(getattr(answer, kind, None) or ()):
+                if isinstance(attention, Tensor) and attention.dim() == 4:
+                    self._choose(f"{kind}[{place}]", attention.detach().float())
+
+    def _observer(self, name: str, outputs: dict[str, Tensor]) -> Any:
+        def observe_layer(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if name in outputs or not isinstance(output, Tensor):
+                return None  # of shared layers, their first use
+            outputs[name] = output
+            rows = _units_last(module, output).flatten(0, -2)
+            generator = torch.Generator().manual_seed(len(rows))
+            pick = torch.randperm(len(rows), generator=generator)[: POSITIONS * AT_ONCE // SAMPLES]
+            units = torch.randperm(rows.shape[1], generator=generator)[:COMPARED].to(rows.device)
+            self._outputs[name].append(rows[pick.to(rows.device)][:, units].cpu())
+            if isinstance(module, nn.Linear | Conv1D):
+                inputs = args[0].detach().float().flatten(0, -2)[pick.to(rows.device)]
+                generator.manual_seed(1)
+                drawn = torch.randn(inputs.shape[1], 64, generator=generator)
+                self._drawn[name].append((inputs @ drawn.to(inputs)).cpu())
+            return output.clone()  # what follows may work in place
+
+        return observe_layer
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator)
+
+    def _choose(self, name: str, attention: Tensor) -> None:
+        largest, place = attention.max(-1)
+        is_chosen = torch.zeros_like(attention[..., 0, :]).scatter(-1, place, 1.0)
+        self._largest[name].append(largest.flatten().cpu())
+        self._places[name].append(is_chosen.mean(-1).flatten().cpu())
+
+    def variety(self, name: str) -> float:
+        """How differently units vary over probes, where 1 is how drawn units do."""
+        if not self._drawn[name]:
+            return 1.0
+        units, drawn = torch.cat(self._outputs[name]), torch.cat(self._drawn[name])
+        return (1 - _likeness(units)) / max(1 - _likeness(drawn), 1e-6)
+
+    def choices(self) -> dict[str, tuple[float, float]]:
+        """Of each attention the largest weight of the median query, and how many places are some
+        query's choice, as a share.
+        """
+        return {
+            name: (float(torch.cat(largest).median()), float(torch.cat(self._places[name]).mean()))
+            for name, largest in self._largest.items()
+        }
+
+
+def _units_last(module: nn.Module, tensor: Tensor) -> Tensor:
+    """`(samples, positions, units)`."""
+    tensor = tensor.detach().float()
+    if not isinstance(module, nn.Linear | Conv1D):
+        tensor = tensor.movedim(1, -1)
+    return tensor[:, None] if tensor.dim() == 2 else tensor
+
+
+def _rare_share(slopes: Tensor) -> float:
+    """The share of units that few samples reach: their effective number, (Σ|δ|)²/Σδ²."""
+    slopes = slopes / slopes.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    slopes = slopes[:, slopes.any(0)]
+    if slopes.shape[1] < FEWEST_UNITS // 2:
+        return 0.0
+    effective = slopes.sum(0).square() / slopes.square().sum(0)
+    return float((effective < RARE * len(slopes)).float().mean())
+
+
+def _likeness(outputs: Tensor) -> float:
+    """The mean squared correlation of two units."""
+    centered = outputs - outputs.mean(0)
+    unit = centered / centered.norm(dim=0).clamp(min=1e-30)
+    squares = (unit.T @ unit).square()
+    count = len(squares)
+    return float((squares.sum() - squares.diagonal().sum()) / (count * (count - 1)))
+
+
+def _clustered_share(weight: Tensor) -> float:
+    """The share of rows that are similar, or opposite, to many others."""
+    if weight.shape[1] < LEAST_ALIKE or len(weight) > MOST_UNITS:
+        return 0.0
+    unit = nn.functional.normalize(weight, dim=1)
+    partners = [
+        ((unit[start : start + 1024] @ unit.T).abs() > COSINE).sum(1)
+        for start in range(0, len(unit), 1024)
+    ]
+    return float((torch.cat(partners) >= LEAST_ALIKE).float().mean())
+
+
+@contextlib.contextmanager
+def _with_attentions(model: Any) -> Iterator[dict[str, Any]]:
+    """Attention whose weights can be asked for, where the model has one."""
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    takes = inspect.signature(model.forward).parameters
+    if implementation is None or not {"output_attentions", "kwargs"} & {*takes}:
+        yield {}
+        return
+    try:
+        model.set_attn_implementation("eager")
+        yield {"output_attentions": True}
+    finally:
+        model.set_attn_implementation(implementation)
+
+
+def probe_inputs(model: nn.Module) -> list[dict[str, Tensor]]:
+    """Drawn inputs for models of texts, and of images: from 0 to 1, and of mean 0 and variance 1.
+    None for other models.
+
+    Example:
+        >>> [batch["input_ids"].shape for batch in probe_inputs(model)]
+        [torch.Size([32, 16])]
+    """
+    config: Any = getattr(model, "config", None)
+    main_input = getattr(model, "main_input_name", None)
+    device = next(model.parameters()).device
+    if main_input == "pixel_values":
+        size = getattr(config, "image_size", None) or 32
+        height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
+        images = _draw_images(getattr(config, "num_channels", None) or 3, height, width)
+        scales = images, (0.5 + 0.25 * images).clamp(0, 1)
+        return [
+            {main_input: scaled.to(device, next(model.parameters()).dtype)} for scaled in scales
+        ]
+    size = getattr(config, "vocab_size", None)
+    if main_input != "input_ids" or not isinstance(size, int) or size < LENGTH:
+        return []
+    ids = torch.randint(5, size, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))
+    pad, end = (getattr(config, f"{kind}_token_id", None) for kind in ("pad", "eos"))
+    ids[
+        torch.isin(ids, torch.tensor([token for token in (pad, end) if isinstance(token, int)]))
+    ] = 4
+    if isinstance(end, int) and end < size:
+        ids[:, -1] = end
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if getattr(config, "is_encoder_decoder", False):
+        batch["decoder_input_ids"] = ids
+    return [{name: tensor.to(device) for name, tensor in batch.items()}]
+
+
+def _draw_images(channels: int, height: int, width: int) -> Tensor:
+    """Of mean 0 and variance 1. Power falls with frequency, as in photographs."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(SAMPLES, channels, height, width, generator=generator)
+    squares = torch.fft.fftfreq(height)[:, None].square() + torch.fft.rfftfreq(width).square()
+    amplitudes = (squares + 1 / (height * width)).rsqrt()
+    smooth = torch.fft.irfft2(torch.fft.rfft2(noise) * amplitudes, s=(height, width))
+    smooth = smooth + smooth.mean(1, keepdim=True)  # colors vary less than light
+    return smooth / smooth.std()
