@@ -24,8 +24,10 @@ SAMPLES, LENGTH, AT_ONCE = 32, 16, 8  # probes, tokens of each, and probes of on
 FEWEST_UNITS = 32
 MOST_UNITS = 20_000  # of a layer that is looked at: more are words of a vocabulary
 POSITIONS, COMPARED = 512, 256  # of all probes, at which so many units of a layer are compared
-RARE, MOST_RARE = 0.2, 0.5  # probes that reach a unit, and units that so few reach: shares
+RARE, MOST_RARE = 0.25, 0.5  # probes that reach a unit, and units that so few reach: shares
+REACHED = 0.01  # of the largest slope
 VARIED = 0.25  # how much of drawn units' variety is the least
+LEAST_VARIETY = 0.1
 CLUSTERED, LEAST_ALIKE, COSINE = 0.125, 16, 0.8  # rows alike: their share, partners and cosine
 ONE_HOT, PLACES = 0.9, 0.15  # largest weight of a query; places that queries choose, as a share
 _LAYERS = nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -61,7 +63,8 @@ def examine_behavior(
         if len(weight) < FEWEST_UNITS:
             continue
         clustered = _clustered_share(weight)
-        variety = behavior.variety(name)
+        has_thresholds = getattr(model.get_submodule(name), "bias", None) is not None
+        variety = behavior.variety(name) if has_thresholds else 1.0
         if clustered > CLUSTERED or variety < VARIED:
             says = f"{clustered:.0%} of its rows are similar, and on public inputs its units vary "
             yield "units_alike", name, f"{says}by {variety:.2f} of what drawn ones do."
@@ -153,7 +156,10 @@ class _Behavior:
         if not self._drawn[name]:
             return 1.0
         units, drawn = torch.cat(self._outputs[name]), torch.cat(self._drawn[name])
-        return (1 - _likeness(units)) / max(1 - _likeness(drawn), 1e-6)
+        variety_of_drawn = 1 - _likeness(drawn)
+        if variety_of_drawn < LEAST_VARIETY:  # inputs that are alike
+            return 1.0
+        return (1 - _likeness(units)) / variety_of_drawn
 
     def choices(self) -> dict[str, tuple[float, float]]:
         """Of each attention the largest weight of the median query, and how many places are some
@@ -174,13 +180,13 @@ def _units_last(module: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def _rare_share(slopes: Tensor) -> float:
-    """The share of units that few samples reach: their effective number, (Σ|δ|)²/Σδ²."""
+    """The share of units that few samples reach. Slopes that merely differ reach all."""
     slopes = slopes / slopes.norm(dim=1, keepdim=True).clamp(min=1e-30)
     slopes = slopes[:, slopes.any(0)]
     if slopes.shape[1] < FEWEST_UNITS // 2:
         return 0.0
-    effective = slopes.sum(0).square() / slopes.square().sum(0)
-    return float((effective < RARE * len(slopes)).float().mean())
+    reached = (slopes > REACHED * slopes.max(0).values).float().mean(0)
+    return float((reached < RARE).float().mean())
 
 
 def _likeness(outputs: Tensor) -> float:

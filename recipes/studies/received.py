@@ -52,7 +52,7 @@ class Malicious(Study):
     STRENGTHS = {  # rows' own noise; samples that reach a unit; units that are made; queries × keys
         NOISY: (0.05, 0.3, 1.0, 3.0),
         RARE: (0.07, 0.02, 0.2, 0.35),
-        PARTLY: (0.25, 0.1, 0.5),
+        PARTLY: (0.1, 0.25, 0.5),
         SHARPENED: (40.0, 10.0, 20.0, 80.0),
     }
     WRITTEN = {NOISY: "rows' own, {:.0%}", RARE: "{:.0%} fire", PARTLY: "of {:.0%} of units"}
