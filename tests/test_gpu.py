@@ -245,3 +245,30 @@ def test_named_estimators_are_those_of_the_cpu(name: str) -> None:
         estimator = make_estimator(name, gmap)
         found.append(estimator(message, Stream.from_seeds(1)).cpu())
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("defense", ["none", "gaussian_noise", "pruning", "quantization", "dp_sgd"])
+@pytest.mark.parametrize("how", [{"fp16": True}, {"torch_compile": True}], ids=["fp16", "compiled"])
+def test_engines_train_as_they_do_without(
+    defense: str, how: dict[str, Any], tmp_path: Path
+) -> None:
+    """As closely as rounding lets: fp16 has eleven bits, and compiled kernels add up otherwise."""
+    trained = []
+    for engine in ({}, how):
+        model, batch = make_task("bert", dtype=torch.float32)
+        rows = [{key: tensor[k % 2] for key, tensor in batch.items()} for k in range(6)]
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        args = GradGuardConfig(
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[],
+            learning_rate=1e-3, optim="sgd", noise_seed=1, defense=defense, save_strategy="no",
+            defense_kwargs={"clip": 0.1, "scale": 0.01} if defense == "dp_sgd" else {}, **engine,
+        )  # fmt: skip
+        trainer = GradGuardTrainer(model, args, train_dataset=rows)
+        trainer.train()
+        if engine == {"fp16": True}:
+            assert trainer.accelerator.scaler.get_scale() <= 65536
+        trained.append(flat({n: p.detach().cpu() for n, p in trainer.model.named_parameters()}))
+    assert torch.isfinite(trained[1]).all()
+    assert (trained[1] - trained[0]).norm() < 0.01 * trained[0].norm()

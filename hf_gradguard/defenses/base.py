@@ -182,7 +182,8 @@ class Defense:
             model: As for `GradientMap`.
             batch: As for `GradientMap`.
             measured: Whether its leakage is estimated too, which differentiates the input.
-            **sharing: Of `GradientMap`: `loss_fn`, `share_input_embeddings`, `withhold`.
+            **sharing: Of `GradientMap`: `loss_fn`, `share_input_embeddings`, `withhold`. `kind` is
+                another class than that.
 
         Example:
             >>> defense = make_defense("pruning", ratio=0.9)
@@ -190,7 +191,8 @@ class Defense:
             True
         """
         facts = self.facts
-        kind = SampleMap if facts.needs_samples and not measured else GradientMap
+        plain_kind = sharing.pop("kind", GradientMap)
+        kind = SampleMap if facts.needs_samples and not measured else plain_kind
         needed: Any = {
             "needs_input": facts.needs_input or measured, "second_order": facts.needs_second_order,
             "reruns": facts.reruns_model or measured,

@@ -57,6 +57,9 @@ class GuardedAccelerator(Accelerator):
             f"{INSTEAD}"
         )
 
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing: gradients were unscaled before they were protected."""
+
     def clip_grad_norm_(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Accelerate, of what was exchanged."""
         with self._ledger.clipping(parameters) as checked:

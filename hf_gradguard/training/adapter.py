@@ -33,7 +33,7 @@ from .config import setting
 from .guards.batch_statistics import freeze_statistics
 from .guards.watch import Ledger
 from .learning_rate import LearningRateUnderNoise
-from .message import SharedMessages
+from .message import MessageMaker, SharedMessages
 from .metrics import without_private_metrics
 
 
@@ -165,6 +165,16 @@ class TrainerAdapter(Trainer):
     def describe_message(self) -> dict[str, str]:
         """How a message would be shared now, for the card: `defense`, its `settings`, and more."""
         return {"defense": self.defense.name}
+
+    def message_maker(self, *arguments: Any) -> MessageMaker:
+        """What makes this training's messages, under its gradient scaler if it has one."""
+        if self.accelerator.scaler is None:
+            return MessageMaker(*arguments)
+        from .scaling import ScaledMessages
+
+        counts, optimizer = self.shared_messages, lambda: self.optimizer
+        scaler = self.accelerator.scaler
+        return ScaledMessages(*arguments, scaler=scaler, optimizer=optimizer, counts=counts)
 
     def average_over_ranks(self, figure: Tensor) -> None:
         """Replace a figure of this rank by its mean over ranks, in place. Here: on one rank."""

@@ -24,6 +24,7 @@ from ..gradient_map.types import LossFunction, Tensors
 from ..gradient_map.views import ZeroGradient
 from ..randomness import Stream
 from .config import setting
+from .exchange.average import average_gradients
 from .guards.watch import BufferGuard, Ledger, RowGuard
 from .meter import LeakageMeter
 
@@ -117,6 +118,8 @@ class MessageMaker:
         True
     """
 
+    average = staticmethod(average_gradients)
+
     def __init__(
         self,
         streams: RandomStreams,
@@ -177,8 +180,8 @@ class MessageMaker:
                     module, client.batch, is_measured, loss_fn=loss_fn, **self._sharing
                 )
                 gradient = gmap.gradient()
-            norm = _norm(gradient)  # waits for the device: what follows times the defense alone
-            start = time.perf_counter()
+            # The norm waits for the device: what follows times the defense alone.
+            norm, start = _norm(gradient), time.perf_counter()
             # What the defense remembers goes back to this if its message is not shared.
             state = defense.state_dict() if is_measured else {}
             defense.at_step(step)

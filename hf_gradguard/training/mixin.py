@@ -46,7 +46,7 @@ from .clients.batches import (
 )
 from .clients.empty import EmptyClients, is_summed
 from .config import GradGuardConfig, setting
-from .exchange.average import any_rank, average, average_gradients, secure_sum_of
+from .exchange.average import any_rank, average, secure_sum_of
 from .exchange.start import StartAlike, warn_about_ranks
 from .guards.batch_statistics import average_statistics, warn_of_statistics
 from .guards.checks import (
@@ -59,7 +59,7 @@ from .guards.classes import check_drawing, check_order, draws_batches
 from .guards.leakage import check_leakage
 from .guards.trackers import check_trackers
 from .guards.watch import AgreedTables
-from .message import ClientBatch, MessageMaker, RandomStreams
+from .message import ClientBatch, RandomStreams
 from .meter import LeakageMeter
 from .metrics import PrivateMetrics
 from .privacy.account import AccountFile
@@ -200,9 +200,8 @@ class GradGuardMixin(TrainerAdapter):
         self._meter = meter if meter.measures_any else None
         self.asks_for_input = defense.facts.needs_input or meter.measures_any
         streams = RandomStreams.of_arguments(self.args, self.accelerator.process_index)
-        self._messages = MessageMaker(
-            streams, self._meter, self.ledger, self._share_input_embeddings, self._withhold
-        )
+        shared = self._share_input_embeddings, self._withhold
+        self._messages = self.message_maker(streams, self._meter, self.ledger, *shared)
         self._requested.bind(self.args, objects)
 
     def _shared(self, module: nn.Module) -> dict[str, nn.Parameter]:
@@ -307,7 +306,7 @@ class GradGuardMixin(TrainerAdapter):
             self._empty.share_sum(self._messages, module, step, self.accelerator, self._secure)
         parameters = list(self._shared(module).values())
         self.ledger.check(parameters, "exchange gradients")
-        average_gradients(parameters, self.accelerator, self._secure)
+        self._messages.average(parameters, self.accelerator, self._secure)
         self.ledger.write(parameters, exchanged=True)
         if self._meter is not None and self._meter.stops:
             # A rank that left alone would leave the others waiting for it.

@@ -11,7 +11,8 @@ from helpers import make_task, token_batch
 from launcher import begin, finish
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.training import mixin
+from hf_gradguard.training.exchange.average import average_gradients
+from hf_gradguard.training.message import MessageMaker
 
 SCALE = 50.0  # hides every gradient here
 SUM = {"secure_aggregation": True, "noise_for": "sum", "secure_aggregation_range": 4096.0}
@@ -46,7 +47,7 @@ def trained(folder: Any, rank: int, silent: tuple[int, ...], rows: int = 24, **m
     )  # fmt: skip
     own: list[float] = []
     means: list[float] = []
-    exchange = mixin.average_gradients
+    exchange = average_gradients
 
     def watched(parameters: Any, *rest: Any) -> None:
         parameters = list(parameters)
@@ -54,7 +55,7 @@ def trained(folder: Any, rank: int, silent: tuple[int, ...], rows: int = 24, **m
         exchange(parameters, *rest)
         means.append(_size(parameters))
 
-    with patch.object(mixin, "average_gradients", watched):
+    with patch.object(MessageMaker, "average", staticmethod(watched)):
         model = make_task("gpt2_lm", dtype=torch.float32)[0]
         GradGuardTrainer(model, args, train_dataset=data).train()
     return {"own": own, "means": means}

@@ -60,7 +60,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         ("DeepSpeed", "owns the backward pass", "Use DDP"),
     ),
     "fsdp": ({}, {"fsdp": True}, ("FSDP", "sharded before they can be seen", "Use DDP")),
-    "fp16": ({}, {"fp16": True}, ("fp16", "loss scaler", "Use bf16=True")),
     "lomo": ({"optim": "lomo"}, {}, ("LOMO", "inside the backward pass", "optim='adamw_torch'")),
     "adalomo": (
         {"optim": "adalomo"},

@@ -194,10 +194,6 @@ def _of_reference(args: TrainingArguments) -> str:
     )
 
 
-def _of_fp16(args: TrainingArguments) -> str:
-    return _FP16 if args.fp16 else ""
-
-
 def _of_optimizer(args: TrainingArguments) -> str:
     name = str(getattr(args.optim, "value", args.optim))
     if "layerwise" in name:
@@ -247,7 +243,7 @@ def _of_several_gpus(args: TrainingArguments) -> str:
 
 
 _ARGUMENTS = (
-    _of_deepspeed, _of_fsdp, _of_activation_offloading, _of_reference, _of_fp16,
+    _of_deepspeed, _of_fsdp, _of_activation_offloading, _of_reference,
     _of_optimizer, _of_static_graph, _of_checkpointing, _of_pushing, _of_several_gpus,
 )  # fmt: skip
 
@@ -348,7 +344,15 @@ def _of_engine(ranks: Ranks) -> str:
 
 
 def _of_half_precision(ranks: Ranks) -> str:
-    return _FP16 if ranks.accelerator.mixed_precision in ("fp16", "fp8") else ""
+    precision, defense = ranks.accelerator.mixed_precision, ranks.defense
+    if precision == "fp8":
+        return "fp8: its kernels scale gradients by factors of their own. Use bf16=True."
+    if precision != "fp16":
+        return ""
+    if defense is None:
+        return _FP16
+    needs = beyond_gradient(defense)
+    return f"fp16 with {defense.name}: {needs} {_SCALED}" if needs else ""
 
 
 def _of_dynamo(ranks: Ranks) -> str:
@@ -436,8 +440,12 @@ _FSDP = (
     "own, with clients of several devices (clients=mesh['clients'])."
 )
 _FP16 = (
-    "fp16 or fp8: the loss scaler multiplies gradients by a factor that noise and clipping would "
-    "not know. Use bf16=True."
+    "fp16 in a loop of your own: the loss scaler multiplies gradients by a factor that noise and "
+    "clipping would not know. Use bf16=True, or a Trainer, which unscales before it protects."
+)
+_SCALED = (
+    "A scaled loss gives the gradient alone. Use bf16=True; or gaussian_noise, laplace_noise, "
+    "pruning, quantization, or dp_sgd without per_sample."
 )
 _COMPILE = (
     "torch.compile: compiled code does not run the hooks by which inputs and the tables that they "

@@ -57,11 +57,17 @@ class Measured(NamedTuple):
         """Whether messages that leak too much are kept back."""
         return setting(self.args, "leakage_limit") is not None
 
+    @property
+    def measures(self) -> bool:
+        """Whether any message's leakage is estimated."""
+        logs = bool(setting(self.args, "leakage_logging_steps"))
+        return logs or self.has_limit or self.accountant is not None
+
 
 def _of_fused_losses(measured: Measured) -> str:
-    defense, logs = measured.defense, bool(setting(measured.args, "leakage_logging_steps"))
-    measures = logs or measured.has_limit or measured.accountant is not None
-    if not measured.args.use_liger_kernel or not (measures or defense.facts.needs_second_order):
+    defense = measured.defense
+    needs_twice = measured.measures or defense.facts.needs_second_order
+    if not measured.args.use_liger_kernel or not needs_twice:
         return ""
     return (
         "Liger kernels where anything differentiates twice: their fused losses compute gradients "
@@ -69,6 +75,22 @@ def _of_fused_losses(measured: Measured) -> str:
         "use_liger_kernel=False; or use a defense that differentiates once (noise, pruning, "
         f"quantization; {defense.name} may not), with no leakage_logging_steps, leakage_limit or "
         "accountant."
+    )
+
+
+def _of_half_precision(measured: Measured) -> str:
+    if not measured.args.fp16:
+        return ""
+    if setting(measured.args, "noise_for") == "sum":
+        return (
+            "fp16 with noise_for='sum': one rank's overflow would leave its part of the noise out. "
+            "Use bf16=True, or noise_for='message'."
+        )
+    if not measured.measures:
+        return ""
+    return (
+        "fp16 with leakage_logging_steps, leakage_limit or an accountant: they differentiate "
+        "twice, where a scaled loss gives the gradient alone. Use bf16=True."
     )
 
 
@@ -125,6 +147,6 @@ def _of_unnumbered_rows(measured: Measured) -> str:
 
 
 _LEAKAGE = (
-    _of_fused_losses, _of_unknown_noise, _of_shuffled_epochs, _of_little_noise,
+    _of_fused_losses, _of_half_precision, _of_unknown_noise, _of_shuffled_epochs, _of_little_noise,
     _of_unnumbered_rows,
 )  # fmt: skip

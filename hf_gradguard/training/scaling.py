@@ -1,0 +1,122 @@
+"""Training in fp16: losses are scaled before they are differentiated, and gradients unscaled before
+they are protected, so that noise, bounds and thresholds mean what they say.
+
+A gradient that overflows is not protected, and nothing leaves any rank in that step: ranks agree on
+one bit, and the scaler skips the step on all of them and lowers its scale.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ..defenses import Defense
+from ..gradient_map import Tensors
+from ..gradient_map.scaled import ScaledMap, ScaleOverflow
+from ..gradient_map.types import LossFunction
+from .exchange.average import SecureSum, any_rank, average_gradients
+from .message import ClientBatch, MessageMaker, SharedMessages
+
+
+class ScaledMessages(MessageMaker):
+    """Messages of a training under a gradient scaler.
+
+    Args:
+        *args: As for `MessageMaker`.
+        scaler: Of the accelerator.
+        optimizer: Gives the optimizer whose gradients the scaler unscales.
+        counts: Of the messages that were shared.
+        **kwargs: As for `MessageMaker`.
+
+    Example:
+        >>> from hf_gradguard.training.guards.watch import Ledger
+        >>> from hf_gradguard.training.message import RandomStreams
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> arguments = RandomStreams(), None, Ledger(), False, ()
+        >>> how = {"scaler": torch.amp.GradScaler("cpu"), "optimizer": lambda: optimizer}
+        >>> maker = ScaledMessages(*arguments, **how, counts=SharedMessages(dict))
+        >>> maker.scale(torch.device("cpu"))
+        65536.0
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        scaler: Any,
+        optimizer: Callable[[], Any],
+        counts: SharedMessages,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._scaler, self._optimizer, self._counts = scaler, optimizer, counts
+        self._has_overflow = False  # of this rank, in this step
+        self._counted = 0  # messages before this step
+        self._states: dict[int, tuple[Defense, Tensors]] = {}  # clients' before this step
+
+    def scale(self, device: torch.device) -> float:
+        """What losses are multiplied with now."""
+        return float(self._scaler.scale(torch.ones((), device=device)))
+
+    def share(
+        self,
+        module: nn.Module,
+        client: ClientBatch,
+        loss_fn: LossFunction,
+        step: int,
+        runner: Any = None,
+    ) -> Tensor:
+        """As in `MessageMaker`. Of a gradient that overflows nothing is added or drawn."""
+        self._remember(client.defense)
+        scale = self.scale(next(module.parameters()).device)
+        self._sharing["kind"] = functools.partial(ScaledMap, loss_scale=scale)
+        try:
+            return super().share(module, client, loss_fn, step, runner)
+        except ScaleOverflow as overflow:
+            self._has_overflow = True
+            return overflow.loss
+
+    def share_noise(
+        self, parameters: Mapping[str, nn.Parameter], defense: Defense, weight: float, step: int
+    ) -> None:
+        """As in `MessageMaker`."""
+        self._remember(defense)
+        super().share_noise(parameters, defense, weight, step)
+
+    def _remember(self, defense: Defense) -> None:
+        if not self._states:
+            self._counted = self._counts.total
+        if id(defense) not in self._states:
+            self._states[id(defense)] = defense, defense.state_dict()
+
+    @torch.no_grad()
+    def average(
+        self,
+        parameters: Sequence[nn.Parameter],
+        accelerator: Accelerator,
+        secure: SecureSum | None = None,
+    ) -> None:
+        """As in `MessageMaker`, unless anything overflowed on any rank. Then every gradient is
+        infinite, by which the scaler skips the step, clients remember what they did before it, and
+        no message of it counts.
+        """
+        if any_rank(self._has_overflow, accelerator, secure):
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, torch.inf)
+            for defense, state in self._states.values():
+                defense.load_state_dict(state)
+            self._counts.add(self._counted - self._counts.total)
+        else:
+            average_gradients(parameters, accelerator, secure)
+            scale = self.scale(accelerator.device)
+            for parameter in parameters:  # the scaler unscales what it steps by
+                assert parameter.grad is not None  # average_gradients fills it in
+                parameter.grad.mul_(scale)
+        optimizer = self._optimizer()
+        self._scaler.unscale_(getattr(optimizer, "optimizer", optimizer))  # Accelerate wraps it
+        self._has_overflow = False
+        self._states.clear()
