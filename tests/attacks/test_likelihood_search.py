@@ -22,7 +22,12 @@ from hf_gradguard.attacks import Observation, Reconstruction, make_attack
 from hf_gradguard.attacks.candidates.attack import log_likelihood
 from hf_gradguard.attacks.labels import recover_labels
 from hf_gradguard.attacks.likelihood import mechanism_of
-from hf_gradguard.attacks.likelihood_search.attack import Found, LikelihoodSearch, _rows_of
+from hf_gradguard.attacks.likelihood_search.attack import (
+    Found,
+    LikelihoodSearch,
+    _rows_of,
+    _Search,
+)
 from hf_gradguard.attacks.likelihood_search.messages import white_message
 from hf_gradguard.attacks.likelihood_search.proposals import PublicWords, cross, mutate
 from hf_gradguard.attacks.likelihood_search.score import (
@@ -316,6 +321,33 @@ def test_classes_of_several_texts_are_read_off() -> None:
     assert told.labels.tolist() == CLASSES
 
 
+def test_populations_begin_apart_and_are_crossed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each from public texts of its own; with little effort there is one."""
+    scanned: list[set[Any]] = []
+    best: list[float] = []
+    scan = _Search._scan
+
+    def watch(search: _Search, end: float) -> None:
+        if scanned:
+            best.append(search.history[-1])
+        scanned.append(set(search.public))
+        scan(search, end)
+
+    monkeypatch.setattr(_Search, "_scan", watch)
+    observation = message("gaussian_noise", relative_scale=4.0)
+    attack = LikelihoodSearch(PUBLIC, evaluations=4000, populations=2, prior=0.0)
+    found = attack(observation, torch_rng())
+    first, second = scanned
+    assert first
+    assert second
+    assert not first & second
+    assert found.score >= best[0]
+    assert found.evaluated >= 4000 or found.complete
+    scanned.clear()
+    LikelihoodSearch(PUBLIC, evaluations=300, populations=2)(observation, torch_rng())
+    assert len(scanned) == 1
+
+
 def test_it_refuses_few_public_texts_and_what_has_no_class() -> None:
     observation = message_of(SEVERAL, "bert", None)
     with pytest.raises(ValueError, match="class"):
@@ -326,6 +358,8 @@ def test_it_refuses_few_public_texts_and_what_has_no_class() -> None:
         LikelihoodSearch(PUBLIC[:3])(message("none"))
     with pytest.raises(ValueError, match="seconds"):
         LikelihoodSearch(PUBLIC, seconds=0)
+    with pytest.raises(ValueError, match="populations"):
+        LikelihoodSearch(PUBLIC, populations=0)
 
 
 def test_the_log_likelihood_is_that_of_gradients_written_out() -> None:
