@@ -26,7 +26,7 @@ MOST_UNITS = 20_000  # of a layer that is looked at: more are words of a vocabul
 POSITIONS, COMPARED = 512, 256  # of all probes, at which so many units of a layer are compared
 RARE, MOST_RARE = 0.25, 0.5  # probes that reach a unit, and units that so few reach: shares
 REACHED = 0.01  # of the largest slope
-VARIED = 0.25  # how much of drawn units' variety is the least
+VARIED = 0.05  # how much of drawn units' variety is the least
 LEAST_VARIETY = 0.1
 CLUSTERED, LEAST_ALIKE, COSINE = 0.125, 16, 0.8  # rows alike: their share, partners and cosine
 ONE_HOT, PLACES = 0.9, 0.15  # largest weight of a query; places that queries choose, as a share
@@ -56,14 +56,16 @@ def examine_behavior(
     for batch in zip(*batches.values(), strict=True):
         behavior.observe(dict(zip(batches, batch, strict=True)))
     for name, weight in weights.items():
-        rare = _rare_share(torch.cat(behavior.slopes[name])) if behavior.slopes[name] else 0.0
+        # a layer without thresholds of its own cannot say which samples reach a unit
+        has_thresholds = getattr(model.get_submodule(name), "bias", None) is not None
+        slopes = behavior.slopes[name] if has_thresholds else []
+        rare = _rare_share(torch.cat(slopes)) if slopes else 0.0
         if rare > MOST_RARE:
             says = f"{rare:.0%} of its units pass on few of the public inputs: of a batch, "
-            yield "single_samples", name, f"{says}the gradient of such a unit is of one sample."
+            yield "single_samples", name, f"{says}the gradient of such a unit is of few samples."
         if len(weight) < FEWEST_UNITS:
             continue
         clustered = _clustered_share(weight)
-        has_thresholds = getattr(model.get_submodule(name), "bias", None) is not None
         variety = behavior.variety(name) if has_thresholds else 1.0
         if clustered > CLUSTERED or variety < VARIED:
             says = f"{clustered:.0%} of its rows are similar, and on public inputs its units vary "

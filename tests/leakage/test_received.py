@@ -220,7 +220,7 @@ def test_units_that_fire_rarely_are_noticed_by_what_they_do(strength: float) -> 
     }
 
 
-@pytest.mark.parametrize("strength", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("strength", [0.05, 0.1, 0.3])
 def test_noisy_rows_that_measure_one_thing(strength: float) -> None:
     set_seed(0)
     planted = BUILT[NOISY](torch.rand(200, 3, 16, 16), Malicious.QUICK | {"strength": strength})
