@@ -97,7 +97,8 @@ def rows() -> list[Row]:
         row = text[label]
         words, members = worst(row, RECONSTRUCTION, 1), worst(row, ("candidates",), 16)
         if label == SEARCH_ROW:
-            search = next(r for r in read_table("likelihood_search") if r["model"] == "start")
+            table = read_table("likelihood_search")
+            search = next(r for r in table if r["model"].endswith("populations"))
             words = read_range(search["token F1"])
         lost = read_range(row["less than none"])
         assert lost is not None
