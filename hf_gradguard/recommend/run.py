@@ -32,6 +32,8 @@ from .choice import (
     choose,
     finalists,
     mean_over_seeds,
+    percent,
+    shown_leak,
 )
 from .page import (
     TRAIN_FILE,
@@ -41,10 +43,20 @@ from .page import (
     train_command,
     train_flags,
 )
-from .settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, WARMUP, CommandSettings, TrialSettings
-from .trials import Split, Trials
+from .pace import OutOfTime, Pace
+from .settings import (
+    DEFAULT_ATTACKS,
+    DEFAULT_DEFENSES,
+    FALLBACK_ATTACKS,
+    WARMUP,
+    CommandSettings,
+    TrialSettings,
+)
+from .trials import MOST_RATES, Split, Trials
 
 logger = logging.get_logger(__name__)
+
+MIDDLE_RATES, FEWEST_RATES = 3, 2  # learning rates of a defense, where time is enough, and short
 
 Stages = Mapping[str, Summary]  # what attacks recovered, by stage of a training
 
@@ -96,20 +108,27 @@ def recommend(
         ['none', 'pruning:ratio=0.5']
     """
     trial_settings, folder = TrialSettings(**settings), Path(output)
+    pace = Pace(trial_settings.budget_minutes)
     to_compare = _to_compare(model, defenses)
     flags = {label: flags_of(defense) for label, defense in to_compare.items()}
     split = Split.draw(samples, trial_settings.attacked, trial_settings.batch_size)
     server = _Server(model, processing_class, split, trial_settings, attacks, folder / "audits")
-    trials = Trials(model, processing_class, server.modality, split, trial_settings, folder)
+    trials = Trials(model, processing_class, server.modality, split, trial_settings, folder, pace)
     calibrated = {label: trials.calibrated(defense) for label, defense in to_compare.items()}
-    comparison = _Comparison(calibrated, trials, server, trial_settings)
-    screened, judged = comparison.run()
+    comparison = _Comparison(calibrated, trials, server, trial_settings, pace)
+    try:
+        screened, judged = comparison.run()
+    except OutOfTime:
+        raise ValueError(
+            f"budget_minutes={trial_settings.budget_minutes:g} ended before one defense was "
+            "compared. The same command goes on where it stopped: run it again, or give it more."
+        ) from None
     guess, score = comparison.guess, comparison.score
-    untrained = trials.untrained()
+    untrained = comparison.untrained
     choice = choose(judged, trial_settings.budget, guess, score, untrained)
     final = {outcome.defense: outcome for outcome in judged}
     outcomes = [final.get(outcome.defense, outcome) for outcome in screened]
-    words = choice.words + comparison.omitted_words()
+    words = choice.words + comparison.limits_words()
     if server.modality.labels in ("text", "token"):
         words += _TOKEN_ACCURACY
     choice = dataclasses.replace(
@@ -133,106 +152,214 @@ def _to_compare(model: nn.Module, defenses: Spec | Sequence[Spec] | None) -> dic
 
 
 class _Comparison:
-    """First trials of all defenses on one seed, then of finalists on others.
+    """First trials of all defenses on one seed, then of finalists on others, within the budget.
 
     Args:
         defenses: By label, the undefended first, then in order of preference.
         trials: Trains them.
         server: Attacks them.
         settings: Of all.
+        pace: Of the time that is left.
     """
 
     def __init__(
-        self, defenses: dict[str, Defense], trials: Trials, server: _Server, settings: TrialSettings
+        self,
+        defenses: dict[str, Defense],
+        trials: Trials,
+        server: _Server,
+        settings: TrialSettings,
+        pace: Pace,
     ) -> None:
         self._defenses, self._trials, self._server = defenses, trials, server
-        self._settings, self._began = settings, time.monotonic()
+        self._settings, self._pace = settings, pace
         self._stages = dict[str, list[Stages]]()
-        self._omitted = list[str]()
-        self._attack_seconds = self._step_seconds = 0.0
+        self._omitted = dict[str, str]()  # with why
+        self._attack_seconds = self._judging_seconds = 0.0
 
     def run(self) -> tuple[list[Outcome], list[Outcome]]:
         """All of the first trials, and what judges the finalists, where there are any."""
-        self.say_minutes()
-        screened = self.screen()
+        order = self.prepare()
+        screened = self.screen(order)
         last = finalists(screened, self._settings.budget, self.guess, self.score)
         return screened, self.judge(screened[0], last) if last else screened
 
-    def say_minutes(self) -> None:
-        """How long it will take, by a few steps and by attacks on the undefended model, which are
-        needed anyway.
+    def prepare(self) -> list[str]:
+        """What is needed anyway, and says how long things take: attacks at the start of all
+        trainings, a few steps, and the untrained model's accuracy.
+
+        Returns:
+            Labels in the order in which there is time for them: those last of which attacks at the
+            start already recover too much.
         """
         began = time.monotonic()
-        self._start = self._server.attack({"none": self._defenses["none"]}, "undefended")
+        self.untrained = self._trials.untrained()
+        self._judging_seconds = time.monotonic() - began
+        began = time.monotonic()
+        undefended = self._server.attack_undefended(self._defenses["none"])
+        self.guess, self.score = undefended.guess, undefended.main_score
         self._attack_seconds = time.monotonic() - began
-        self._step_seconds = self._trials.step_seconds()
-        self.guess, self.score = self._start.guess, self._start.main_score
-        minutes = (len(self._defenses) * self._one_seconds() + self._final_seconds()) / 60
+        self._trials.measure_speed()
+        self.say_minutes()
+        defended = {label: one for label, one in self._defenses.items() if label != "none"}
+        start = self._server.attack(defended, "start")
+        self._start = dict.fromkeys(defended, start) | {"none": undefended}
+        self._leaky = {
+            label: row
+            for label in defended
+            for row in start.reconstructions(label)
+            if is_shown_to_reconstruct(row, start)
+        }
+        return sorted(self._defenses, key=lambda label: label in self._leaky)
+
+    def say_minutes(self) -> None:
+        """How long all would take, and what the budget is."""
+        training = self._training_seconds()
+        trainings = MIDDLE_RATES * len(self._defenses) + 4 * self._settings.seeds
+        seconds = trainings * training + (len(self._defenses) + 6) * self._attack_seconds
         limit = self._settings.budget_minutes
         logger.warning(
-            f"recommend takes about {minutes:.0f} minutes for {len(self._defenses) - 1} defenses, "
-            f"and at most about {limit:g} (budget_minutes); what does not fit is left out. Stop it "
-            "when you like: the same command goes on."
+            f"recommend would take {seconds / 60:.0f} minutes for {len(self._defenses) - 1} "
+            f"defenses, and ends within {limit:g} (budget_minutes): what does not fit is left out "
+            "and named. Stop it when you like: the same command goes on."
         )
 
-    def _one_seconds(self) -> float:
-        """Of a defense: a training for each rate, with one beyond an end, and attacks at both."""
-        return 4 * self._settings.steps * self._step_seconds + 2 * self._attack_seconds
+    def _training_seconds(self) -> float:
+        """Of a training and its evaluation, at the latest speed."""
+        return self._settings.steps * self._pace.step_seconds + self._judging_seconds
 
-    def _final_seconds(self) -> float:
-        """Of three finalists and the undefended one."""
-        trainings = 4 * self._settings.seeds * self._settings.steps * self._step_seconds
-        return trainings + 3 * 2 * self._attack_seconds
+    def _rates(self, waiting: int) -> int:
+        """How many learning rates of each of so many defenses there is time for."""
+        most = int(
+            (self._pace.left - self._pace.reserved - waiting * self._attack_seconds)
+            / (max(1, waiting) * max(self._training_seconds(), 1e-9))
+        )
+        if most > MIDDLE_RATES:
+            return MOST_RATES
+        return min(MIDDLE_RATES, max(most, FEWEST_RATES))
 
-    def _fits(self) -> bool:
-        """Whether there is time for one more defense, and for finalists after it."""
-        seconds = time.monotonic() - self._began + self._one_seconds() + self._final_seconds()
-        return seconds <= 60 * self._settings.budget_minutes
+    def screen(self, order: list[str]) -> list[Outcome]:
+        """Each defense at the best of its rates, on one seed and half of the messages.
 
-    def screen(self) -> list[Outcome]:
-        """Each defense at the best of its rates, on one seed and half of the messages. The first
-        one is always tried.
+        Raises:
+            OutOfTime: If there is no time for one.
         """
         outcomes, plain = list[Outcome](), list[float]()
-        for number, (label, defense) in enumerate(self._defenses.items()):
-            if number > 1 and not self._fits():
-                self._omitted.append(label)
+        for number, label in enumerate(order):
+            defense = self._defenses[label]
+            finals = 2 * self._attack_seconds + self._judging_seconds
+            # Behind the first defense there is time for one more seed of two finalists.
+            again = 3 * self._training_seconds() + 2 * self._attack_seconds if number > 1 else 0.0
+            self._pace.reserved = finals + again + self._attack_seconds
+            try:
+                rate = self._trials.best(label, defense, self._rates(len(order) - number))
+                right = self._trials.judging(label, defense, rate)
+            except OutOfTime:
+                if number < 2:
+                    raise
+                self._omitted[label] = self._why(label)
                 continue
-            one = {label: defense}
-            start = self._start if label == "none" else self._server.attack(one, f"start{number}")
-            rate, cell = self._trials.best(label, defense)
-            plain = plain or cell["judging"]
+            plain = plain or right
             trained = self._trials.trained(label, defense, rate)
-            end = self._server.attack(one, f"end{number}", trained)
-            self._stages[label] = [{"start": start, "end": end}]
-            outcomes += outcome_of(label, rate, [cell["judging"]], [plain], self._stages[label])
+            end = self._attack_end(label, defense, trained)
+            self._stages[label] = [{"start": self._start[label], "end": end}]
+            found = outcome_of(label, rate, [right], [plain], self._stages[label])
+            outcomes += found
+            for outcome in found:
+                self._say(outcome)
         return outcomes
+
+    def _why(self, label: str) -> str:
+        if label not in self._leaky:
+            return ""
+        share = self.score.format_estimate(self._leaky[label].scores[self.score.name])
+        return f" (before training {self._leaky[label].attack} {self.score.verb} {share})"
+
+    def _say(self, outcome: Outcome) -> None:
+        logger.warning(
+            f"{outcome.defense}: accuracy {percent(outcome.accuracy)}, {outcome.attack} "
+            f"{self.score.verb} {self.score.format_estimate(shown_leak(outcome, self.score))}; "
+            f"{max(self._pace.left, 0) / 60:.1f} minutes left"
+        )
 
     def judge(self, plain: Outcome, last: list[Outcome]) -> list[Outcome]:
-        """The undefended training and the finalists, on seeds that chose nothing; finalists on the
-        other half of the messages too.
+        """The undefended training and the finalists, on as many seeds that chose nothing as there
+        is time for; finalists on the other half of the messages too.
         """
-        trials, outcomes, plain_right = self._trials, list[Outcome](), list[list[float]]()
-        for number, outcome in enumerate([plain, *last]):
-            label, rate = outcome.defense, outcome.learning_rate
-            defense, stages = self._defenses[label], self._stages[label]
-            right = trials.again(label, defense, rate)
-            plain_right = plain_right or right
-            if label != "none":
-                one, seed = {label: defense}, trials.final_seeds[0]
-                trained = trials.trained(label, defense, rate, seed)
-                start = self._server.attack(one, f"final_start{number}", half=1)
-                end = self._server.attack(one, f"final_end{number}", trained, half=1)
-                stages = [*stages, {"start": start, "end": end}]
-            outcomes += outcome_of(label, rate, right, plain_right, stages)
-        return outcomes
+        right = dict[str, list[list[float]]]()
+        last = self._affordable(last)
+        compared = [plain, *last]
+        for number, seed in enumerate(self._trials.final_seeds):
+            attacks = 2 * len(last) * self._attack_seconds if number == 0 else 0.0
+            self._pace.reserved = attacks + self._judging_seconds
+            if not self._pace.fits(len(compared) * self._training_seconds()):
+                break
+            try:  # a seed counts if all have it
+                row = [self._judging(outcome, seed) for outcome in compared]
+            except OutOfTime:
+                break
+            for outcome, shares in zip(compared, row, strict=True):
+                right.setdefault(outcome.defense, []).append(shares)
+            if number == 0:
+                self._attack_finalists(last, seed)
+            else:
+                for outcome in compared:
+                    defense, rate = self._defenses[outcome.defense], outcome.learning_rate
+                    self._trials.drop(outcome.defense, defense, rate, seed)
+        if not right:
+            self._attack_finalists(last, None)
+            right = {outcome.defense: [self._judging(outcome, None)] for outcome in compared}
+        self._seeds = len(right["none"])
+        return [
+            judged
+            for outcome in compared
+            for judged in outcome_of(
+                outcome.defense, outcome.learning_rate, right[outcome.defense], right["none"],
+                self._stages[outcome.defense],
+            )
+        ]  # fmt: skip
 
-    def omitted_words(self) -> str:
+    def _affordable(self, last: list[Outcome]) -> list[Outcome]:
+        """As many finalists as there is time for: each is attacked twice, and trained once more
+        beside the undefended one.
+        """
+        self._pace.reserved = 0.0
+        for count in range(len(last), 1, -1):
+            seconds = (count + 1) * self._training_seconds() + 2 * count * self._attack_seconds
+            if self._pace.fits(seconds):
+                return last[:count]
+        return last[:1]
+
+    def _judging(self, outcome: Outcome, seed: int | None) -> list[float]:
+        defense = self._defenses[outcome.defense]
+        return self._trials.judging(outcome.defense, defense, outcome.learning_rate, seed)
+
+    def _attack_finalists(self, last: list[Outcome], seed: int | None) -> None:
+        one = {outcome.defense: self._defenses[outcome.defense] for outcome in last}
+        start = self._server.attack(one, "final_start", half=1)
+        for outcome in last:
+            label, rate = outcome.defense, outcome.learning_rate
+            defense = self._defenses[label]
+            trained = self._trials.trained(label, defense, rate, seed)
+            end = self._attack_end(label, defense, trained, half=1)
+            self._stages[label] = [*self._stages[label], {"start": start, "end": end}]
+
+    def _attack_end(
+        self, label: str, defense: Defense, trained: nn.Module, half: Literal[0, 1] = 0
+    ) -> Summary:
+        began, number = time.monotonic(), list(self._defenses).index(label)
+        name = f"final_end{number}" if half else f"end{number}"
+        end = self._server.attack({label: defense}, name, trained, half)
+        # At least: what was stored by an earlier run took no time.
+        self._attack_seconds = max(self._attack_seconds, time.monotonic() - began)
+        return end
+
+    def limits_words(self) -> str:
         """Which defenses there was no time for."""
         if not self._omitted:
             return ""
-        logger.warning(_OMITTED.format(", ".join(self._omitted)))
-        return " " + _OMITTED.format(", ".join(self._omitted))
+        words = _OMITTED.format(", ".join(label + why for label, why in self._omitted.items()))
+        logger.warning(words)
+        return " " + words
 
 
 _OMITTED = "Not tried, for lack of time (--budget_minutes): {}."
@@ -255,6 +382,7 @@ class _Server:
             noise_known=True, reference=False, word_pairs=0, estimators="none",
         )  # fmt: skip
         self.modality = modality_of(model, processing_class, self._settings)
+        self._fallback = "" if attacks else FALLBACK_ATTACKS[domain_of_model(model).name]
         if attacks is None:
             batch = self.modality.batch(split.attacked[: settings.message_size])
             attacks = default_attacks(model, batch, DEFAULT_ATTACKS)
@@ -264,6 +392,17 @@ class _Server:
         decoys = split.choosing[: settings.decoys]
         self._candidates = [*split.attacked, *decoys] if decoys else None
         self._model = model
+
+    def attack_undefended(self, undefended: Defense) -> Summary:
+        """Attack the model as it starts, and choose attacks: slower ones too, where the quick ones
+        reconstruct little.
+        """
+        summary = self.attack({"none": undefended}, "undefended")
+        rows = summary.reconstructions("none")
+        if self._fallback and not any(is_shown_to_reconstruct(row, summary) for row in rows):
+            self._attacks = f"{self._attacks},{self._fallback}"
+            summary = self.attack({"none": undefended}, "undefended")
+        return summary
 
     def attack(
         self,
@@ -282,6 +421,12 @@ class _Server:
             **dataclasses.asdict(self._settings),
         )  # fmt: skip
         return summarize(result)
+
+
+def is_shown_to_reconstruct(row: AttackScores, summary: Summary) -> bool:
+    """Whether an interval shows that an attack recovers clearly more than a guess."""
+    low = row.scores[summary.main_score.name].low
+    return low is not None and low > summary.guess + summary.main_score.clear_margin
 
 
 def outcome_of(

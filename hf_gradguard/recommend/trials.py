@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from ..attacks.layer_inputs import is_causal_lm
 from ..audit.cells import Cell, Cells, code_digest, digest
@@ -28,6 +28,7 @@ from ..train import share_right
 from ..training.config import GradGuardConfig
 from ..training.learning_rate import LearningRateUnderNoise
 from ..training.trainer import GradGuardTrainer
+from .pace import OutOfTime, Pace, Progress
 from .settings import WARMUP, TrialSettings
 
 MOST_RATES = 6
@@ -87,6 +88,7 @@ class Trials:
         split: Of the data.
         settings: Of all trainings.
         folder: Holds cells, and the trained weights of each defense's best rate.
+        pace: Ends trainings that do not fit. Default: all of them do.
     """
 
     def __init__(
@@ -97,7 +99,9 @@ class Trials:
         split: Split,
         settings: TrialSettings,
         folder: Path,
+        pace: Pace | None = None,
     ) -> None:
+        self._pace = pace or Pace(math.inf)
         self.model, self.modality, self.split, self.settings = model, modality, split, settings
         self._processing_class = processing_class
         self._cells, self._folder = Cells(folder / "cells"), folder / "cells"
@@ -118,8 +122,21 @@ class Trials:
         multiplier = dp_sgd_noise_multiplier(*target, rate, self.settings.steps)
         return dataclasses.replace(defense, target_epsilon=None, noise_multiplier=multiplier)
 
-    def trial(self, label: str, defense: Defense, rate: float, seed: int | None = None) -> Cell:
-        """`choosing`, an accuracy, and `judging`, which of those samples are right.
+    def choosing(self, label: str, defense: Defense, rate: float) -> float:
+        """Accuracy of a training of the first seed, on the samples that choose a rate."""
+        path = self._weights(label, defense, rate)
+
+        def measured() -> Cell:
+            model = self._run(label, defense, rate, path)
+            right = right_shares(model, self.modality, self.split.choosing)
+            return {"choosing": sum(right) / len(right)}
+
+        return float(self._cells.once(path.stem, measured)["choosing"])
+
+    def judging(
+        self, label: str, defense: Defense, rate: float, seed: int | None = None
+    ) -> list[float]:
+        """Which judging samples are right after a training.
 
         Args:
             label: Of the defense.
@@ -128,33 +145,48 @@ class Trials:
             seed: Of the training; `None` for the one that chooses rates.
         """
         path = self._weights(label, defense, rate, seed)
-        return self._cells.once(path.stem, lambda: self._run(defense, rate, path, seed))
 
-    def best(self, label: str, defense: Defense) -> tuple[float, Cell]:
-        """The best learning rate of those tried, of equals the smallest, and its cell. Where the
-        best is at an end, and better than its neighbor, the next one beyond is tried too.
+        def measured() -> Cell:
+            model = self.trained(label, defense, rate, seed)
+            return {"judging": right_shares(model, self.modality, self.split.judging)}
+
+        right: list[float] = self._cells.once(f"{path.stem}-judging", measured)["judging"]
+        return right
+
+    def best(self, label: str, defense: Defense, most: int = MOST_RATES) -> float:
+        """The best learning rate of those tried, of equals the smallest. The middle one is tried
+        first, then those beside the best until both of its neighbors are worse, in steps of two.
+
+        Args:
+            label: Of the defense.
+            defense: Of every message.
+            most: Rates that are tried.
+
+        Raises:
+            OutOfTime: If there is no time for one.
         """
-        tried = {rate: self.trial(label, defense, rate) for rate in self.rates(defense)}
-        while True:
-            best = max(tried, key=lambda rate: (tried[rate]["choosing"], -rate))
-            beyond = {min(tried): best / 2, max(tried): best * 2}.get(best)
-            equals = sum(cell["choosing"] == tried[best]["choosing"] for cell in tried.values())
-            if beyond is None or equals > 1 or len(tried) >= MOST_RATES:
+        middle = self.middle_rate(defense)
+        tried = {middle: self.choosing(label, defense, middle)}
+        while len(tried) < most:
+            best = max(tried, key=lambda rate: (tried[rate], -rate))
+            is_equal = sum(right == tried[best] for right in tried.values()) > 1
+            beyond = [rate for rate in (best * 2, best / 2) if rate not in tried]
+            if not beyond or (is_equal and len(tried) > 2):
                 break
-            tried[beyond] = self.trial(label, defense, beyond)
+            try:
+                tried[beyond[0]] = self.choosing(label, defense, beyond[0])
+            except OutOfTime:
+                break
+        best = max(tried, key=lambda rate: (tried[rate], -rate))
         # Only the chosen training is attacked at its end.
         for rate in tried:
             if rate != best:
                 self._weights(label, defense, rate).unlink(missing_ok=True)
-        return best, tried[best]
+        return best
 
-    def again(self, label: str, defense: Defense, rate: float) -> list[list[float]]:
-        """Of each seed that did not choose the rate, which judging samples are right."""
-        seeds = self.final_seeds
-        cells = [self.trial(label, defense, rate, seed) for seed in seeds]
-        for seed in seeds[1:]:  # the first one is attacked
-            self._weights(label, defense, rate, seed).unlink(missing_ok=True)
-        return [cell["judging"] for cell in cells]
+    def drop(self, label: str, defense: Defense, rate: float, seed: int) -> None:
+        """Remove the weights of a training that is not attacked."""
+        self._weights(label, defense, rate, seed).unlink(missing_ok=True)
 
     @property
     def final_seeds(self) -> list[int]:
@@ -165,20 +197,17 @@ class Trials:
         """Which judging samples the model gets right before any training."""
         return right_shares(copy.deepcopy(self.model), self.modality, self.split.judging)
 
-    def step_seconds(self, steps: int = 4) -> float:
-        """Of a step without a defense, measured."""
-        model = copy.deepcopy(self.model)
-        began = time.monotonic()
-        settings = dataclasses.replace(self.settings, steps=steps)
-        self._train(model, NoDefense(), settings.learning_rate, settings.seed, settings)
-        return (time.monotonic() - began) / steps
+    def measure_speed(self, steps: int = 4) -> None:
+        """Take a few steps without a defense, for the pace."""
+        model, settings = copy.deepcopy(self.model), dataclasses.replace(self.settings, steps=steps)
+        progress = Progress(self._pace, "measuring speed")
+        self._train(model, NoDefense(), settings.learning_rate, settings.seed, settings, progress)
 
-    def rates(self, defense: Defense) -> list[float]:
-        """Three to begin with, in steps of two."""
+    def middle_rate(self, defense: Defense) -> float:
+        """The first one to try."""
         # Behind noise the best is 1 to 8 times the undefended one (findings/learning_rates.md).
         ratio = defense.facts.noise_ratio
-        middle = self.settings.learning_rate * (2 if ratio is None or ratio >= 1 else 1)
-        return [middle / 2, middle, middle * 2]
+        return self.settings.learning_rate * (2 if ratio is None or ratio >= 1 else 1)
 
     def trained(
         self, label: str, defense: Defense, rate: float, seed: int | None = None
@@ -186,7 +215,7 @@ class Trials:
         """The model after that training."""
         model, path = copy.deepcopy(self.model), self._weights(label, defense, rate, seed)
         if not path.exists():  # it was removed by hand
-            self._run(defense, rate, path, seed)
+            self._run(label, defense, rate, path, seed)
         model.load_state_dict(load_file(path), strict=False)
         return model.eval()
 
@@ -194,19 +223,32 @@ class Trials:
         named = (label, defense, rate) if seed is None else (label, defense, rate, seed)
         return self._folder / f"{digest(self._key, *named)}.safetensors"
 
-    def _run(self, defense: Defense, rate: float, path: Path, seed: int | None) -> Cell:
+    def _run(
+        self, label: str, defense: Defense, rate: float, path: Path, seed: int | None = None
+    ) -> nn.Module:
+        seconds = self.settings.steps * self._pace.step_seconds
+        if not self._pace.fits(seconds):
+            raise OutOfTime
         model, settings = copy.deepcopy(self.model), self.settings
-        self._train(model, defense, rate, settings.seed if seed is None else seed, settings)
+        progress = Progress(self._pace, f"{label}, rate {rate:.2g}")
+        seed = settings.seed if seed is None else seed
+        self._train(model, defense, rate, seed, settings, progress)
+        if progress.is_late:
+            raise OutOfTime
         save_file(_state(model), path)
-        choosing = right_shares(model, self.modality, self.split.choosing)
-        judging = right_shares(model, self.modality, self.split.judging)
-        return {"choosing": sum(choosing) / len(choosing), "judging": judging}
+        return model
 
     def _train(
-        self, model: nn.Module, defense: Defense, rate: float, seed: int, settings: TrialSettings
+        self,
+        model: nn.Module,
+        defense: Defense,
+        rate: float,
+        seed: int,
+        settings: TrialSettings,
+        progress: Progress | None = None,
     ) -> None:
         rows, processing_class = self.split.training, self._processing_class
-        train(model, defense, rows, self.modality, settings, rate, seed, processing_class)
+        train(model, defense, rows, self.modality, settings, rate, seed, processing_class, progress)
 
 
 def train(
@@ -218,6 +260,7 @@ def train(
     rate: float,
     seed: int,
     processing_class: Any = None,
+    progress: TrainerCallback | None = None,
 ) -> None:
     """Train a model in place, in one process, without output and checkpoints.
 
@@ -230,6 +273,7 @@ def train(
         rate: Peak learning rate.
         seed: Of the order of rows, of dropout and of the defense.
         processing_class: Goes to the Trainer.
+        progress: Follows the steps.
     """
     with tempfile.TemporaryDirectory() as folder:
         args = quiet_arguments(
@@ -242,6 +286,8 @@ def train(
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(LearningRateUnderNoise)  # rates are what is tried
+        if progress is not None:
+            trainer.add_callback(progress)
         trainer.train()
 
 
@@ -257,14 +303,23 @@ def quiet_arguments(folder: str, model: nn.Module, **settings: Any) -> GradGuard
 def right_shares(model: nn.Module, modality: Modality, samples: Sequence[Sample]) -> list[float]:
     """Of each sample whether its class was predicted right, or which share of its tokens."""
     model.eval()
-    device, shares = next(model.parameters()).device, list[float]()
+    device, shares = next(model.parameters()).device, [0.0] * len(samples)
+    # Texts of about one length together: half of a mixed batch is padding.
+    order = sorted(range(len(samples)), key=lambda number: _length(samples[number][0]))
     for start in range(0, len(samples), 32):
-        batch = modality.batch(samples[start : start + 32])
+        numbers = order[start : start + 32]
+        batch = modality.batch([samples[number] for number in numbers])
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         with torch.no_grad():
             predicted = model(**inputs).logits.argmax(-1).cpu()
-        shares += share_right(predicted, batch["labels"], is_causal_lm(model))
+        right = share_right(predicted, batch["labels"], is_causal_lm(model))
+        for number, share in zip(numbers, right, strict=True):
+            shares[number] = share
     return shares
+
+
+def _length(sample: Any) -> int:
+    return len(sample) if isinstance(sample, str | list | tuple) else 0
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
