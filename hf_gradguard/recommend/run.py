@@ -9,17 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from torch import nn
 from transformers.utils import logging
 
-from ..audit.cells import values_of, write_json, write_text
-from ..audit.client import modality_of
+from ..audit.cells import write_json, write_text
 from ..audit.command import check_specs, load
-from ..audit.report.summary import Summary, summarize
-from ..audit.report.verdicts import AttackScores, Estimate, MainScore
-from ..audit.run import Spec, audit, default_attacks, make_defenses
-from ..audit.settings import AuditSettings
+from ..audit.report.summary import Summary
+from ..audit.report.verdicts import AttackScores, MainScore
+from ..audit.run import Spec, make_defenses
 from ..data.samples import Sample
 from ..defenses import Defense
 from ..flags import SourceSettings, fill
@@ -31,10 +28,11 @@ from .choice import (
     accuracy_over_seeds,
     choose,
     finalists,
-    mean_over_seeds,
     percent,
     shown_leak,
 )
+from .outcomes import Server, Stages, is_shown_to_reconstruct, outcome_of
+from .pace import OutOfTime, Pace
 from .page import (
     TRAIN_FILE,
     flags_of,
@@ -43,11 +41,8 @@ from .page import (
     train_command,
     train_flags,
 )
-from .pace import OutOfTime, Pace
 from .settings import (
-    DEFAULT_ATTACKS,
     DEFAULT_DEFENSES,
-    FALLBACK_ATTACKS,
     WARMUP,
     CommandSettings,
     TrialSettings,
@@ -57,8 +52,6 @@ from .trials import MOST_RATES, Split, Trials
 logger = logging.get_logger(__name__)
 
 MIDDLE_RATES, FEWEST_RATES = 3, 2  # learning rates of a defense, where time is enough, and short
-
-Stages = Mapping[str, Summary]  # what attacks recovered, by stage of a training
 
 _TOKEN_ACCURACY = " Accuracy is the share of tokens that are predicted right, a mean over texts."
 _NO_FLAGS = (
@@ -112,7 +105,7 @@ def recommend(
     to_compare = _to_compare(model, defenses)
     flags = {label: flags_of(defense) for label, defense in to_compare.items()}
     split = Split.draw(samples, trial_settings.attacked, trial_settings.batch_size)
-    server = _Server(model, processing_class, split, trial_settings, attacks, folder / "audits")
+    server = Server(model, processing_class, split, trial_settings, attacks, folder / "audits")
     trials = Trials(model, processing_class, server.modality, split, trial_settings, folder, pace)
     calibrated = {label: trials.calibrated(defense) for label, defense in to_compare.items()}
     comparison = _Comparison(calibrated, trials, server, trial_settings, pace)
@@ -166,7 +159,7 @@ class _Comparison:
         self,
         defenses: dict[str, Defense],
         trials: Trials,
-        server: _Server,
+        server: Server,
         settings: TrialSettings,
         pace: Pace,
     ) -> None:
@@ -174,22 +167,19 @@ class _Comparison:
         self._settings, self._pace = settings, pace
         self._stages = dict[str, list[Stages]]()
         self._omitted = dict[str, str]()  # with why
+        self._leaky = dict[str, AttackScores]()
         self._attack_seconds = self._judging_seconds = 0.0
 
     def run(self) -> tuple[list[Outcome], list[Outcome]]:
         """All of the first trials, and what judges the finalists, where there are any."""
-        order = self.prepare()
-        screened = self.screen(order)
+        self.prepare()
+        screened = self.screen()
         last = finalists(screened, self._settings.budget, self.guess, self.score)
         return screened, self.judge(screened[0], last) if last else screened
 
-    def prepare(self) -> list[str]:
-        """What is needed anyway, and says how long things take: attacks at the start of all
-        trainings, a few steps, and the untrained model's accuracy.
-
-        Returns:
-            Labels in the order in which there is time for them: those last of which attacks at the
-            start already recover too much.
+    def prepare(self) -> None:
+        """What is needed anyway, and says how long things take: the untrained model's accuracy,
+        attacks on it, and a few steps.
         """
         began = time.monotonic()
         self.untrained = self._trials.untrained()
@@ -200,16 +190,7 @@ class _Comparison:
         self._attack_seconds = time.monotonic() - began
         self._trials.measure_speed()
         self.say_minutes()
-        defended = {label: one for label, one in self._defenses.items() if label != "none"}
-        start = self._server.attack(defended, "start")
-        self._start = dict.fromkeys(defended, start) | {"none": undefended}
-        self._leaky = {
-            label: row
-            for label in defended
-            for row in start.reconstructions(label)
-            if is_shown_to_reconstruct(row, start)
-        }
-        return sorted(self._defenses, key=lambda label: label in self._leaky)
+        self._start = undefended
 
     def say_minutes(self) -> None:
         """How long all would take, and what the budget is."""
@@ -237,36 +218,80 @@ class _Comparison:
             return MOST_RATES
         return min(MIDDLE_RATES, max(most, FEWEST_RATES))
 
-    def screen(self, order: list[str]) -> list[Outcome]:
-        """Each defense at the best of its rates, on one seed and half of the messages.
+    def screen(self) -> list[Outcome]:
+        """Each defense at the best of its rates, on one seed and half of the messages. One that
+        leaks too much at the start already is never recommended, so it waits until the others were
+        tried.
 
         Raises:
             OutOfTime: If there is no time for one.
         """
-        outcomes, plain = list[Outcome](), list[float]()
-        for number, label in enumerate(order):
+        outcomes, plain, waiting = list[Outcome](), list[float](), list(self._defenses)
+        starts = {"none": self._start}
+        while waiting:
+            label = waiting.pop(0)
             defense = self._defenses[label]
-            finals = 2 * self._attack_seconds + self._judging_seconds
-            # Behind the first defense there is time for one more seed of two finalists.
-            again = 3 * self._training_seconds() + 2 * self._attack_seconds if number > 1 else 0.0
-            self._pace.reserved = finals + again + self._attack_seconds
             try:
-                rate = self._trials.best(label, defense, self._rates(len(order) - number))
+                self._reserve(len(outcomes))
+                if label not in starts:
+                    starts[label] = self._attack({label: defense}, "start", label)
+                    leaky = [
+                        row for row in starts[label].reconstructions(label)
+                        if is_shown_to_reconstruct(row, starts[label])
+                    ]  # fmt: skip
+                    if leaky and waiting:
+                        self._leaky[label] = leaky[0]
+                        waiting.append(label)
+                        continue
+                rate = self._trials.best(label, defense, self._rates(1 + len(waiting)))
                 right = self._trials.judging(label, defense, rate)
+                end = self._attack({label: defense}, "end", label, (label, defense, rate, None))
             except OutOfTime:
-                if number < 2:
+                if len(outcomes) < 2 and label not in self._leaky:
                     raise
                 self._omitted[label] = self._why(label)
                 continue
             plain = plain or right
-            trained = self._trials.trained(label, defense, rate)
-            end = self._attack_end(label, defense, trained)
-            self._stages[label] = [{"start": self._start[label], "end": end}]
+            self._stages[label] = [{"start": starts[label], "end": end}]
             found = outcome_of(label, rate, [right], [plain], self._stages[label])
             outcomes += found
             for outcome in found:
                 self._say(outcome)
+        if len(outcomes) < 2:
+            raise OutOfTime
         return outcomes
+
+    def _reserve(self, tried: int) -> None:
+        """Time for what comes after one more defense, of so many: for the attacks on a finalist,
+        and behind the first ones for one more seed.
+        """
+        finals = 2 * self._attack_seconds + self._judging_seconds
+        again = 3 * self._training_seconds() + 2 * self._attack_seconds if tried > 1 else 0.0
+        self._pace.reserved = finals + again + self._attack_seconds
+
+    def _attack(
+        self,
+        defenses: dict[str, Defense],
+        name: str,
+        label: str = "",
+        training: tuple[str, Defense, float, int | None] | None = None,
+        half: Literal[0, 1] = 0,
+    ) -> Summary:
+        """Attack at the start, or behind a training.
+
+        Raises:
+            OutOfTime: If half of the messages do not fit.
+        """
+        if not half and self._attack_seconds > self._pace.left:
+            raise OutOfTime
+        trained = None if training is None else self._trials.trained(*training)
+        number = list(self._defenses).index(label) if label else ""
+        began = time.monotonic()
+        attacked = self._server.attack(defenses, f"{name}{number}", trained, half)
+        # At least: what was stored by an earlier run took no time.
+        seconds = (time.monotonic() - began) / len(defenses)
+        self._attack_seconds = max(self._attack_seconds, seconds)
+        return attacked
 
     def _why(self, label: str) -> str:
         if label not in self._leaky:
@@ -335,23 +360,12 @@ class _Comparison:
 
     def _attack_finalists(self, last: list[Outcome], seed: int | None) -> None:
         one = {outcome.defense: self._defenses[outcome.defense] for outcome in last}
-        start = self._server.attack(one, "final_start", half=1)
+        start = self._attack(one, "final_start", half=1)
         for outcome in last:
             label, rate = outcome.defense, outcome.learning_rate
-            defense = self._defenses[label]
-            trained = self._trials.trained(label, defense, rate, seed)
-            end = self._attack_end(label, defense, trained, half=1)
+            training = label, self._defenses[label], rate, seed
+            end = self._attack({label: training[1]}, "final_end", label, training, half=1)
             self._stages[label] = [*self._stages[label], {"start": start, "end": end}]
-
-    def _attack_end(
-        self, label: str, defense: Defense, trained: nn.Module, half: Literal[0, 1] = 0
-    ) -> Summary:
-        began, number = time.monotonic(), list(self._defenses).index(label)
-        name = f"final_end{number}" if half else f"end{number}"
-        end = self._server.attack({label: defense}, name, trained, half)
-        # At least: what was stored by an earlier run took no time.
-        self._attack_seconds = max(self._attack_seconds, time.monotonic() - began)
-        return end
 
     def limits_words(self) -> str:
         """Which defenses there was no time for."""
@@ -363,140 +377,6 @@ class _Comparison:
 
 
 _OMITTED = "Not tried, for lack of time (--budget_minutes): {}."
-
-
-class _Server:
-    """Attacks the same samples at every model, knowing the noise's covariance."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        processing_class: Any,
-        split: Split,
-        settings: TrialSettings,
-        attacks: Spec | Sequence[Spec] | None,
-        folder: Path,
-    ) -> None:
-        self._settings = AuditSettings(
-            batch_size=settings.message_size, seed=settings.seed, max_length=settings.max_length,
-            noise_known=True, reference=False, word_pairs=0, estimators="none",
-        )  # fmt: skip
-        self.modality = modality_of(model, processing_class, self._settings)
-        self._fallback = "" if attacks else FALLBACK_ATTACKS[domain_of_model(model).name]
-        if attacks is None:
-            batch = self.modality.batch(split.attacked[: settings.message_size])
-            attacks = default_attacks(model, batch, DEFAULT_ATTACKS)
-        self._processing_class, self._split = processing_class, split
-        self._attacks, self._folder = attacks, folder
-        # Nothing is trained on them: a trained sample would fit too well to be a decoy.
-        decoys = split.choosing[: settings.decoys]
-        self._candidates = [*split.attacked, *decoys] if decoys else None
-        self._model = model
-
-    def attack_undefended(self, undefended: Defense) -> Summary:
-        """Attack the model as it starts, and choose attacks: slower ones too, where the quick ones
-        reconstruct little.
-        """
-        summary = self.attack({"none": undefended}, "undefended")
-        rows = summary.reconstructions("none")
-        if self._fallback and not any(is_shown_to_reconstruct(row, summary) for row in rows):
-            self._attacks = f"{self._attacks},{self._fallback}"
-            summary = self.attack({"none": undefended}, "undefended")
-        return summary
-
-    def attack(
-        self,
-        defenses: dict[str, Defense],
-        name: str,
-        model: nn.Module | None = None,
-        half: Literal[0, 1] = 0,
-    ) -> Summary:
-        """Attack half of the messages, at the start of training or at a trained model."""
-        specs = [{label: defense} for label, defense in defenses.items()]
-        middle = len(self._split.attacked) // 2
-        samples = self._split.attacked[half * middle : (half + 1) * middle]
-        result = audit(
-            model or self._model, self._processing_class, samples, specs, self._attacks,
-            candidates=self._candidates, output=self._folder / name,
-            **dataclasses.asdict(self._settings),
-        )  # fmt: skip
-        return summarize(result)
-
-
-def is_shown_to_reconstruct(row: AttackScores, summary: Summary) -> bool:
-    """Whether an interval shows that an attack recovers clearly more than a guess."""
-    low = row.scores[summary.main_score.name].low
-    return low is not None and low > summary.guess + summary.main_score.clear_margin
-
-
-def outcome_of(
-    label: str,
-    rate: float,
-    right: list[list[float]],
-    plain_right: list[list[float]],
-    halves: list[Stages],
-) -> list[Outcome]:
-    """One. Or none, with a warning, if no attack could be applied to two messages: then it is
-    unknown how private the defense is, and it is not recommended.
-
-    Args:
-        label: Of the defense.
-        rate: Its learning rate.
-        right: Of each training, which judging samples are right.
-        plain_right: The same undefended.
-        halves: Of the messages: what attacks recovered at each stage.
-    """
-    leaks = dict[tuple[str, str], dict[int, float]]()
-    for stages in halves:
-        for stage, summary in stages.items():
-            for row in summary.reconstructions(label):
-                if row.has_interval:
-                    by_message = leaks.setdefault((row.attack, stage), {})
-                    first = len(by_message)
-                    recovered = _by_message(summary, row)
-                    by_message |= {first + number: leak for number, leak in recovered.items()}
-    if not leaks and label == "none":
-        raise ValueError(
-            "No attack works on this model's undefended gradient: give others (--attack)"
-        )
-    if not leaks:
-        summaries = [summary for stages in halves for summary in stages.values()]
-        rows = [row for summary in summaries for row in summary.rows if row.defense == label]
-        why = dict.fromkeys(text for row in rows for text in (*row.reasons, *row.crashes))
-        logger.warning(
-            f"{label} is left out: no attack could be applied to two messages. "
-            f"{' '.join(why) or 'Give others (--attack).'}"
-        )
-        return []
-    # The worse stage counts: a server keeps every message.
-    attack, stage = max(leaks, key=lambda place: float(np.mean(list(leaks[place].values()))))
-    by_message = leaks[attack, stage]
-    lost = np.array(plain_right) - np.array(right)
-    membership, candidates = _membership(label, halves)
-    return [
-        Outcome(
-            label, rate, accuracy_over_seeds(right), mean_over_seeds(lost, are_shares=True),
-            mean_over_seeds([list(by_message.values())]), attack, stage, membership, candidates,
-            dict(enumerate(np.mean(right, axis=0).tolist())), by_message,
-            np.mean(right, axis=1).tolist(),
-        )
-    ]  # fmt: skip
-
-
-def _by_message(summary: Summary, row: AttackScores) -> dict[int, float]:
-    """The mean of each message's main scores."""
-    pair, score = (row.defense, row.attack), summary.main_score.name
-    cells = [cell for cell in summary.audit.cells if (cell["defense"], cell["attack"]) == pair]
-    return {number: float(np.mean(values[score])) for number, values in values_of(cells).items()}
-
-
-def _membership(label: str, halves: list[Stages]) -> tuple[Estimate | None, int]:
-    """The share of members identified where it is most, and the number of candidates."""
-    summaries = [summary for stages in halves for summary in stages.values()]
-    rows = [row for summary in summaries for row in summary.membership if row.defense == label]
-    shares = [(row.scores["top1"], row.candidates) for row in rows]
-    inferred = [share for share in shares if share[0].low is not None]
-    return max(inferred, key=lambda pair: pair[0].mean, default=(None, 0))
 
 
 def _write(

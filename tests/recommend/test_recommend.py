@@ -213,7 +213,7 @@ def test_attacks_meet_the_noise_that_a_trainer_finds(
         calibrate(defense, *figures)
 
     monkeypatch.setattr(DPSGD, "calibrate", told)
-    trials.trial(PRIVATE, asked, 1e-4)
+    trials.judging(PRIVATE, asked, 1e-4)
     calibrated: Any = trials.calibrated(asked)
     assert found == [calibrated.noise_multiplier]
     assert calibrated.target_epsilon is None

@@ -1,0 +1,167 @@
+"""Attacks on samples at the models of trials, and what they and trainings say of a defense."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from torch import nn
+from transformers.utils import logging
+
+from ..audit.cells import values_of
+from ..audit.client import modality_of
+from ..audit.report.summary import Summary, summarize
+from ..audit.report.verdicts import AttackScores, Estimate
+from ..audit.run import Spec, audit, default_attacks
+from ..audit.settings import AuditSettings
+from ..defenses import Defense
+from ..gradient_map.domain import domain_of_model
+from .choice import Outcome, accuracy_over_seeds, mean_over_seeds
+from .settings import DEFAULT_ATTACKS, FALLBACK_ATTACKS, TrialSettings
+from .trials import Split
+
+logger = logging.get_logger(__name__)
+
+Stages = Mapping[str, Summary]  # what attacks recovered, by stage of a training
+
+
+class Server:
+    """Attacks the same samples at every model, knowing the noise's covariance."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processing_class: Any,
+        split: Split,
+        settings: TrialSettings,
+        attacks: Spec | Sequence[Spec] | None,
+        folder: Path,
+    ) -> None:
+        self._settings = AuditSettings(
+            batch_size=settings.message_size, seed=settings.seed, max_length=settings.max_length,
+            noise_known=True, reference=False, word_pairs=0, estimators="none",
+        )  # fmt: skip
+        self.modality = modality_of(model, processing_class, self._settings)
+        self._fallback = "" if attacks else FALLBACK_ATTACKS[domain_of_model(model).name]
+        if attacks is None:
+            batch = self.modality.batch(split.attacked[: settings.message_size])
+            attacks = default_attacks(model, batch, DEFAULT_ATTACKS)
+        self._processing_class, self._split = processing_class, split
+        self._attacks, self._folder = attacks, folder
+        # Nothing is trained on them: a trained sample would fit too well to be a decoy.
+        decoys = split.choosing[: settings.decoys]
+        self._candidates = [*split.attacked, *decoys] if decoys else None
+        self._model, self._reconstructs = model, False
+
+    def attack_undefended(self, undefended: Defense) -> Summary:
+        """Attack the model as it starts, and choose attacks: slower ones too, where the quick ones
+        reconstruct little.
+        """
+        summary = self.attack({"none": undefended}, "undefended")
+        rows = summary.reconstructions("none")
+        if self._fallback and not any(is_shown_to_reconstruct(row, summary) for row in rows):
+            self._attacks = f"{self._attacks},{self._fallback}"
+            summary = self.attack({"none": undefended}, "undefended")
+            rows = summary.reconstructions("none")
+        self._reconstructs = any(is_shown_to_reconstruct(row, summary) for row in rows)
+        return summary
+
+    def attack(
+        self,
+        defenses: dict[str, Defense],
+        name: str,
+        model: nn.Module | None = None,
+        half: Literal[0, 1] = 0,
+    ) -> Summary:
+        """Attack half of the messages, at the start of training or at a trained model."""
+        specs = [{label: defense} for label, defense in defenses.items()]
+        middle = len(self._split.attacked) // 2
+        samples = self._split.attacked[half * middle : (half + 1) * middle]
+        # Ranking them takes as long as a reconstruction, and decides nothing where that works.
+        is_needed = half or "none" in defenses or not self._reconstructs
+        candidates = self._candidates if is_needed else None
+        result = audit(
+            model or self._model, self._processing_class, samples, specs, self._attacks,
+            candidates=candidates, output=self._folder / name,
+            **dataclasses.asdict(self._settings),
+        )  # fmt: skip
+        return summarize(result)
+
+
+def is_shown_to_reconstruct(row: AttackScores, summary: Summary) -> bool:
+    """Whether an interval shows that an attack recovers clearly more than a guess."""
+    low = row.scores[summary.main_score.name].low
+    return low is not None and low > summary.guess + summary.main_score.clear_margin
+
+
+def outcome_of(
+    label: str,
+    rate: float,
+    right: list[list[float]],
+    plain_right: list[list[float]],
+    halves: list[Stages],
+) -> list[Outcome]:
+    """One. Or none, with a warning, if no attack could be applied to two messages: then it is
+    unknown how private the defense is, and it is not recommended.
+
+    Args:
+        label: Of the defense.
+        rate: Its learning rate.
+        right: Of each training, which judging samples are right.
+        plain_right: The same undefended.
+        halves: Of the messages: what attacks recovered at each stage.
+    """
+    leaks = dict[tuple[str, str], dict[int, float]]()
+    for stages in halves:
+        for stage, summary in stages.items():
+            for row in summary.reconstructions(label):
+                if row.has_interval:
+                    by_message = leaks.setdefault((row.attack, stage), {})
+                    first = len(by_message)
+                    recovered = _by_message(summary, row)
+                    by_message |= {first + number: leak for number, leak in recovered.items()}
+    if not leaks and label == "none":
+        raise ValueError(
+            "No attack works on this model's undefended gradient: give others (--attack)"
+        )
+    if not leaks:
+        summaries = [summary for stages in halves for summary in stages.values()]
+        rows = [row for summary in summaries for row in summary.rows if row.defense == label]
+        why = dict.fromkeys(text for row in rows for text in (*row.reasons, *row.crashes))
+        logger.warning(
+            f"{label} is left out: no attack could be applied to two messages. "
+            f"{' '.join(why) or 'Give others (--attack).'}"
+        )
+        return []
+    # The worse stage counts: a server keeps every message.
+    attack, stage = max(leaks, key=lambda place: float(np.mean(list(leaks[place].values()))))
+    by_message = leaks[attack, stage]
+    lost = np.array(plain_right) - np.array(right)
+    membership, candidates = _membership(label, halves)
+    return [
+        Outcome(
+            label, rate, accuracy_over_seeds(right), mean_over_seeds(lost, are_shares=True),
+            mean_over_seeds([list(by_message.values())]), attack, stage, membership, candidates,
+            dict(enumerate(np.mean(right, axis=0).tolist())), by_message,
+            np.mean(right, axis=1).tolist(),
+        )
+    ]  # fmt: skip
+
+
+def _by_message(summary: Summary, row: AttackScores) -> dict[int, float]:
+    """The mean of each message's main scores."""
+    pair, score = (row.defense, row.attack), summary.main_score.name
+    cells = [cell for cell in summary.audit.cells if (cell["defense"], cell["attack"]) == pair]
+    return {number: float(np.mean(values[score])) for number, values in values_of(cells).items()}
+
+
+def _membership(label: str, halves: list[Stages]) -> tuple[Estimate | None, int]:
+    """The share of members identified where it is most, and the number of candidates."""
+    summaries = [summary for stages in halves for summary in stages.values()]
+    rows = [row for summary in summaries for row in summary.membership if row.defense == label]
+    shares = [(row.scores["top1"], row.candidates) for row in rows]
+    inferred = [share for share in shares if share[0].low is not None]
+    return max(inferred, key=lambda pair: pair[0].mean, default=(None, 0))
