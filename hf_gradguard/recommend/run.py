@@ -109,13 +109,7 @@ def recommend(
     trials = Trials(model, processing_class, server.modality, split, trial_settings, folder, pace)
     calibrated = {label: trials.calibrated(defense) for label, defense in to_compare.items()}
     comparison = _Comparison(calibrated, trials, server, trial_settings, pace)
-    try:
-        screened, judged = comparison.run()
-    except OutOfTime:
-        raise ValueError(
-            f"budget_minutes={trial_settings.budget_minutes:g} ended before one defense was "
-            "compared. The same command goes on where it stopped: run it again, or give it more."
-        ) from None
+    screened, judged = comparison.run()
     guess, score = comparison.guess, comparison.score
     untrained = comparison.untrained
     choice = choose(judged, trial_settings.budget, guess, score, untrained)
@@ -173,7 +167,13 @@ class _Comparison:
     def run(self) -> tuple[list[Outcome], list[Outcome]]:
         """All of the first trials, and what judges the finalists, where there are any."""
         self.prepare()
-        screened = self.screen()
+        try:
+            screened = self.screen()
+        except OutOfTime:
+            raise ValueError(
+                f"budget_minutes={self._settings.budget_minutes:g} ended before one defense was "
+                "compared. The same command goes on where it stopped: run it again, or allow more."
+            ) from None
         last = finalists(screened, self._settings.budget, self.guess, self.score)
         return screened, self.judge(screened[0], last) if last else screened
 
