@@ -110,8 +110,7 @@ def recommend(
     calibrated = {label: trials.calibrated(defense) for label, defense in to_compare.items()}
     comparison = _Comparison(calibrated, trials, server, trial_settings, pace)
     screened, judged = comparison.run()
-    guess, score = comparison.guess, comparison.score
-    untrained = comparison.untrained
+    guess, score, untrained = comparison.guess, comparison.score, comparison.untrained
     choice = choose(judged, trial_settings.budget, guess, score, untrained)
     final = {outcome.defense: outcome for outcome in judged}
     outcomes = [final.get(outcome.defense, outcome) for outcome in screened]
