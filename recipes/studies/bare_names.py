@@ -16,6 +16,8 @@ NAMES = (
     "none", "gaussian_noise", "laplace_noise", "optimal_noise", "dp_sgd", "optimal_dp_sgd",
     "pruning", "optimal_pruning", "quantization", "soteria",
 )  # fmt: skip
+AS_PUBLISHED = ("optimal_noise_published", "optimal_pruning_published", "optimal_dp_sgd_published")
+SLOW = ("gradient_sketch", "refiner", "refiner_published")  # minutes for a message
 LISTED, BLOCK, BLOCKS = 200, 5, 2
 
 
@@ -36,9 +38,14 @@ class BareNames(Study):
     def cells(self) -> dict:
         """One for each block of messages: those of one audit."""
         if self.quick:
-            return {("0",): self._cell(["none", "gaussian_noise"], 0, 1, 4)}
+            return {("noise", "0"): self._cell(["none", "gaussian_noise"], 0, 1, 4)}
+        groups = {"usual": NAMES, "as published": AS_PUBLISHED} | {name: (name,) for name in SLOW}
         return self.published(
-            {(str(n),): self._cell(list(NAMES), n * BLOCK, BLOCK, LISTED) for n in range(BLOCKS)}
+            {
+                (group, str(n)): self._cell(list(names), n * BLOCK, BLOCK, LISTED)
+                for group, names in groups.items()
+                for n in range(BLOCKS)
+            }
         )
 
     def _cell(self, names: list[str], first: int, messages: int, listed: int) -> dict:
@@ -52,15 +59,15 @@ class BareNames(Study):
         self.rows = list(of_usual_length(sst2(self.args.data_dir, "train").take(6000)))
 
     def measure(self, cell: dict) -> dict[str, dict]:
-        """All defenses at once: the candidates' gradients are the same for all of them."""
+        """A group at once: the candidates' gradients are the same for all of its defenses."""
         torch.manual_seed(0)
         model = load_classifier(self.args.model).eval()
         listed = [(row["sentence"], row["label"]) for row in self.rows[: cell["listed"]]]
         private = listed[cell["first"] : cell["first"] + cell["messages"]]
+        folder = self.args.work_dir / f"{cell['defenses'][0]}_from_{cell['first']}"
         result = audit(
             model, self.tokenizer, private, cell["defenses"], [], candidates=listed,
-            output=self.args.work_dir / f"from_{cell['first']}", seed=cell["seed"],
-            reference=False, word_pairs=0, estimators="none",
+            output=folder, seed=cell["seed"], reference=False, word_pairs=0, estimators="none",
         )  # fmt: skip
         return {
             row.defense: {
@@ -70,11 +77,11 @@ class BareNames(Study):
         }  # fmt: skip
 
     def report(self, metrics: dict) -> None:
-        names = next(iter(metrics.values()))
         rows = []
-        for name in names:
-            found, of = (
-                sum(block[name][key] for block in metrics.values()) for key in ("found", "of")
-            )
-            rows.append([f"`{name}`", f"{found} of {of}", share(found, of).text(2)])
+        for blocks in metrics.values():
+            for name in next(iter(blocks.values())):
+                found, of = (
+                    sum(block[name][key] for block in blocks.values()) for key in ("found", "of")
+                )
+                rows.append([f"`{name}`", f"{found} of {of}", share(found, of).text(2)])
         write_table(self.output, ["name alone", "members found", "95 % interval"], rows)
