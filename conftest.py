@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from collections import defaultdict
 
 # Before anything imports huggingface_hub: neither a test nor an example may reach a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,14 +37,32 @@ collect_ignore = [
 ]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "of every parametrized test run at most so many cases, spread over all of them"
+    parser.addoption("--cases", type=int, metavar="N", help=help)
+
+
+@pytest.hookimpl(tryfirst=True)  # markers are there before `-m` looks for them
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of documents, of examples in docstrings, and of the studies that make figures are
-    `make docs-test`'s.
+    `make docs-test`'s. With `--cases` some cases are left out, the same ones every time.
     """
     for test in items:
         is_example = isinstance(test, pytest.DoctestItem)
         if is_example or any(test.path.is_relative_to(folder) for folder in _DOCUMENTS):
             test.add_marker(pytest.mark.docs)
+    if (count := config.getoption("cases")) is not None:
+        cases = defaultdict(list)
+        for test in items:
+            cases[test.nodeid.partition("[")[0]].append(test)
+        chosen = {test for tests in cases.values() for test in _spread(tests, count)}
+        config.hook.pytest_deselected(items=[test for test in items if test not in chosen])
+        items[:] = [test for test in items if test in chosen]
+
+
+def _spread(tests: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """At most `count` of them, at equal distances."""
+    return [tests[place * len(tests) // count] for place in range(min(count, len(tests)))]
 
 
 @pytest.fixture(scope="module", autouse=True)
