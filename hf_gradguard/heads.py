@@ -59,10 +59,14 @@ class LayerFeatures(nn.Module):
 
     @torch.no_grad()
     def forward(self, *inputs: Any, **named_inputs: Any) -> Tensor:
-        """`(B, width)` in float32."""
+        """`(B, width)` in float32, of an encoder in float64 in that."""
+        return self.differentiable(*inputs, **named_inputs)
+
+    def differentiable(self, *inputs: Any, **named_inputs: Any) -> Tensor:
+        """The same, with derivatives where they are asked for."""
         if not hasattr(self.encoder, "config"):
             features: Tensor = self.encoder(*inputs, **named_inputs)
-            return features.flatten(1).float()
+            return _precise(features.flatten(1))
         attention_mask = named_inputs.get("attention_mask")
         with _activations_of(self.encoder) as activations:
             output = self.encoder(*inputs, **named_inputs, output_hidden_states=True)
@@ -70,7 +74,7 @@ class LayerFeatures(nn.Module):
         blocks = [_mean(state, attention_mask) for state in states]
         blocks += [state[:, 0] for state in states if state.ndim == 3]
         blocks += [_mean(state, attention_mask) for state in activations if state.ndim > 2]
-        return torch.cat([block.float() for block in blocks], 1)
+        return torch.cat([_precise(block) for block in blocks], 1)
 
 
 class FeatureHead(nn.Module):
@@ -127,7 +131,11 @@ class FeatureHead(nn.Module):
     @torch.no_grad()
     def encode(self, **inputs: Any) -> Tensor:
         """Features of an encoder's inputs, `(B, directions + 1)`, each of norm 1."""
-        return self._with_constant(self.encoder(**inputs))
+        return self.differentiable(**inputs)
+
+    def differentiable(self, **inputs: Any) -> Tensor:
+        """The same, with derivatives where they are asked for."""
+        return self._with_constant(self.encoder.differentiable(**inputs))
 
     def features_of(self, samples: Sequence[Any] | Tensor) -> Tensor:
         """Features of texts or images, `(N, directions + 1)`, each of norm 1, the last of them a
@@ -136,8 +144,20 @@ class FeatureHead(nn.Module):
         features = _features(self.encoder, samples, self._process)
         return torch.cat([self._with_constant(batch).cpu() for batch in features])
 
+    def batches_of(self, samples: Sequence[Any], size: int = _BATCH) -> Iterator[Any]:
+        """The encoder's inputs of texts or images.
+
+        Raises:
+            ValueError: If the encoder is no model of Transformers.
+        """
+        if self._process is None:
+            raise ValueError("the head's encoder has to be a model of Transformers.")
+        device = self.head.weight.device
+        for start in range(0, len(samples), size):
+            yield self._process(list(samples[start : start + size])).to(device)
+
     def _with_constant(self, features: Tensor) -> Tensor:
-        features = features.to(self.directions.weight.device)
+        features = features.to(self.directions.weight)
         projected = nn.functional.normalize(self.directions(features))
         constant = projected.new_full((len(projected), 1), _CONSTANT)
         return torch.cat([(1 - _CONSTANT**2) ** 0.5 * projected, constant], 1)
@@ -182,7 +202,7 @@ def head_of(
     count = classes or (2 if config is None else config.num_labels)
     process = None if config is None else _processing(model, processing_class, max_length)
     encoder = LayerFeatures(getattr(model, "base_model", model) if config is not None else model)
-    samples = _packaged_sentences() if public is None else public
+    samples = packaged_sentences() if public is None else public
     if len(samples) < 3:
         raise ValueError(f"public has {len(samples)} samples, and whitening takes three or more.")
     features = torch.cat(list(_features(encoder, samples, process)))
@@ -213,23 +233,33 @@ def whitened_directions(features: Tensor, count: int) -> nn.Linear:
                 [0.0000, 1.1100]], grad_fn=<RoundBackward1>)
     """
     mean = features.double().mean(0)
-    centered = features.double() - mean
-    if len(centered) <= centered.shape[1]:  # eigenvectors of the smaller of both products
-        values, left = torch.linalg.eigh(centered @ centered.T)
-        vectors = centered.T @ left / values.clamp(min=values.max() * 1e-12).sqrt()
-    else:
-        values, vectors = torch.linalg.eigh(centered.T @ centered)
-    values, vectors = values.flip(0)[:count], vectors.flip(1)[:, :count]
-    is_real = values > _LEAST_SHARE * values[0]
-    if not bool(is_real.any()):
-        raise ValueError("public samples do not differ: give texts or images that do.")
-    variances = values[is_real] / (len(features) - 1)
-    matrix = (vectors[:, is_real] / variances**0.25).T
+    matrix = half_whitened(features.double() - mean, count)
     directions = nn.Linear(matrix.shape[1], matrix.shape[0])
     with torch.no_grad():
         directions.weight.copy_(matrix)
         directions.bias.copy_(-matrix @ mean)
     return directions
+
+
+def half_whitened(rows: Tensor, count: int) -> Tensor:
+    """The directions in which rows `(N, width)` differ most from zero, each divided by the fourth
+    root of its second moment, `(count, width)`.
+
+    Raises:
+        ValueError: If there is no direction.
+    """
+    rows = rows.double()
+    if len(rows) <= rows.shape[1]:  # eigenvectors of the smaller of both products
+        values, left = torch.linalg.eigh(rows @ rows.T)
+        vectors = rows.T @ left / values.clamp(min=values.max() * 1e-12).sqrt()
+    else:
+        values, vectors = torch.linalg.eigh(rows.T @ rows)
+    values, vectors = values.flip(0)[:count], vectors.flip(1)[:, :count]
+    is_real = values > _LEAST_SHARE * values[0]
+    if not bool(is_real.any()):
+        raise ValueError("public samples do not differ: give texts or images that do.")
+    moments = values[is_real] / (len(rows) - 1)
+    return (vectors[:, is_real] / moments**0.25).T
 
 
 @torch.no_grad()
@@ -269,7 +299,7 @@ def _processing(
     return lambda texts: processing_class(list(texts), return_tensors="pt", **settings)
 
 
-def _packaged_sentences() -> list[str]:
+def packaged_sentences() -> list[str]:
     from importlib.resources import files
 
     from .data.samples import load_texts
@@ -293,6 +323,10 @@ def _activations_of(encoder: nn.Module) -> Iterator[list[Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _precise(features: Tensor) -> Tensor:
+    return features.to(torch.promote_types(features.dtype, torch.float32))
 
 
 def _mean(state: Tensor, attention_mask: Tensor | None) -> Tensor:
