@@ -58,9 +58,12 @@ class SketchedBody(nn.Module):
         mixing: `(directions, Σ p·q)`: the directions of all layers' S together.
 
     Example:
+        >>> from torch import nn
         >>> from hf_gradguard.heads import head_of
         >>> public = ["a good film", "a bad one", "a joke", "the plot is slow"]
-        >>> body = sketched_body(head_of(model, public, processing_class=tokenizer), public)
+        >>> head = head_of(model, public, 3, processing_class=tokenizer)
+        >>> head.head.weight = nn.Parameter(torch.randn(2, 4))  # in place of a training
+        >>> body = sketched_body(head, public, directions=4)
         >>> inputs = tokenizer(["a long film", "a plot"], padding=True, return_tensors="pt")
         >>> body(**inputs, labels=torch.tensor([0, 1])).loss.requires_grad
         True

@@ -130,12 +130,6 @@ RUNS = [
         1,
     ),
     Run(
-        "correlated_bodies",
-        "correlated_bodies:Bodies",
-        f"{TEXT} --public {WIKI}/train.txt {STORED}",
-        3,
-    ),
-    Run(
         "correlated_heads_choice",
         "correlated_heads:Choice",
         f"{TEXT} --public {WIKI}/train.txt {STORED}",

@@ -21,7 +21,7 @@ ROOMS = [
     "testing", "__main__", "cli",
     "demo",
     "recommend",
-    "heads", "train",
+    "bodies", "heads", "train",
     "audit", "federation",
     "training",
     "secure", "sharded",
@@ -47,6 +47,7 @@ DERIVATIVES = {
     "networks/training.py": "trains an evaluation network, on public data",
     "attacks/matching/descent.py": "an attacker's penalties on its own guess",
     "leakage/probes.py": "outputs of drawn inputs, by what layers pass on",
+    "bodies.py": "public samples' scores; and within a model's pass, its loss by its own moves",
 }
 """Files outside `gradient_map/` that differentiate, and what: never a client's loss."""
 

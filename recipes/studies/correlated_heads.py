@@ -194,9 +194,7 @@ class HeadTask(FeaturesTask):
         scores = [mean_accuracy(weights, judged["features"], judged["labels"]) for weights in heads]
         return {"held_out": round(sum(scores) / ORDERS, 5), "messages": steps}
 
-    def trainer(
-        self, model: nn.Module, rows: Any, cell: dict, collator: Any = None
-    ) -> GradGuardTrainer:
+    def trainer(self, model: nn.Module, rows: Any, cell: dict) -> GradGuardTrainer:
         """One client, by SGD with a rate that falls to zero."""
         args = GradGuardConfig(
             self._scratch.name, defense=cell["defense"], defense_kwargs=cell["strength"],
@@ -206,15 +204,11 @@ class HeadTask(FeaturesTask):
             save_strategy="no", logging_steps=cell["steps"], report_to="none", disable_tqdm=True,
             remove_unused_columns=False,
         )  # fmt: skip
-        return GradGuardTrainer(model, args, data_collator=collator, train_dataset=rows)
-
-    def right_of_test(self, cell: dict) -> np.ndarray:
-        """Which test rows are right after a training."""
-        return self.right(self.train(cell), cut(self.test_rows, cell["directions"]))
+        return GradGuardTrainer(model, args, train_dataset=rows)
 
     def learned(self, cell: dict) -> dict:
         """Accuracy, which test rows are right, and what a proof says."""
-        right = self.right_of_test(cell)
+        right = self.right(self.train(cell), cut(self.test_rows, cell["directions"]))
         metrics = {
             "accuracy": float(right.mean()), "right": np.packbits(right).tobytes().hex(),
             "of": len(right),

@@ -16,7 +16,6 @@ from hf_gradguard.leakage import dp_sgd_epsilon, gaussian_epsilon
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing.small import small_text_task
 from recipes.studies import frontier_rows, frontier_texts
-from recipes.studies.correlated_bodies import BodyTask, Sentences
 from recipes.studies.correlated_heads import Choice, HeadTask, ImagesTask, Texts
 from recipes.studies.frontier_attacks import attack_texts, f1_of, messages_of
 from recipes.studies.frontier_clients import Stage, TextTask, next_rate, rates_to_try, row_of
@@ -308,36 +307,6 @@ def test_correlated_heads(encoder, sentences, public, quick, tmp_path, monkeypat
     assert rows[1][-1] == "0.048"
     kept = load_file(models / "correlated-heads" / "features-test.safetensors")
     torch.testing.assert_close(kept["features"].norm(dim=1), torch.ones(len(kept["labels"])))
-
-
-def test_correlated_bodies(encoder, sentences, public, quick, tmp_path, monkeypatch):
-    """What trains the body is not what trained the head, and a usual model is judged."""
-    monkeypatch.setattr(HeadTask, "HELD_OUT", 20)
-    monkeypatch.setattr(HeadTask, "PUBLIC", 12)
-    bodies, trained = [], []
-    body_of, trainer = BodyTask.body_of, BodyTask.trainer
-
-    def watched_body(task, places, cell):
-        bodies.append(set(places.tolist()))
-        return body_of(task, places, cell)
-
-    def watched_trainer(task, model, rows, *rest):
-        trained.append(rows)
-        return trainer(task, model, rows, *rest)
-
-    monkeypatch.setattr(BodyTask, "body_of", watched_body)
-    monkeypatch.setattr(BodyTask, "trainer", watched_trainer)
-    data = ("--model", encoder, "--data_dir", sentences, "--public", public)
-    output = tmp_path / "correlated_bodies"
-    study = quick("correlated_bodies", *data, "--models", tmp_path / "models", output=output)
-    shape = "4 messages of 2, 4 directions"
-    assert [row[0] for row in study.rows()] == [f"none, {shape}", f"σ 1.5 correlated, {shape}"]
-    private = study.figures[f"σ 1.5 correlated, {shape}"]
-    (run,) = private["accuracy"].values()
-    assert run["epsilon"] == pytest.approx(gaussian_epsilon(1.5, 1e-5))
-    assert [len(places) for places in bodies] == [4] * 4
-    for rows in (rows for rows in trained if isinstance(rows, Sentences)):
-        assert len(rows) == 4
 
 
 def test_settings_of_heads_are_chosen_by_simulation(
