@@ -58,7 +58,7 @@ def test_span_and_the_search_say_whether_they_were_stopped(
     observation = observe(build("gpt2"), sentences(2))
     assert not make_attack("span", seconds=0.0)(observation).complete
     assert make_attack("span")(observation).complete
-    search = make_attack("likelihood_search", public_texts=PUBLIC, evaluations=64)
+    search = make_attack("likelihood_search", public_texts=PUBLIC, evaluations=64, populations=1)
     assert not search(message("gaussian_noise", relative_scale=20.0), torch_rng()).complete
     # This message's noise takes 1.2 standard deviations from the true text's score.
     monkeypatch.setattr("hf_gradguard.attacks.likelihood_search.attack._SETTLED", 2.0)
