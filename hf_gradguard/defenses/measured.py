@@ -21,7 +21,7 @@ class Recovered(NamedTuple):
             finds, TPR at 1 % FPR.
         decibels: PSNR of Inverting Gradients' image. Undefended 30, a gray image 12.
         image_members: As `text_members`, of images.
-        searched_words: As `words`, by `likelihood_search`, at the start of training, of single
+        searched_words: As `words`, by `likelihood_search`, at the start of training, of five
             sentences.
     """
 
@@ -37,7 +37,7 @@ class Recovered(NamedTuple):
             "a candidate-set attacker {:.0%} of the sentences in a message of 16",
             "Inverting Gradients found an image at {:g} dB (gray: 12)",
             "a candidate-set attacker {:.0%} of the images in a message of 16",
-            "a search by likelihood {:.0%} of single sentences' words",
+            "a search by likelihood {:.0%} of five single sentences' words",
         )
         figures = zip(texts, self, strict=True)
         return ", ".join(text.format(figure) for text, figure in figures if figure is not None)
