@@ -219,6 +219,14 @@ def sketched_body(
     Raises:
         ValueError: If the encoder has no linear layers inside, or the scores do not depend on them
             (a head that is zero).
+
+    Example:
+        >>> from hf_gradguard.heads import head_of
+        >>> public = ["a good film", "a bad one", "a joke", "the plot is slow"]
+        >>> head = head_of(model, public, 3, processing_class=tokenizer)
+        >>> head.head.weight = torch.nn.Parameter(torch.randn(2, 4))  # in place of a training
+        >>> sketched_body(head, public, directions=4).moves
+        Linear(in_features=4, out_features=1, bias=False)
     """
     samples = packaged_sentences() if public is None else public
     if not bool(head.head.weight.any()):

@@ -39,7 +39,8 @@ def test_sentences_are_searched_and_summarized(encoder, sentences, quick, tmp_pa
 def test_all_cells_are_strengths_of_both_models():
     flags = ["--all", "--model", "m", "--data_dir", "d", "--output", "o", "--sentences", "3"]
     cells = LikelihoodSearches.parse(flags).cells()
-    assert len(cells) == 2 * 3 * 3 + 2 + 3
+    assert len(cells) == 2 * 3 * 3 + 2 + 3 + 3
     assert {state for state, _, _ in cells} == {
         "start", "trained", "start, 4 in a message", "start, ends by the whole likelihood",
+        "start, 6 populations",
     }  # fmt: skip
