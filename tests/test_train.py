@@ -139,6 +139,7 @@ def test_images_are_read_by_workers(
     assert ".png): no image of 8 or 16 bits" in fails(capsys, *flags)
 
 
+@pytest.mark.long
 def test_an_npz_of_images(models: Path, tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (20, 8, 8, 3), dtype=np.uint8)
     np.savez(tmp_path / "images.npz", x_train=pixels, y_train=np.arange(20) % 2)

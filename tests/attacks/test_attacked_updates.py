@@ -103,6 +103,7 @@ def test_the_truth_matches_exactly(optimizer: str, settings: dict[str, Any]) -> 
     assert error > 0.05 * flat(dict(seen.gradient)).norm()
 
 
+@pytest.mark.long
 def test_span_reads_several_steps() -> None:
     """Four epochs on one text: every token, as from one gradient; and of four texts, one a step, no
     fewer than from their gradient, but for a few.
@@ -131,6 +132,7 @@ def test_span_reads_several_steps() -> None:
     assert counts[0] >= counts[1] - 3
 
 
+@pytest.mark.long
 def test_matching_goes_through_the_steps() -> None:
     """From a start near the truth, so that the distance decides and not the search."""
     torch.manual_seed(0)

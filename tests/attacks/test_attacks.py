@@ -382,6 +382,7 @@ def test_image_attacks_recover_pixels(name: str, settings: dict[str, Any]) -> No
     assert psnr(found.input, batch["pixel_values"]) > 30
 
 
+@pytest.mark.long
 def test_lbfgs_of_several_candidates_is_that_of_each() -> None:
     """Evaluated together, each goes its own way: as many evaluations, the same values, the same
     end.
@@ -408,6 +409,7 @@ def test_lbfgs_of_several_candidates_is_that_of_each() -> None:
         torch.testing.assert_close(other.input, one.input, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 def test_lbfgs_together_weighs_each_by_its_own_gradient() -> None:
     """Coordinates that a pruning left differ between messages."""
     model, pixels = small_lenet(), image_batch(2)["pixel_values"].split(1)
@@ -433,6 +435,7 @@ def test_lbfgs_together_weighs_each_by_its_own_gradient() -> None:
         assert other.history == pytest.approx(one.history, rel=1e-6, abs=1e-12)
 
 
+@pytest.mark.long
 def test_dlg_finds_the_labels_of_several_restarts_too() -> None:
     model, batch = (
         small_lenet(),
@@ -536,6 +539,7 @@ def test_recovered_pixels_are_in_range() -> None:
     assert (float(found.min()), float(found.max())) == (0.0, 1.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["inverting_gradients", "lamp"])
 def test_text_attacks_recover_words(name: str) -> None:
     model, batch, tokenizer = text_task()
@@ -548,6 +552,7 @@ def test_text_attacks_recover_words(name: str) -> None:
     assert found.text == [" ".join(f"w{3 * i % 20}" for i in range(5))]
 
 
+@pytest.mark.long
 def test_tag_leads_a_blurred_text_back() -> None:
     model, batch, tokenizer = text_task()
     true = GradientMap(model, batch).input
@@ -590,6 +595,7 @@ def test_observations_attacked_together_end_as_by_themselves(task: str) -> None:
     assert one[0][key].shape[0] == 1
 
 
+@pytest.mark.long
 def test_restarts_return_the_best_match() -> None:
     model, batch, tokenizer = text_task()
     seen = observe(model, batch, labels=batch["labels"], tokenizer=tokenizer)

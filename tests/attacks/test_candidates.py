@@ -105,6 +105,7 @@ def test_the_posterior_of_two_is_by_the_formula(noise: Any) -> None:
         assert torch.equal(again.scores, found.scores)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gaussian_noise", "laplace_noise"])
 def test_strength_of_the_batchs_own_names_a_candidate_by_its_norm(name: str) -> None:
     """Every candidate has the variance r² ‖g‖²/d of its own. At noise of 300 times, where products
@@ -236,6 +237,7 @@ def test_members_are_found_beside_others_that_are_not_listed(
     assert sorted(found.topk(len(listed)).indices.tolist()) == listed
 
 
+@pytest.mark.long
 def test_of_a_list_of_half_a_batch_more_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of undefended messages, exact as they are, than by who believes his list to be complete."""
     model, _ = make_task("vit")
@@ -483,6 +485,7 @@ def test_members_of_a_batch_are_found(name: str, kind: str) -> None:
         assert float(found.posterior[members].min()) > 0.9
 
 
+@pytest.mark.long
 def test_members_are_found_where_most_entries_are_clipped() -> None:
     """What is clipped on average is left out: it says nothing of who is in the message."""
     model, list_ = small("bert")
@@ -541,6 +544,7 @@ def test_messages_that_were_clipped_otherwise_are_not_attacked_together() -> Non
         )
 
 
+@pytest.mark.long
 def test_pure_noise_names_nobody() -> None:
     """Ranks are uniform over who is said to be the client's: their mean, and how many are first."""
     model, _ = make_task("bert", dtype=torch.float32)
@@ -563,6 +567,7 @@ def test_pure_noise_names_nobody() -> None:
         assert int((ranks == 1).sum()) <= 16  # 6 expected, deviation 2.3
 
 
+@pytest.mark.long
 def test_together_is_each_by_itself() -> None:
     """Also of other labels, known or not, and of other sizes; up to float32's rounding."""
     model, _ = make_task("bert")
@@ -583,6 +588,7 @@ def test_together_is_each_by_itself() -> None:
         assert len(found.token_ids) == seen.batch_size
 
 
+@pytest.mark.long
 def test_what_earlier_messages_left_out_together_is_each_by_itself() -> None:
     model, _ = make_task("bert")
     list_ = texts(8, length=5)

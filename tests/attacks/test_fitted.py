@@ -126,6 +126,7 @@ def rank_of(right: int, listed: list[Any], informed: bool) -> int:
     return int((scores > scores[right]).sum())
 
 
+@pytest.mark.long
 def test_who_knows_it_names_more() -> None:
     listed = texts(24)
     informed, plain = ([rank_of(at, listed, knows) for at in range(8)] for knows in (True, False))

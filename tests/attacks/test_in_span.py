@@ -129,6 +129,7 @@ def read(seen: Observation, batch: dict[str, Tensor]) -> list[Powers]:
     return spans_of(seen, seen.mechanism.fitted, batch, torch_rng(3))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "factors",
     [
@@ -150,6 +151,7 @@ def test_synthetic_texts_are_read_out_of_a_message(factors: Granularity) -> None
         assert float(drawn(one).sum()) / size < 0.9
 
 
+@pytest.mark.long
 def test_later_messages_are_read_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as are asked for, of those that there are."""
     monkeypatch.setattr(fitted, "LATER_MESSAGES", 1)
@@ -169,6 +171,7 @@ def test_later_messages_are_read_as_well(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(read(accumulate_uploads(uploads[:1]), batches[0])) == 1
 
 
+@pytest.mark.long
 def test_more_tokens_than_a_layer_is_wide_are_not_read() -> None:
     model, _ = make_task("bert", **WIDE)
     batch = texts(1)[0]
@@ -234,6 +237,7 @@ def ranks_of(dropout: float, seed: int) -> list[int]:
     return [int((scores[3:] > scores[at]).sum()) for at in range(3)]
 
 
+@pytest.mark.long
 def test_who_reads_them_names_more(monkeypatch: pytest.MonkeyPatch) -> None:
     reading = [rank for seed in range(4) for rank in ranks_of(0.0, seed)]
     monkeypatch.setattr(fitted, "LEAST_WITHIN", 2.0)  # nothing is believed
@@ -241,6 +245,7 @@ def test_who_reads_them_names_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(reading) < 0.75 * sum(guessing), (reading, guessing)
 
 
+@pytest.mark.long
 def test_where_a_client_runs_dropout_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
         raise AssertionError("dropout's masks are the client's own")
@@ -300,6 +305,7 @@ def test_who_knows_the_span_tells_more_than_who_knows_its_share() -> None:
     assert waited < 0.6 * alone, ranks
 
 
+@pytest.mark.long
 def test_a_text_alone_is_told_by_the_messages_own_span() -> None:
     """The score is the formula's with ‖P g‖² of the span that was read."""
     model, _ = make_task("bert", **WIDE)

@@ -116,6 +116,7 @@ def test_the_true_text_scores_what_it_is_expected_to() -> None:
     assert float(score(public_ids()[:64])[:, 0].max()) < value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("defense", "settings"),
     [
@@ -221,6 +222,7 @@ def test_the_whole_likelihood_is_that_of_gradients_written_out(name: str) -> Non
     assert found.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-2)
 
 
+@pytest.mark.long
 def test_a_search_ends_by_the_whole_likelihood_where_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -297,6 +299,7 @@ def test_leaving_out_a_text_is_a_message_without_it(name: str) -> None:
     assert float(score(texts[:1])[0, 0]) == pytest.approx(float(untouched), abs=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "scale", "least"),
     [("bert", None, 0.8), ("bert", 0.5, 0.7), ("gpt2_lm", 0.5, 0.7)],

@@ -154,6 +154,7 @@ def test_known_noise_is_weighed() -> None:
     assert error(each, pixels) == pytest.approx(error(told, pixels))
 
 
+@pytest.mark.long
 def test_an_undefended_vision_transformer_is_never_at_chance(tmp_path) -> None:
     """`analytic` is among the attacks that an audit takes by itself."""
     from hf_gradguard.audit import run

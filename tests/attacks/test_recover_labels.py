@@ -72,6 +72,7 @@ def under_noise(*without: str, size: int = BATCH) -> float:
     return found(recover_labels, without, relative_scale=10, size=size)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, BATCH])
 def test_the_weight_says_more_than_the_bias_under_noise(size: int) -> None:
     """At noise of 10 times the gradient; 588 features average it out."""
@@ -89,6 +90,7 @@ def test_without_noise_every_label_is_found() -> None:
     assert found(recover_labels) == 1.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, BATCH])
 def test_a_withheld_head_protects_no_label(size: int) -> None:
     """The layer below gets what the head knows, through the head's weight, which is public."""
@@ -106,6 +108,7 @@ def test_a_text_model_too() -> None:
     assert recover_labels_below(seen).tolist() == batch["labels"].tolist()
 
 
+@pytest.mark.long
 def test_a_decoders_label_is_read_at_its_last_token() -> None:
     """Its head has no bias, and runs at every position. Features of last tokens, from the decoder
     itself, tell the sign of (p - y) hᵀ; those of all positions are others.

@@ -40,6 +40,7 @@ def test_a_clock_notes_that_it_stopped_an_attack() -> None:
     assert (long.is_over, long.has_stopped) == (False, False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tag", "dlg"])  # together, and each by its own line search
 def test_matching_says_whether_it_was_stopped(name: str) -> None:
     observation = observe(build("bert"), sentences(1))
@@ -52,6 +53,7 @@ def test_matching_says_whether_it_was_stopped(name: str) -> None:
     assert whole.complete
 
 
+@pytest.mark.long
 def test_span_and_the_search_say_whether_they_were_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -198,6 +200,7 @@ def test_a_bar_counts_candidates(capsys: pytest.CaptureFixture[str]) -> None:
 # --- audits
 
 
+@pytest.mark.long
 def test_an_audit_hands_seconds_on(tmp_path: Path) -> None:
     model, (tokenizer, rows) = task("bert", dtype=torch.float32)[0], _rows()
     result = audit(

@@ -294,6 +294,7 @@ def test_a_decoders_first_token_is_not_taken_for_the_whole_text(family: str, spe
         assert sorted(found) == sorted(texts)
 
 
+@pytest.mark.long
 def test_an_encoders_four_sentences() -> None:
     """Words that two sentences have at one place, and words that one has at two places."""
     texts = sentences(4, (9, 9, 7, 8))
@@ -310,6 +311,7 @@ def test_sentences_that_start_alike_and_a_word_twice() -> None:
     assert sorted(Span()(observe(build("llama"), texts)).token_ids) == texts
 
 
+@pytest.mark.long
 def test_lora_matrices_give_the_tokens() -> None:
     """A-matrices see the same inputs: 2 x 12 rows hold 9 tokens. Nothing else is trained but the
     head.

@@ -217,6 +217,7 @@ LEAKS = [
 ]
 
 
+@pytest.mark.long
 def test_no_leak_is_at_chance_that_another_attacker_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +242,7 @@ def test_no_leak_is_at_chance_that_another_attacker_finds(
     assert "<th>knows the defense</th>" in page
 
 
+@pytest.mark.long
 def test_what_hides_is_at_chance_and_batches_and_images_are_ranked(tmp_path: Path) -> None:
     hidden = audit(
         *text_model(), MORE, "gaussian_noise:relative_scale=3e5", [],
@@ -259,6 +261,7 @@ def test_what_hides_is_at_chance_and_batches_and_images_are_ranked(tmp_path: Pat
     assert shown.attacks["candidates"]["candidates"] == ["Tensor"] * 8
 
 
+@pytest.mark.long
 def test_defenses_together_are_each_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,6 +357,7 @@ def test_where_first_messages_are_empty_others_come_before(tmp_path: Path) -> No
         defense.load_state_dict({})
 
 
+@pytest.mark.long
 def test_searches_get_public_texts_that_no_message_has(tmp_path: Path) -> None:
     private, others = SAMPLES[:1], [" ".join(DRAW.choice(WORDS, size=5)) for _ in range(30)]
     search = make_attack("likelihood_search", evaluations=100)

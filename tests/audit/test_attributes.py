@@ -46,6 +46,7 @@ def infer(defense: Defense, names: str, messages: int = 300) -> dict[str, Inferr
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_an_undefended_message_tells_label_words_and_length() -> None:
     found = infer(make_defense("none"), "label w3 length")
     assert found["label"].accuracy == 1
@@ -59,6 +60,7 @@ def test_an_undefended_message_tells_label_words_and_length() -> None:
         assert inferred.advantage == inferred.accuracy - inferred.prior
 
 
+@pytest.mark.long
 def test_a_message_of_nothing_is_at_the_prior() -> None:
     """A classifier that gets the same features for all says one value, which is right once in
     so many values.
@@ -68,6 +70,7 @@ def test_a_message_of_nothing_is_at_the_prior() -> None:
         assert inferred.verdict == "cannot tell"
 
 
+@pytest.mark.long
 def test_noise_beyond_all_is_at_the_prior_and_seeds_repeat() -> None:
     """Of 60 independent guesses, whatever the classifier learned from noise."""
     first, again = (infer(make_defense("gaussian_noise", scale=1e3), "w3", 180) for _ in range(2))
@@ -111,6 +114,7 @@ def test_directions_hold_what_values_differ_by() -> None:
         assert missed.norm() <= 1e-4 * size, name
 
 
+@pytest.mark.long
 def test_images_have_attributes_too() -> None:
     model, batch = make_task("vit", dtype=torch.float32)
     draw = torch.Generator().manual_seed(0)

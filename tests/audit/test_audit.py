@@ -158,6 +158,7 @@ def test_wrong_samples_and_settings(
 # --- resuming
 
 
+@pytest.mark.long
 def test_an_interrupted_audit_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = text_model()
     settings: dict[str, Any] = {
@@ -191,6 +192,7 @@ def test_an_interrupted_audit_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(calls) == 5
 
 
+@pytest.mark.long
 def test_a_changed_setting_starts_new_cells(tmp_path: Path, spy: type[Spy]) -> None:
     model, tokenizer = text_model()
 
@@ -265,6 +267,7 @@ def test_an_output_that_cannot_be_written_to(tmp_path: Path, spy: type[Spy]) -> 
 # --- equal terms, and what the attacker sees
 
 
+@pytest.mark.long
 def test_every_defense_and_attack_has_the_same_seeds(tmp_path: Path, spy: type[Spy]) -> None:
     audit(
         *text_model(),
@@ -828,6 +831,7 @@ def test_the_report_escapes_and_loads_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "table.md").read_text() == markdown_table(summarize(result))
 
 
+@pytest.mark.long
 def test_the_report_of_images_is_self_contained(tmp_path: Path) -> None:
     result = audit(
         *image_model(),
@@ -888,6 +892,7 @@ def text_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_command_line_for_texts(text_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = [
         "audit",
@@ -990,6 +995,7 @@ def test_command_line_errors(
     assert message in error
 
 
+@pytest.mark.long
 def test_command_line_for_images(tmp_path: Path) -> None:
     model, processor = image_model()
     model.save_pretrained(tmp_path / "model")

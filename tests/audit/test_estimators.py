@@ -87,6 +87,7 @@ def test_figures_by_dense_jacobians(tmp_path: Path, spy: type[Spy]) -> None:
     assert json.loads((tmp_path / "audit.json").read_text())["shared"] == result.shared
 
 
+@pytest.mark.long
 def test_figures_are_the_same_when_an_audit_goes_on(tmp_path: Path, spy: type[Spy]) -> None:
     model, tokenizer = text_model()
     first = audit(model, tokenizer, TEXTS[:2], ["optimal_noise", "pruning"], "spy", output=tmp_path)
@@ -250,6 +251,7 @@ def test_where_the_points_are() -> None:
     assert (plot["coefficient"], plot["count"], plot["zeros"]) == ("-1.00", 4, True)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few_evaluations")
 def test_the_report_of_an_audit_shows_all_points(tmp_path: Path, spy: type[Spy]) -> None:
     result = audit(

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("few_probes")
 DEFENSES = ["pruning:ratio=0.5", "gaussian_noise:relative_scale=1000"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "size"), [("text", 1), ("text", 2), ("image", 1), ("image", 3)])
 def test_labels_are_found_also_where_attacks_are_granted_them(
     kind: str,

@@ -107,6 +107,7 @@ def test_bounds_are_in_the_unit_of_gradients() -> None:
     assert bounds[1] == pytest.approx(0.2 / (4 * 0.05))
 
 
+@pytest.mark.long
 def test_planted_leaks_of_updates(tmp_path: Path) -> None:
     """Span reads the texts of two epochs over two batches, and not behind strong noise."""
     model, tokenizer, texts = leaking(width=32, count=2)

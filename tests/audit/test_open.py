@@ -64,6 +64,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ATTACKS, "constant", Constant)
 
 
+@pytest.mark.long
 def test_classes_of_others_by_name_and_as_objects(toys: None, tmp_path: Path) -> None:
     model, tokenizer = text_model()
     by_name = audit(
@@ -117,6 +118,7 @@ def test_an_attack_is_no_defense(tmp_path: Path) -> None:
         audit(*text_model(), TEXTS, [3], "tag", output=tmp_path)  # type: ignore[list-item]
 
 
+@pytest.mark.long
 def test_estimators_of_others_stand_beside_the_two(
     toys: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def summary(tmp_path_factory: pytest.TempPathFactory) -> Any:
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weak", WEAK)
 def test_planted_leaks_are_not_at_chance(summary: Any, weak: str) -> None:
     """Span reads all of them but behind synthetic samples, and somebody with a list names every

@@ -67,6 +67,7 @@ def by_attack(result: Any) -> dict[tuple[str, str], dict[str, Any]]:
     }
 
 
+@pytest.mark.long
 def test_the_weight_that_shows_most_of_own_images(shade, tmp_path) -> None:
     result = audited(tmp_path, {"four": Shade(restarts=4)})
     noise = "gaussian_noise:relative_scale=1"

@@ -28,6 +28,7 @@ def bootstraps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.long
 def test_a_report_bootstraps_no_more_than_its_rows_need(
     bootstraps: list[int], tmp_path: Path, spy: type[Spy]
 ) -> None:

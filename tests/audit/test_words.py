@@ -68,6 +68,7 @@ class Constant(Defense):
         return Mechanism(noise="gaussian", variance=1.0)
 
 
+@pytest.mark.long
 def test_a_message_of_nothing_is_at_chance() -> None:
     """The number of right answers is binomial by the coin, though one text is always likelier."""
     found = measure(Constant(), 60)
@@ -76,6 +77,7 @@ def test_a_message_of_nothing_is_at_chance() -> None:
     assert found.is_at_chance
 
 
+@pytest.mark.long
 def test_noise_beyond_all_is_at_chance_and_its_rate_is_by_the_formula() -> None:
     assert measure(make_defense("gaussian_noise", scale=1e6), 30).is_at_chance
     # Φ(‖g - g'‖/2σ) of pairs are told right, where noise does not follow the gradient's norm.

@@ -679,6 +679,7 @@ def run_command(arguments: list[str], folder: Path, **settings: Any) -> Any:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "line"), [("a.csv", "row 3"), ("b.csv", "no file or folder")], ids=["row", "name"]
 )
@@ -691,6 +692,7 @@ def test_one_line_and_no_traceback(name: str, line: str, models: Path, tmp_path:
     assert "Traceback" not in done.stderr + done.stdout
 
 
+@pytest.mark.long
 def test_a_terminal_shows_the_first_rows_and_no_file_has_them(models: Path, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(TABLE.replace(",", ";") + "word5 " * 40 + ";1\n")
     arguments = ["audit", "--model", str(models / "named"), "--dataset", "a.csv", "--samples", "2"]

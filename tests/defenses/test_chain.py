@@ -318,6 +318,7 @@ def test_noise_that_was_processed_has_no_covariance_that_is_known(
         torch.testing.assert_close(flat(noise.variance), torch.full((116,), 0.09).double())
 
 
+@pytest.mark.long
 def test_noise_that_follows_noise_does_not_have_the_covariance_it_would_say() -> None:
     """Why: optimal noise is large just where noise before it left little, so that the two are not
     of the variance that the sum of what both say would be, by far more than chance.

@@ -47,6 +47,7 @@ def dense(column: Tensor) -> Tensor:
     return torch.where(place[:, None] >= place, column[(place[:, None] - place).clamp(min=0)], 0.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["blt", "banded", "square_root"])
 def test_keeps_the_contract(kind: str) -> None:
     check_defense(private(messages=64, factorization=kind, bands=3 if kind == "banded" else None))
@@ -82,6 +83,7 @@ def whole(**settings: Any) -> DPSGD:
     return defense
 
 
+@pytest.mark.long
 def test_noise_of_whole_updates_is_white_behind_the_factor() -> None:
     """As of samples, with σC in the place of scale: what is in two messages of eight, three apart,
     moves all of them together by 2C times the sensitivity at most.
@@ -128,6 +130,7 @@ def test_a_message_by_itself_has_the_variance_that_is_stated() -> None:
         assert mechanism.variance > (SIGMA * CLIP / ROWS) ** 2  # more than independent noise
 
 
+@pytest.mark.long
 def test_whoever_has_all_earlier_noise_finds_no_more_than_mu_allows() -> None:
     """The best test of one message: what the running sums add is subtracted, and the row's own
     direction is looked at. Fresh noise is σC‖C‖, so it finds less than Φ(Φ⁻¹(α) + 1/σ).

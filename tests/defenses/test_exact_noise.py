@@ -131,6 +131,7 @@ def test_words_of_a_shared_table_are_not_named() -> None:
     assert abs(np.mean(spread)) < 4 * error + 1e-9
 
 
+@pytest.mark.long
 def test_a_list_of_gradients_does_not_name_the_right_one() -> None:
     """Of 200 gradients the one whose entries are reached most often: the first by chance only. The
     control names it every time.

@@ -258,6 +258,7 @@ def test_fitted_buffers_are_as_good_as_published_ones(messages: int) -> None:
     assert noise < 1.03 * (1 + math.log(messages) / math.pi)
 
 
+@pytest.mark.long
 def test_two_buffers_are_the_published_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """jax_privacy's best two buffers for 100 000 messages (test_optimize_single_participation_
     golden) have C⁻¹ of the same series, up to the four digits that are kept.

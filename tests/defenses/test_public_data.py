@@ -58,6 +58,7 @@ def learned(
     return defense, gmap
 
 
+@pytest.mark.long
 def test_expectations_are_those_of_dense_jacobians() -> None:
     """E s_i² and E g_i² over the batches, of matrices their sums over rows and columns."""
     public = batches(COUNT)

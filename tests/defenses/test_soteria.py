@@ -227,6 +227,7 @@ def test_noise_after_it_falls_on_what_it_left() -> None:
     assert torch.equal(shared == 0, zeros)
 
 
+@pytest.mark.long
 def test_the_attacker_who_leaves_the_layer_out_undoes_it() -> None:
     torch.manual_seed(0)
     config = LeakageLeNetConfig(

@@ -242,6 +242,7 @@ def test_autocast_is_left_for_differences(name: str) -> None:
     assert error(flat(found), exact) < 0.01
 
 
+@pytest.mark.long
 def test_half_precision_takes_second_derivatives() -> None:
     model, batch = make_task("bert", dtype=torch.bfloat16)
     gmap = GradientMap(model, batch)
@@ -298,6 +299,7 @@ def dense(gmap: GradientMap) -> Tensor:
     return torch.stack(rows, 1)
 
 
+@pytest.mark.long
 def test_splitting_four_samples_takes_three_quarters_of_the_variance() -> None:
     """Relative variance 2/k, over the number of samples where those matter alike."""
     gmap = GradientMap(*small_convolution(4))
@@ -340,6 +342,7 @@ def contrastive_batch(samples: int = 4) -> dict[str, Tensor]:
     return {"pixel_values": pixels, "labels": torch.arange(samples) % 4}
 
 
+@pytest.mark.long
 def test_samples_that_a_loss_couples_are_not_split() -> None:
     """Also where the same model was tried out with a loss that does not."""
     torch.manual_seed(1)
@@ -354,6 +357,7 @@ def test_samples_that_a_loss_couples_are_not_split() -> None:
     assert_unbiased(estimates(coupled, 200), dense(coupled).square().sum(0))
 
 
+@pytest.mark.long
 def test_samples_that_batch_statistics_couple_are_not_split() -> None:
     model, batch = small_convolution(4, batch_norm=True)
     gmap = GradientMap(model, batch)

@@ -217,6 +217,7 @@ def test_accountant_refusals() -> None:
 # --------------------------------------------------------------------------------------- bounds
 
 
+@pytest.mark.long
 @given(st.integers(0, 10_000), st.integers(1, 6), st.floats(1e-6, 1e3))
 def test_the_ladder(seed: int, rows: int, variance: float) -> None:
     """1/‖FIM‖ ≤ m/Tr FIM ≤ Tr(FIM⁻¹)/m = E[I²]/m for random Jacobians under uniform noise."""

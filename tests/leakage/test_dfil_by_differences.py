@@ -33,6 +33,7 @@ def assert_mean(values: Tensor, exact: Tensor) -> None:
     assert ((values.mean(0) - exact).abs() <= 4 * error + 0.005 * exact).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["convolution", *(slow(name) for name in ("bert", "gpt2", "vit"))])
 def test_it_is_the_dense_jacobians(name: str) -> None:
     """200 seeds, another variance for every coordinate, no layer left out."""
@@ -53,6 +54,7 @@ def present(gmap: GradientMap) -> Tensor:
     return torch.ones_like(gmap.input) if mask is None else mask[..., None].expand_as(gmap.input)
 
 
+@pytest.mark.long
 def test_noise_between_very_different_sizes() -> None:
     """A thousandth of the coordinates have a thousandth of the others' deviation: most of what is
     said is said there.
@@ -68,6 +70,7 @@ def test_noise_between_very_different_sizes() -> None:
     assert_mean(draws(gmap, variance, 50)[0], exact)
 
 
+@pytest.mark.long
 def test_in_float32_and_with_dropout() -> None:
     """Against the exact figure of the same masks, in the unit that models train in."""
     model, batch = make_task("bert", dtype=torch.float32, dropout=0.2)
@@ -79,6 +82,7 @@ def test_in_float32_and_with_dropout() -> None:
     assert_mean(values, dfil(gmap, 1.0, None).value)
 
 
+@pytest.mark.long
 def test_coupled_samples_have_what_the_dense_jacobian_says() -> None:
     gmap = GradientMap(*small_convolution(4, batch_norm=True))
     assert_mean(draws(gmap, 0.01)[0], dfil(gmap, 0.01, None).value)
@@ -111,6 +115,7 @@ def test_where_differences_cannot_be_had(make: Callable[[], GradientMap]) -> Non
     assert torch.isfinite(dfil(make(), 1.0, 3).value).all()
 
 
+@pytest.mark.long
 def test_a_sample_is_not_charged_for_another() -> None:
     """Two samples of very different sensitivities: each has its own, to 4 standard errors."""
     model, batch = small_convolution()

@@ -80,6 +80,7 @@ def test_more_messages_cost_more_and_none_cost_nothing() -> None:
     assert 0 < spent[0] < spent[1] < spent[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("target", "rate", "messages"), [(4.0, 0.1, 60), (1.0, 0.05, 40)])
 def test_calibration_is_the_inverse(target: float, rate: float, messages: int) -> None:
     multiplier = dp_sgd_noise_multiplier(target, 1e-5, rate, messages)
@@ -87,6 +88,7 @@ def test_calibration_is_the_inverse(target: float, rate: float, messages: int) -
     assert dp_sgd_epsilon(multiplier * 0.995, rate, messages, 1e-5) > target
 
 
+@pytest.mark.long
 def test_calibration_counts_what_was_shared() -> None:
     account = PrivacyAccount({(1.0, 0.1): 20})
     multiplier = dp_sgd_noise_multiplier(4.0, 1e-5, 0.1, 20, account)

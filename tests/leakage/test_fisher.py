@@ -35,6 +35,7 @@ from hf_gradguard.leakage import (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DENSE)
 def test_exact_figures_equal_the_dense_ones(name: str) -> None:
     gmap, jacobian = dense_case(name)
@@ -143,6 +144,7 @@ def test_estimates_on_models_keep_to_their_standard_errors(name: str) -> None:
         assert float(values[:, j].std()) == pytest.approx(float((normal - single).sqrt()), rel=0.25)
 
 
+@pytest.mark.long
 def test_probes_are_independent() -> None:
     """The trap: one random key for all probes makes fifty of them one. Here the fiftieth's error is
     a seventh.

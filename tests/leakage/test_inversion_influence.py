@@ -89,6 +89,7 @@ def test_lower_bound_equals_its_formula_and_reuses_the_eigenvalue() -> None:
     assert float(bound.per_sample.norm()) == pytest.approx(float(bound))
 
 
+@pytest.mark.long
 def test_lower_bound_never_exceeds_influence() -> None:
     """200 random Jacobians, perturbations and dampings; a quarter near the direction in which the
     two are equal.
@@ -123,6 +124,7 @@ def test_lower_bound_never_exceeds_influence_on_models(name: str) -> None:
         assert 0 < bound <= inversion_influence(gmap, delta, relative * top)
 
 
+@pytest.mark.long
 def test_one_product_bounds_from_below_and_never_looser() -> None:
     """200 random cases, a quarter in directions in which all three are equal."""
     tightest = 1.0
@@ -157,6 +159,7 @@ def test_one_product_equals_its_formula_and_stays_below_by_differences(name: str
         assert inversion_influence_lower_bound(quick, delta) <= float(b.norm()) / exact
 
 
+@pytest.mark.long
 def test_per_sample_and_one_sample_alone() -> None:
     gmap, jacobian = dense_case("gpt2")
     delta = perturbation(gmap)
@@ -221,6 +224,7 @@ def test_withheld_coordinates_of_a_chain_say_nothing() -> None:
     assert float(inversion_influence(view, delta, 1e-3)) == pytest.approx(float(expected), rel=1e-4)
 
 
+@pytest.mark.long
 def test_smallest_directions() -> None:
     gmap, jacobian = dense_case("bert")
     real = jacobian[:72]  # the last of the ten tokens is padding
@@ -324,6 +328,7 @@ def test_too_few_iterations_are_an_error() -> None:
         largest_eigenvalue(gmap, tolerance=1e-12, max_iterations=2)
 
 
+@pytest.mark.long
 def test_float32_says_what_it_cannot_resolve() -> None:
     gmap = GradientMap(*make_task("bert", dtype=torch.float32))
     exact, _ = dense_case("bert")
@@ -462,6 +467,7 @@ def test_small_perturbations_have_small_influence(size: float) -> None:
         )
 
 
+@pytest.mark.long
 def test_what_is_not_finite_is_no_figure() -> None:
     model, batch = make_task("bert")
     next(p for n, p in model.named_parameters() if "query" in n).data[0, 0] = torch.nan

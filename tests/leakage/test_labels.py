@@ -43,6 +43,7 @@ def of_three_classes() -> tuple[GradientMap, dict]:
     return GradientMap(model, batch), batch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("classes", [2, 3])
 def test_it_is_that_of_a_dense_jacobian(classes: int) -> None:
     model, batch = make_task("bert", num_labels=classes, attn_implementation="eager")
@@ -56,6 +57,7 @@ def test_it_is_that_of_a_dense_jacobian(classes: int) -> None:
     assert mean.standard_error == 0
 
 
+@pytest.mark.long
 def test_random_pairs_estimate_it() -> None:
     gmap, _ = of_three_classes()
     variance = uneven_variance(gmap)

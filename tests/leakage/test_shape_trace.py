@@ -28,6 +28,7 @@ from hf_gradguard.defenses import Noise
 DIRECTIONS = 12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bert", "gpt2", pytest.param("vit", marks=pytest.mark.slow)])
 def test_a_changing_s_is_left_out_with_little_loss(name: str) -> None:
     """½ Σ_i ‖∂ log Σ_ii/∂x‖² of Σ_ii ∝ s_i/|g_i|: the package holds s_i. Here log Σ_ii is

@@ -147,6 +147,7 @@ def test_image_architecture_is_the_papers() -> None:
     assert network.head.in_features == 512 * 4 * 4
 
 
+@pytest.mark.long
 def test_text_network_is_twice_differentiable() -> None:
     network = text_network(torch.float64)
     x = torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
@@ -458,6 +459,7 @@ def test_pixels_that_are_none() -> None:
         as_pixels([])
 
 
+@pytest.mark.long
 def test_trained_text_network_tells_noise(trained: Any) -> None:
     network, embedding, tokenizer = trained
     figures = evaluate_text_network(network, embedding, tokenizer, make_texts(50))

@@ -81,6 +81,7 @@ def poisoned(
     return folder
 
 
+@pytest.mark.long
 def test_an_honest_network_is_taken(honest: Path) -> None:
     defense, model = refiner(honest), bert()
     defense.prepare(model, TOKENIZER)

@@ -91,6 +91,7 @@ def make_folder(path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_push_and_load_back(hub: FakeHub, tmp_path: Path) -> None:
     folder, home = make_folder(tmp_path / "digits-network"), tmp_path / "home"
     junk = make_folder(tmp_path / "junk")

@@ -84,6 +84,7 @@ def trials_on(folder: Path, pace: Pace) -> Trials:
     return Trials(model, tokenizer, modality, split, settings, folder, pace)
 
 
+@pytest.mark.long
 def test_no_training_begins_that_does_not_fit(tmp_path: Path, clock: Clock) -> None:
     pace = Pace(minutes=1)
     pace.step_seconds = 30.0

@@ -81,6 +81,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Choice]:
     return folder, run(folder)
 
 
+@pytest.mark.long
 def test_every_defense_has_an_outcome(found: tuple[Path, Choice]) -> None:
     plain, noise, pruned = found[1].outcomes
     assert [plain.defense, noise.defense, pruned.defense] == ["none", *DEFENSES]
@@ -128,6 +129,7 @@ def test_the_file_names_what_is_recommended(found: tuple[Path, Choice], tmp_path
     assert made == make_defense("gaussian_noise", relative_scale=20.0)
 
 
+@pytest.mark.long
 def test_what_is_recommended_is_trained_by_the_command_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +177,7 @@ def test_pages_say_the_same(found: tuple[Path, Choice]) -> None:
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in private)
 
 
+@pytest.mark.long
 def test_it_goes_on_where_it_stopped(found: tuple[Path, Choice]) -> None:
     folder, choice = found
     kept = {path: path.stat().st_mtime_ns for path in folder.rglob("cells/*")}
@@ -185,6 +188,7 @@ def test_it_goes_on_where_it_stopped(found: tuple[Path, Choice]) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("cells/*")} == kept
 
 
+@pytest.mark.long
 def test_a_target_is_met_in_the_trainings_and_in_the_attacks(tmp_path: Path) -> None:
     choice = run(tmp_path, PRIVATE)
     assert choice.chosen is choice.outcomes[1]
@@ -198,6 +202,7 @@ def test_a_target_is_met_in_the_trainings_and_in_the_attacks(tmp_path: Path) -> 
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("cells/*")} == kept
 
 
+@pytest.mark.long
 def test_attacks_meet_the_noise_that_a_trainer_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +225,7 @@ def test_attacks_meet_the_noise_that_a_trainer_finds(
     assert trials.calibrated(make_defense("pruning")) == make_defense("pruning")
 
 
+@pytest.mark.long
 def test_a_defense_without_scores_is_left_out_with_a_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +244,7 @@ def test_a_defense_without_scores_is_left_out_with_a_reason(
     assert said == f"{pruning}Too much is zero."
 
 
+@pytest.mark.long
 def test_what_no_flags_name_is_recommended_in_words(tmp_path: Path) -> None:
     chained = "pruning:ratio=0.9+gaussian_noise:relative_scale=20"
     choice = run(tmp_path, [chained, {"mine": OwnNoise(relative_scale=20.0)}])
@@ -263,6 +270,7 @@ def test_flags_name_what_they_can() -> None:
     assert [flags_of(one) for one in odd] == [None, None, None]
 
 
+@pytest.mark.long
 def test_nothing_is_recommended_where_training_taught_nothing(found: tuple[Path, Choice]) -> None:
     """The same trainings and attacks, with a budget that is no longer all there is to lose."""
     folder, _ = found
@@ -273,6 +281,7 @@ def test_nothing_is_recommended_where_training_taught_nothing(found: tuple[Path,
     run(folder)
 
 
+@pytest.mark.long
 def test_a_language_model_with_adapters(tmp_path: Path) -> None:
     """Its accuracy is the share of next tokens."""
     set_seed(0)
@@ -295,6 +304,7 @@ def test_a_language_model_with_adapters(tmp_path: Path) -> None:
         recommend(regression, tokenizer, texts, "pruning", "span", output=tmp_path, **FEW)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few_evaluations")
 def test_images_by_what_is_usual_for_them(tmp_path: Path) -> None:
     """Attacks are those of images; `analytic` comes where it can read the model."""

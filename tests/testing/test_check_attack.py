@@ -61,12 +61,14 @@ OBSERVATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ATTACKS)
 def test_every_attack_keeps_the_contract(name: str) -> None:
     observations = {domain: make() for domain, make in OBSERVATIONS.get(name, {}).items()}
     check_attack(quick(name), **observations)
 
 
+@pytest.mark.long
 def test_an_attack_of_several_restarts_keeps_the_contract() -> None:
     check_attack(make_attack("grad_inversion", steps=1, restarts=2))
 

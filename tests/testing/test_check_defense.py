@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in DEFENSES if name != NEEDS_A_NETWORK])
 def test_every_defense_keeps_the_contract(name: str) -> None:
     cheap = {"num_probes": 2} if name.startswith("optimal") else {}
@@ -49,11 +50,13 @@ def test_a_model_without_a_configuration_will_do() -> None:
     check_defense(make_defense("gaussian_noise"), [(Plain(), batch)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_keeps_the_contract(name: str) -> None:
     check_defense(make_defense(name, **VARIANTS[name]))
 
 
+@pytest.mark.long
 def test_refiner_keeps_the_contract() -> None:
     model, batch, _ = small_text_task()
     width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
@@ -93,6 +96,7 @@ CHAINS: dict[str, Callable[[], Defense]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", CHAINS)
 def test_chains_keep_the_contract(which: str) -> None:
     check_defense(CHAINS[which]())

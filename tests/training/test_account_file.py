@@ -40,6 +40,7 @@ def killed(folder: Path, kind: str, after: int) -> list[dict[str, Any]]:
     return left
 
 
+@pytest.mark.long
 def test_epsilon_counts_what_left_before_a_kill(tmp_path: Path) -> None:
     count = len(killed(tmp_path, "epsilon", 6))
     step = max(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
@@ -52,6 +53,7 @@ def test_epsilon_counts_what_left_before_a_kill(tmp_path: Path) -> None:
     assert resumed.private_rows.epsilon >= everything.epsilon(1e-3)
 
 
+@pytest.mark.long
 def test_correlated_noise_goes_on_after_a_kill(tmp_path: Path) -> None:
     """Two kills, the second of a run that went on: each message leaves once, with the noise and the
     rows that a run left alone gives it, and ε is no less than that of what left.

@@ -139,6 +139,7 @@ def test_a_row_is_the_one_that_the_model_saw(
             assert torch.equal(ids[ids != PAD], data[number]["input_ids"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("as_dataset", [True, False])
 def test_an_accountant_changes_nothing_for_the_model(
     make_trainer: MakeTrainer, batches: list[dict[str, Tensor]], as_dataset: bool

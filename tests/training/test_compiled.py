@@ -59,6 +59,7 @@ def largest(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
     return max(float((one[name] - two[name]).abs().max()) for name in two)
 
 
+@pytest.mark.long
 def test_without_a_defense_it_is_the_stock_compiled_training(tmp_path: Path) -> None:
     stock, _ = trained(tmp_path, Trainer, "aot_eager", dropout=False)
     own = {"defense": "none", "share_input_embeddings": True}
@@ -68,6 +69,7 @@ def test_without_a_defense_it_is_the_stock_compiled_training(tmp_path: Path) -> 
     assert not any("_orig_mod" in name for name in trainer.shared_names)  # the plain model's
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("defense", "settings"),
     [
@@ -94,6 +96,7 @@ def test_weights_are_those_of_the_plain_training(
     assert torch.equal(compiled[table], start[table])
 
 
+@pytest.mark.long
 def test_messages_that_are_measured_run_as_they_are(tmp_path: Path) -> None:
     """They differentiate twice."""
     own = {"defense": "gaussian_noise", "defense_kwargs": {"scale": 0.01}, "noise_seed": 3}

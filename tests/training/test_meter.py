@@ -410,6 +410,7 @@ def test_defense_that_does_not_say_what_it_added(make_trainer: MakeTrainer) -> N
 # The limit
 
 
+@pytest.mark.long
 def test_message_below_the_limit_counts_as_zeros(make_trainer: MakeTrainer) -> None:
     """Of three clients with 2, 1 and 1 samples the one that leaks most shares nothing; the others
     weigh what they did.
@@ -511,6 +512,7 @@ class StopsAtSave(TrainerCallback):
         control.should_training_stop = True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("skip_data", [False, True])
 def test_accounts_survive_in_checkpoints(
     make_trainer: MakeTrainer,

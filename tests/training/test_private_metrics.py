@@ -89,6 +89,7 @@ def test_what_is_printed_has_two_digits(tmp_path: Path, capsys: pytest.CaptureFi
                 assert f"{entry[name]:.2g}".rstrip("0").rstrip(".") in printed
 
 
+@pytest.mark.long
 def test_who_asks_for_it_gets_means_over_many_messages(tmp_path: Path) -> None:
     _, tracker = train(tmp_path / "few", private_metrics="log")
     for names in (tracker.names, names_in(tmp_path / "few")):

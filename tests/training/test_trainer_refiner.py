@@ -83,6 +83,7 @@ def arguments(folder: Path, **settings: Any) -> GradGuardConfig:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_text_network_is_trained_once_and_cached(
     tokenizer: PreTrainedTokenizerFast, sentences: Path, quick_training: Path, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
