@@ -152,6 +152,7 @@ def test_matching_goes_through_the_steps() -> None:
     assert errors[0] < 0.5 * errors[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_candidates_go_through_the_steps(optimizer: str) -> None:
     """One text, four epochs at a high rate: among texts that differ in one word the true one has

@@ -347,6 +347,7 @@ def test_padding_of_a_known_mask_is_left_out() -> None:
 # --- attacks
 
 
+@pytest.mark.long
 def test_dlg_recovers_pixels_and_the_label() -> None:
     model = small_lenet()
     batch = {"pixel_values": image_batch(1)["pixel_values"], "labels": torch.tensor([2])}
@@ -469,6 +470,7 @@ def test_lbfgs_on_a_model_that_cannot_run_vectorized(few_evaluations: None) -> N
     assert found.objective < found.history[0]
 
 
+@pytest.mark.long
 def test_lbfgs_where_gradients_come_with_channels_last() -> None:
     model, batch = make_task("convnext", batch_size=1)
     found = make_attack("inverting_gradients", steps=2)(observe(model, batch), torch_rng())
@@ -489,6 +491,7 @@ def test_the_usual_start_is_that_of_the_domain(name: str) -> None:
         assert torch.equal(attack.problem([seen]).start(kind, torch_rng()), start)
 
 
+@pytest.mark.long
 def test_lamp_by_lbfgs_scores_each_candidate_by_its_own_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -571,6 +574,7 @@ def test_the_true_input_is_a_fixed_point() -> None:
     assert found.token_ids == batch["input_ids"].tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", ["bert", "convnext"])
 def test_observations_attacked_together_end_as_by_themselves(task: str) -> None:
     model, batch = make_task(task, batch_size=3)
@@ -766,6 +770,7 @@ def test_lamp_moves_words_and_nothing_else() -> None:
     assert len(orders) > 15
 
 
+@pytest.mark.long
 def test_lamp_puts_words_in_the_order_that_matches() -> None:
     model, batch, tokenizer = text_task()
     seen = observe(model, batch, labels=batch["labels"], tokenizer=tokenizer)

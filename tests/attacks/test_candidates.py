@@ -331,6 +331,7 @@ def _rows(found: Any) -> Any:
             yield row, {name: g[place] for name, g in gradients.items()}
 
 
+@pytest.mark.long
 def test_scores_are_the_same_one_by_one() -> None:
     model, _ = make_task("bert", dtype=torch.float32, num_hidden_layers=1)
     list_ = texts(8, length=5)
@@ -403,6 +404,7 @@ def test_draws_of_dropout_are_averaged_and_counted() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.long
 def test_who_ran_dropout_is_found() -> None:
     model, _ = make_task("bert", dtype=torch.float32, dropout=0.02, num_hidden_layers=1)
     list_ = texts(8, length=5)
@@ -500,6 +502,7 @@ def test_members_are_found_where_most_entries_are_clipped() -> None:
     assert told >= 11  # of 18; a blind guess has 3.9
 
 
+@pytest.mark.long
 def test_members_are_found_where_each_is_clipped() -> None:
     """One large gradient does not drown the others, for who knows that each is clipped."""
     torch.manual_seed(0)
@@ -658,6 +661,7 @@ def test_a_text_may_have_been_cut_to_the_known_length() -> None:
     assert found.scores[2] == found.scores.min()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gaussian_noise", "gradient_sketch"])
 def test_single_texts_of_other_lengths_together_are_each_by_itself(name: str) -> None:
     """Each is compared with what its length allows, and with all of that."""
@@ -697,6 +701,7 @@ def test_of_other_models_or_kinds_of_training_are_not_attacked_together() -> Non
 # --- several uploads
 
 
+@pytest.mark.long
 def test_log_likelihoods_of_changing_weights_add_up() -> None:
     list_, uploads = texts(8), []
     for seed in range(3):

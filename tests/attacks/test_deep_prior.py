@@ -144,6 +144,7 @@ def psnr(found: Tensor | None, plain: Tensor) -> float:
     return -10 * math.log10(float((RANGE.plain(found) - plain).square().mean()))
 
 
+@pytest.mark.long
 def test_smooth_images_are_read_together() -> None:
     """Measured: 24 and 25 dB, where gray has 10."""
     model, truth = lenet(16), [smooth(16), smooth(16, 1.0)]

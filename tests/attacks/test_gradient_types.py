@@ -20,6 +20,7 @@ def of_type(seen: Observation, dtype: torch.dtype) -> Observation:
     return replace(seen, gradient={name: g.to(dtype) for name, g in seen.gradient.items()})
 
 
+@pytest.mark.long
 @DTYPES
 @pytest.mark.parametrize("name", ["dlg", "inverting_gradients", "lamp", "tag"])
 def test_matching_compares_in_the_models_type(name: str, dtype: torch.dtype) -> None:

@@ -270,6 +270,7 @@ class Known:
         return [self.basis.T @ other.basis]
 
 
+@pytest.mark.long
 def test_who_knows_the_span_tells_more_than_who_knows_its_share() -> None:
     """M_t = P_t v_t of random spans, v_t+1 = v_t - M_t and other batches. Members are found by the
     normal equations of the list, with ⟨Ph, Ph'⟩ or with φ⟨h, h'⟩.

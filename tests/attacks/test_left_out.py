@@ -192,6 +192,7 @@ def test_who_knows_which_entries_are_alone_names_all_members() -> None:
     assert set(before.ranking[:4].tolist()) != {0, 1, 2, 3}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["pruning", "optimal_pruning"])
 def test_every_entry_is_of_as_many_batches_as_a_client_asks_for(name: str) -> None:
     model, _ = make_task("bert")
@@ -212,6 +213,7 @@ def test_every_entry_is_of_as_many_batches_as_a_client_asks_for(name: str) -> No
         assert min(found) == least
 
 
+@pytest.mark.long
 def test_fitted_messages_keep_later_ones_in_their_law() -> None:
     model, _ = make_task("bert", dtype=torch.float32)
     drawn = torch_rng(1)

@@ -324,6 +324,7 @@ def test_classes_of_several_texts_are_read_off() -> None:
     assert told.labels.tolist() == CLASSES
 
 
+@pytest.mark.long
 def test_populations_begin_apart_and_are_crossed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each from public texts of its own; with little effort there is one."""
     scanned: list[set[Any]] = []

@@ -126,6 +126,7 @@ def test_a_decoders_label_is_read_at_its_last_token() -> None:
         assert found.tolist() == [seed % 2] == [int((gradient["score.weight"] @ mean).argmin())]
 
 
+@pytest.mark.long
 def test_batch_statistics_stay() -> None:
     network = model()
     network.convolutions[0] = nn.Sequential(network.convolutions[0], nn.BatchNorm2d(12))

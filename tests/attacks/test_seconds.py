@@ -118,6 +118,7 @@ class Pixels(nn.Module):
 # --- candidates
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vectorized", [True, False])  # products of 64; one written out
 def test_candidates_rank_those_that_time_reached(vectorized: bool) -> None:
     model, _ = task("bert")

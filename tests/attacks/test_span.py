@@ -360,6 +360,7 @@ def test_without_a_tokenizer_special_tokens_are_found_like_any_other() -> None:
     assert found.text is None
 
 
+@pytest.mark.long
 def test_without_the_mask_the_longest_sentence_is_found() -> None:
     texts = sentences(2, (9, 6))
     found = Span()(observe(build("bert"), texts, attention_mask=None))
@@ -576,6 +577,7 @@ def test_rows_without_special_tokens_are_read_where_that_is_known(family: str) -
     assert Span()(bare).token_ids == [text]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 def test_a_text_that_is_there_twice_is_found_twice(family: str, dtype: torch.dtype) -> None:

@@ -330,6 +330,7 @@ def test_what_is_no_candidate_is_refused(one: Any, tmp_path: Path) -> None:
         audit(*text_model(), SAMPLES[:1], [], [], candidates=[TEXTS[0], one], output=tmp_path)
 
 
+@pytest.mark.long
 def test_where_first_messages_are_empty_others_come_before(tmp_path: Path) -> None:
     """Two others, of three batches in a message's entries."""
     spec = "pruning:ratio=0.5,error_feedback=True,min_batches=3"

@@ -81,6 +81,7 @@ def test_noise_beyond_all_is_at_the_prior_and_seeds_repeat() -> None:
         assert inferred.verdict == "cannot tell"
 
 
+@pytest.mark.long
 def test_an_interval_covers_as_often_as_it_says() -> None:
     """Beside draws of two values' shares, of unlike numbers of messages."""
     draw, covered = np.random.default_rng(0), []

@@ -365,6 +365,7 @@ def test_of_a_chain_the_covariance_of_the_sum_is_granted_or_none(
         assert all((v - granted).abs().max() < 1e-4 for v in seen.noise_variance.values())
 
 
+@pytest.mark.long
 def test_every_message_is_a_defenses_first(tmp_path: Path, spy: type[Spy]) -> None:
     """Else a resumed audit would differ, for sensitivities are kept between calls."""
     model, tokenizer = text_model()
@@ -464,6 +465,7 @@ def test_dropout_is_the_same_for_every_defense_and_run(tmp_path: Path, spy: type
 # --- refusals
 
 
+@pytest.mark.long
 def test_attacks_that_refuse_are_recorded(tmp_path: Path) -> None:
     result = audit(
         *image_model(),

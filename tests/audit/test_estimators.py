@@ -52,6 +52,7 @@ def dense_jacobian(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, 
     return jacobian.reshape(len(jacobian), -1).T, real
 
 
+@pytest.mark.long
 def test_figures_by_dense_jacobians(tmp_path: Path, spy: type[Spy]) -> None:
     """Two texts of different length a message: figures are per sample, over its real tokens."""
     model, tokenizer = text_model(attn_implementation="eager")

@@ -158,6 +158,7 @@ def test_an_estimator_that_fails_stops_nothing(
     assert "scores" in result.cells[0]
 
 
+@pytest.mark.long
 def test_the_covariance_of_a_chains_noise_is_known(tmp_path: Path, spy: type[Spy]) -> None:
     """Noise falls on what pruning left, and the attacker is told so."""
     audit(

@@ -87,6 +87,7 @@ def test_the_weight_that_shows_most_of_own_images(shade, tmp_path) -> None:
     assert len(shade.tried) == tried
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [

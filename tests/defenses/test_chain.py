@@ -254,6 +254,7 @@ SUMS: dict[str, tuple[Callable[[], Defense], float]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.statistics
 @pytest.mark.parametrize("which", SUMS)
 def test_noises_add_their_covariances(which: str) -> None:

@@ -108,6 +108,7 @@ def test_noise_of_whole_updates_is_white_behind_the_factor() -> None:
     )
 
 
+@pytest.mark.long
 def test_prefix_sums_have_little_noise() -> None:
     gmap, messages = task(), 64
     defense = private(messages=messages)

@@ -114,6 +114,7 @@ def test_rows_of_zeros_say_nothing_of_themselves() -> None:
     assert is_used < 0.9
 
 
+@pytest.mark.long
 def test_words_of_a_shared_table_are_not_named() -> None:
     """All of MiniLM's kind of table: rows of words that occur are told from others by no bit."""
     gmap = GradientMap(*make_task("bert"), share_input_embeddings=True)
@@ -171,6 +172,7 @@ def per_sample(gmap: GradientMap, multiplier: float) -> tuple[Tensor, Tensor]:
     return flat(defense(gmap, Stream())) * 4, flat(silent(gmap, Stream())) * 4
 
 
+@pytest.mark.long
 @pytest.mark.statistics
 @pytest.mark.parametrize("multiplier", [5.0, 500.0, 5_000.0])
 def test_a_member_leaves_no_bit_in_dp_sgd(multiplier: float) -> None:

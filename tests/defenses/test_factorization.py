@@ -127,6 +127,7 @@ def test_published_square_root() -> None:
         assert 1 + logarithm < error < 1 + (math.log(4 * messages / 5) + 0.5772157) / math.pi + 0.1
 
 
+@pytest.mark.long
 def test_spread_of_the_error_by_kind() -> None:
     """Five buffers come within a thousandth of the optimum; independent noise has √T."""
     for messages in (200, 1600, 4096):
@@ -248,6 +249,7 @@ def test_sensitivity_of_a_published_blt() -> None:
     assert sensitivity(column, 2, 50) ** 2 / 2 == pytest.approx(3.17226586, abs=1e-8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("messages", [100, 1_000, 10_000, 100_000])
 def test_fitted_buffers_are_as_good_as_published_ones(messages: int) -> None:
     """jax_privacy holds its own three to five buffers to 1.03 of Mathias' bound 1 + ln(T)/π

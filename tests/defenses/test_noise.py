@@ -135,6 +135,7 @@ def test_layer_noise_follows_its_formula() -> None:
 # distribution
 
 
+@pytest.mark.long
 @pytest.mark.statistics
 @pytest.mark.parametrize(
     "kind", ["gaussian", "laplace", "optimal", "optimal_layer", "dp_sgd", "optimal_dp_sgd"]

@@ -26,6 +26,7 @@ def task(name: str = "bert") -> GradientMap:
     return GradientMap(model, batch, second_order=False, needs_input=False)
 
 
+@pytest.mark.long
 def test_keeps_the_contract() -> None:
     check_defense(make_defense("dp_sgd", per_sample=True, clip=0.1, noise_multiplier=0.5))
 
@@ -104,6 +105,7 @@ def statistic(message: Message, direction: dict[str, torch.Tensor]) -> float:
     return sum(float((message[name] * d).sum()) for name, d in direction.items())
 
 
+@pytest.mark.long
 @pytest.mark.statistics
 def test_a_rows_trace_is_what_epsilon_allows() -> None:
     """The best test there is (Neyman and Pearson's) between a batch with and without a row, which

@@ -125,6 +125,7 @@ def test_norms_of_messages_name_no_sentence(kind: str, relative: float) -> None:
     assert counts["own"] > 8
 
 
+@pytest.mark.long
 def test_weak_noise_says_no_more_by_its_strength_than_a_stated_one() -> None:
     """Noise as large as the gradient hides no norm, whatever its strength follows: what is left is
     that of a stated `scale`.

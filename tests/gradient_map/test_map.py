@@ -115,6 +115,7 @@ def test_gradient_equals_the_reference_at_this_and_at_another_input(name: str) -
     assert relative_error(flat(gmap.gradient_at(moved)), flat(gmap.gradient())) > 1e-2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DENSE)
 def test_products_equal_the_dense_jacobian(name: str) -> None:
     _, jacobian = dense_reference(name)
@@ -255,6 +256,7 @@ def test_gradient_that_does_not_depend_on_the_input_has_no_jacobian() -> None:
 # sensitivity
 
 
+@pytest.mark.long
 @pytest.mark.statistics
 @pytest.mark.parametrize("method", ["difference", "exact"])
 @pytest.mark.parametrize("name", DENSE)
@@ -283,6 +285,7 @@ def test_squared_sensitivity_is_unbiased(name: str, method: str) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.statistics
 def test_exact_squared_sensitivity_has_relative_variance_two_over_k() -> None:
     """From n = 800 estimates with k = 4, of one parameter in each of three tensors; s² from a dense

@@ -93,6 +93,7 @@ def test_language_models_weigh_tokens(name: str) -> None:
     compare(tiny_model(kind, name).double(), texts(kind))
 
 
+@pytest.mark.long
 def test_tied_parameters_are_written_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("CAUSAL_LM", "qwen3", tie_word_embeddings=True).double()
     plan = compare(model, texts("CAUSAL_LM"))

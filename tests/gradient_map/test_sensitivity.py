@@ -180,6 +180,7 @@ def medians(x: Tensor) -> Tensor:
     return x - x.median(1, keepdim=True).values
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", KINKED_MODELS)
 def test_units_keep_their_sides_in_models(name: str) -> None:
     """A step over a kink is off by the jump over the step: one probe in eight of this ResNet was
@@ -274,6 +275,7 @@ def assert_unbiased(found: Tensor, exact: Tensor) -> None:
     assert found[:, ~depends].sum() <= 1e-6 * exact.sum() * len(found)
 
 
+@pytest.mark.long
 @pytest.mark.statistics
 @pytest.mark.parametrize("name", ["bert", pytest.param("vit", marks=pytest.mark.slow)])
 def test_split_estimates_are_unbiased(name: str) -> None:
@@ -369,6 +371,7 @@ def test_samples_that_batch_statistics_couple_are_not_split() -> None:
     assert_unbiased(estimates(fixed, 200), dense(fixed).square().sum(0))
 
 
+@pytest.mark.long
 def test_what_stands_still_is_as_the_others_are() -> None:
     """LoRA starts with a product of zero: its first factor's gradient is zero, so that its samples
     seem apart. They are not, once it has moved.
@@ -410,6 +413,7 @@ class Sequences(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels)}
 
 
+@pytest.mark.long
 def test_other_layouts_and_uses_stay_unbiased() -> None:
     """Rows that are steps seem to be samples where there are as many of both; a fused loss's head
     does not run.

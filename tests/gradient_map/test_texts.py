@@ -125,6 +125,7 @@ def test_against_a_dense_jacobian(way: str, reference: bool) -> None:
     torch.testing.assert_close(found, v.flatten() @ jacobian)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("way", "reference"), [("together", False), ("twice", True)])
 @pytest.mark.parametrize("method", ["difference", "exact"])
 def test_sensitivities_against_a_dense_jacobian(way: str, reference: bool, method: Any) -> None:

@@ -27,6 +27,7 @@ def composed(accountant: dp_accounting.PrivacyAccountant, *runs: tuple[float, fl
     return float(accountant.get_epsilon(1e-5))
 
 
+@pytest.mark.long
 def test_epsilon_is_that_of_dp_accounting() -> None:
     """Its finer discretization gives a little less; Rényi accounting gives more."""
     run = (1.0, 0.01, 500)
@@ -63,6 +64,7 @@ def test_without_sampling_it_is_the_gaussian_mechanism() -> None:
     assert found >= gaussian_epsilon(4.0 / 3, 1e-5)
 
 
+@pytest.mark.long
 def test_runs_with_different_noise_compose() -> None:
     account = PrivacyAccount({(1.0, 0.05): 20})
     account.add(2.0, 0.05, 30)

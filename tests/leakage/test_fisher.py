@@ -56,6 +56,7 @@ def test_exact_figures_equal_the_dense_ones(name: str) -> None:
     assert not error.any()
 
 
+@pytest.mark.long
 def test_one_number_is_the_same_variance_everywhere() -> None:
     gmap, jacobian = dense_case("convolution")
     assert float(fisher_trace(gmap, 1e-3)) == pytest.approx(1e3 * float(jacobian.square().sum()))
@@ -63,6 +64,7 @@ def test_one_number_is_the_same_variance_everywhere() -> None:
     assert float(fisher_trace(gmap, each)) == pytest.approx(float(fisher_trace(gmap, 1e-3)))
 
 
+@pytest.mark.long
 @pytest.mark.statistics
 @pytest.mark.parametrize("name", DENSE)
 def test_estimates_agree_with_the_exact_figures(name: str) -> None:
@@ -76,6 +78,7 @@ def test_estimates_agree_with_the_exact_figures(name: str) -> None:
     assert abs(total - fisher_trace(gmap, variance)) <= 4 * total.standard_error
 
 
+@pytest.mark.long
 @pytest.mark.statistics
 def test_estimates_keep_to_their_standard_errors() -> None:
     """200 seeds of 50 probes on a flat and a steep spectrum: within 4 standard errors, which are
@@ -278,6 +281,7 @@ def test_one_token() -> None:
     assert float(dfil(gmap, 1.0, None).value) == pytest.approx(float(fisher_trace(gmap, 1.0)) / 8)
 
 
+@pytest.mark.long
 def test_variances_of_a_defense() -> None:
     """Optimal noise leaks less than uniform noise that costs the same second-order utility."""
     gmap, jacobian = dense_case("bert")
@@ -318,6 +322,7 @@ def test_variances_that_do_not_fit() -> None:
             dfil(gmap, bad)
 
 
+@pytest.mark.long
 def test_half_precision_keeps_small_variances() -> None:
     model, batch = make_task("bert", dtype=torch.bfloat16)
     value, _ = dfil(GradientMap(model, batch), 1e-12, 20, rng())
@@ -341,6 +346,7 @@ def test_smooth_clip_by_hand() -> None:
     assert smooth_clip({"a": torch.zeros(2)}, 1.0)["a"].tolist() == [0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("clip", [0.05, 0.5, 50.0])
 def test_clipped_map_equals_the_dense_jacobian(clip: float) -> None:
     """Far below, near and far above the gradient's norm."""
@@ -386,6 +392,7 @@ def test_clipping_a_zero_gradient() -> None:
 # --- Theorem 3.2 as a number
 
 
+@pytest.mark.long
 def test_the_bayesian_bound_is_that_of_dense_linear_algebra() -> None:
     gmap, jacobian = dense_case("bert")
     variance = uneven_variance(gmap)
@@ -459,6 +466,7 @@ def test_how_far_inputs_are_spread() -> None:
             bayesian_bound(gmap, 1.0, wrong)
 
 
+@pytest.mark.long
 def test_without_noise_the_bayesian_bound_is_zero() -> None:
     gmap, _ = dense_case("bert")
     silent = {name: torch.zeros_like(g) for name, g in gmap.gradient().items()}

@@ -246,6 +246,7 @@ def test_smallest_directions() -> None:
 # expectation
 
 
+@pytest.mark.long
 @pytest.mark.statistics
 @pytest.mark.parametrize("relative_damping", [0.0, 1e-3])
 def test_exact_expectation(relative_damping: float) -> None:
@@ -268,6 +269,7 @@ def test_exact_expectation(relative_damping: float) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.statistics
 def test_estimated_expectation_and_its_standard_error() -> None:
     """200 seeds of 10 draws: within 4 standard errors, and their squares average to the variance
@@ -421,6 +423,7 @@ def test_dense_reference_of_the_convolution() -> None:
     assert (jacobian.abs().sum(0) == 0).sum() == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bert", "convolution"])
 def test_a_bound_that_begins_at_what_noise_moves(name: str) -> None:
     """From Jδ of noise on all coordinates: never above the dense bound, near it, in no more
@@ -451,6 +454,7 @@ def test_a_bound_that_begins_at_what_noise_moves(name: str) -> None:
     assert inversion_influence_lower_bound(gmap, nothing, random=True) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1e-18, 1e-25])
 def test_small_perturbations_have_small_influence(size: float) -> None:
     """All of them are linear in δ, though squares of small numbers are zeros in float32."""

@@ -241,6 +241,7 @@ def test_influence_is_the_error_to_first_order() -> None:
             assert error / float(influence) == pytest.approx(1, abs=100 * size)
 
 
+@pytest.mark.long
 @pytest.mark.statistics
 def test_bound_on_errors_of_any_size() -> None:
     """Zhang et al., Theorem 3.1, whose proof takes it that an input has the perturbed gradient:

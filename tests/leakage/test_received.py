@@ -65,6 +65,7 @@ def plant(model: nn.Module, name: str, change: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.long
 def test_each_check_by_itself() -> None:
     layer = "bert.encoder.layer.0.intermediate.dense"
 

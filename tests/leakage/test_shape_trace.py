@@ -139,6 +139,7 @@ def test_the_strength_of_uniform_noise_tells_of_the_batch(name: str, relative: f
     assert budget.shape_trace == pytest.approx(expected, rel=1e-3)  # λ is 1/‖g‖², and not ‖g‖²
 
 
+@pytest.mark.long
 def test_a_strength_of_others_tells_nothing_of_the_batch() -> None:
     for settings in ({"relative_scale": 2.0}, {"utility_budget": 2.0}, {"scale": 1.0}):
         noise = make_defense("gaussian_noise", **settings)(exact_map("bert"), rng()).noise

@@ -470,6 +470,7 @@ def test_trained_text_network_tells_noise(trained: Any) -> None:
     network.check_embedding(embedding.weight)
 
 
+@pytest.mark.long
 def test_trained_image_network_tells_noise() -> None:
     random = np.random.default_rng(0)
     smooth = np.kron(random.random((256, 2, 2, 3)), np.ones((1, 4, 4, 1)))

@@ -18,6 +18,7 @@ def smooth_images(count: int, size: int) -> torch.Tensor:
     return images[:, :, start : start + size, start : start + size]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [12, 16, 20, 23, 24, 28, 32])
 def test_noise_is_told_from_images_of_every_size(size: int) -> None:
     """Padded, pure noise of 20x20 had a ratio of 0.2, and of 12x12 0.01."""

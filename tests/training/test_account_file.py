@@ -115,6 +115,7 @@ def test_the_fisher_account_counts_what_left_before_a_kill(tmp_path: Path) -> No
     assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["epsilon", "fisher"])
 def test_a_run_that_is_resumed_in_its_process_counts_nothing_twice(
     tmp_path: Path, kind: str
@@ -127,6 +128,7 @@ def test_a_run_that_is_resumed_in_its_process_counts_nothing_twice(
     assert messages == 8
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_elsewhere_counts_both_folders(tmp_path: Path) -> None:
     trainer(tmp_path / "one", "epsilon", max_steps=6).train()
     checkpoint = str(tmp_path / "one" / "checkpoint-4")
@@ -138,6 +140,7 @@ def test_a_run_that_goes_on_elsewhere_counts_both_folders(tmp_path: Path) -> Non
     assert sum(again.private_rows.account.messages.values()) == 6 + 4 + 1
 
 
+@pytest.mark.long
 def test_a_new_run_in_the_folder_counts_its_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -200,6 +200,7 @@ def test_a_complete_checkpoint_that_is_overwritten_no_longer_counts(
     assert sorted(complete.complete_steps(run)) == [2, 4]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("best", [False, True])
 def test_rotation_leaves_a_complete_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: bool

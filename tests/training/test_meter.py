@@ -159,6 +159,7 @@ def by_sample(jacobian: Tensor, variance: Tensor) -> Tensor:
     )
 
 
+@pytest.mark.long
 @pytest.mark.statistics
 @pytest.mark.parametrize("settings", [{}, {"shape": "past"}, {"granularity": "layer"}])
 def test_dfil_of_a_message_on_average_over_draws(settings: dict[str, Any]) -> None:
@@ -276,6 +277,7 @@ def logged_influence(gmap: GradientMap, delta: dict[str, Tensor]) -> float:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.statistics
 def test_logged_figures_equal_those_computed_outside(make_trainer: MakeTrainer) -> None:
     """Two steps of two micro-batches of two clients with 2 samples each, of which the second step
@@ -476,6 +478,7 @@ def test_a_stop_is_of_one_training(make_trainer: MakeTrainer) -> None:
 # Accounts
 
 
+@pytest.mark.long
 def test_accounts_add_up_what_was_computed_outside(make_trainer: MakeTrainer) -> None:
     """22 samples in batches of 4, 6 steps an epoch: the eighth step shares the first samples of the
     second epoch again.

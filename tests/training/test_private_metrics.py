@@ -105,6 +105,7 @@ def test_who_asks_for_it_gets_means_over_many_messages(tmp_path: Path) -> None:
         assert all(entry[name] == float(f"{entry[name]:.2g}") for name in OF_GRADIENTS)
 
 
+@pytest.mark.long
 def test_pushed_figures_name_nobody() -> None:
     """Of 200 sentences, behind noise of a known strength, 1,000 times as large. Two figures of one
     message name the sentence, and two digits of them do so more often than chance; of what is

@@ -270,6 +270,7 @@ def test_a_batch_size_that_changed_between_trainings_counts(tmp_path: Path) -> N
 # --- ε
 
 
+@pytest.mark.long
 def test_epsilon_is_logged_and_stays_within_its_target(tmp_path: Path) -> None:
     defense = private(noise_multiplier=None, target_epsilon=1.0, delta=1e-3)
     t = trainer(tmp_path, defense, gradient_accumulation_steps=2)
@@ -357,6 +358,7 @@ class StopsAt(TrainerCallback):
         control.should_training_stop = True
 
 
+@pytest.mark.long
 def test_a_resumed_run_keeps_count(tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     defense = private(noise_multiplier=None, target_epsilon=1.0, delta=1e-3)

@@ -36,6 +36,7 @@ def resume(folder: Path, kind: str, **settings: Any) -> Any:
     return t
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["epsilon", "fisher"])
 def test_what_was_saved_is_resumed(runs: Path, tmp_path: Path, kind: str) -> None:
     folder = Path(shutil.copytree(runs / f"{kind}-one", tmp_path / "run"))

@@ -747,6 +747,7 @@ def test_early_stopping_stops_as_ever(make_trainer: MakeTrainer) -> None:
 
 
 # 6 steps are an epoch: within one, and at its end
+@pytest.mark.long
 @pytest.mark.parametrize(("saved", "chained"), [(3, True), (6, False)])
 def test_resumed_run_equals_one_left_alone(
     make_trainer: MakeTrainer, tmp_path: Path, saved: int, chained: bool
@@ -774,6 +775,7 @@ def test_resumed_run_equals_one_left_alone(
     assert all(torch.equal(alone[name], resumed[name]) for name in alone)
 
 
+@pytest.mark.long
 @pytest.mark.statistics
 def test_no_two_messages_have_related_noise(
     make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
