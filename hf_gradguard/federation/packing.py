@@ -63,7 +63,7 @@ def pack(tensor: Tensor, is_added: bool = False) -> Tensor:
         >>> update = torch.zeros(1000).index_fill_(0, torch.tensor([7, 500]), 0.5)
         >>> packed = pack(update)
         >>> len(packed), torch.equal(unpack("w", packed, update), update)
-        (40, True)
+        (35, True)
     """
     words = _words_of(tensor)
     entries, flags, low_bits, unary_bits, unary, low = words, _ADDED * is_added, 0, 0, b"", b""

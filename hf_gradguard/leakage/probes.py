@@ -110,9 +110,8 @@ class _Behavior:
                 logits = answer.logits if hasattr(answer, "logits") else answer[0]
                 weighed = logits * self._normal(*logits.shape).to(logits)
                 reached = [name for name, output in outputs.items() if output.requires_grad]
-                slopes = torch.autograd.grad(
-                    weighed.sum(), [outputs[name] for name in reached], allow_unused=True
-                )
+                ends = [outputs[name] for name in reached]
+                slopes = torch.autograd.grad(weighed.sum(), ends, allow_unused=True) if ends else ()
         finally:
             for hook in hooks:
                 hook.remove()
