@@ -19,7 +19,7 @@ perturbation for private learning" (2021), where public gradients give direction
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -133,9 +133,10 @@ class SketchedBody(nn.Module):
             features = self._features.differentiable(**inputs)
             scores = nn.functional.linear(_HALF * features, self.head.weight.detach())
             total = nn.functional.cross_entropy(scores, labels, reduction="sum")
-            layers = [passes[name] for name in self._layers]
-            slopes = torch.autograd.grad(total, [layer.outputs for layer in layers])
-        gradients = _HALF * self._sketches(layers, slopes) @ self.mixing.T
+            ends = [passes[name].outputs for name in self._layers]
+            slopes = torch.autograd.grad(total, ends)
+        by_name = dict(zip(self._layers, slopes, strict=True))
+        gradients = _HALF * sketches(passes, by_name, *self._directions()) @ self.mixing.T
         logits = self.head(_HALF * features.detach())
         change = self.moves(gradients)[:, 0]
         losses = nn.functional.cross_entropy(logits, labels, reduction="none")
@@ -155,31 +156,24 @@ class SketchedBody(nn.Module):
         plain.head.weight.copy_(_HALF * self.head.weight)
         return plain
 
+    def _directions(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """P and Q of each layer."""
+        outputs, inputs = (
+            {name: self.get_buffer(f"{kind}_{place}") for place, name in enumerate(self._layers)}
+            for kind in ("outputs", "inputs")
+        )
+        return outputs, inputs
+
     def _low_ranks(self) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """P, S and Q of each layer."""
+        outputs, inputs = self._directions()
+        shapes = [(outputs[name].shape[1], inputs[name].shape[1]) for name in self._layers]
         moves = (_HALF * self.moves.weight.detach() @ self.mixing)[0]
-        factors, start = {}, 0
-        for number, name in enumerate(self._layers):
-            outputs, inputs = (
-                self.get_buffer(f"outputs_{number}"),
-                self.get_buffer(f"inputs_{number}"),
-            )
-            shape = outputs.shape[1], inputs.shape[1]
-            stop = start + shape[0] * shape[1]
-            factors[name] = outputs, moves[start:stop].view(shape), inputs
-            start = stop
-        return factors
-
-    def _sketches(self, layers: Sequence[LayerPass], slopes: Sequence[Tensor]) -> Tensor:
-        """Each sample's gradient by all layers' S, `(B, Σ p·q)`."""
-        parts = []
-        for number, (layer, slope) in enumerate(zip(layers, slopes, strict=True)):
-            outputs, inputs = (
-                self.get_buffer(f"outputs_{number}"),
-                self.get_buffer(f"inputs_{number}"),
-            )
-            parts.append(sketch(layer.inputs @ inputs, slope @ outputs))
-        return torch.cat(parts, 1)
+        parts = moves.split([rows * columns for rows, columns in shapes])
+        return {
+            name: (outputs[name], part.view(shape), inputs[name])
+            for name, part, shape in zip(self._layers, parts, shapes, strict=True)
+        }
 
     @contextmanager
     def _moved(self) -> Iterator[dict[str, LayerPass]]:
@@ -232,14 +226,12 @@ def sketched_body(
     if not bool(head.head.weight.any()):
         raise ValueError("a head that is zero says nothing of its encoder: train the head first.")
     of_outputs, of_inputs = _layers_directions(head, samples, outputs, inputs)
-    sketches = []
-    for passes, slopes in _public_passes(head, samples, list(of_outputs)):
-        layers = [
-            sketch(passes[name].inputs @ of_inputs[name], slope @ of_outputs[name])
-            for name, slope in slopes.items()
+    gradients = torch.cat(
+        [
+            sketches(passes, slopes, of_outputs, of_inputs).cpu()
+            for passes, slopes in _public_passes(head, samples, list(of_outputs))
         ]
-        sketches.append(torch.cat(layers, 1).cpu())
-    gradients = torch.cat(sketches)
+    )
     mixing = half_whitened(gradients, directions).to(gradients)
     mixing /= (gradients @ mixing.T).norm(dim=1).median()
     return SketchedBody(head, of_outputs, of_inputs, mixing.to(head.head.weight.device))
@@ -284,6 +276,20 @@ def sketch(inputs: Tensor, slopes: Tensor) -> Tensor:
         slopes.reshape(count, -1, slopes.shape[-1]),
     )
     return (slopes.mT @ inputs).flatten(1)
+
+
+def sketches(
+    passes: Mapping[str, LayerPass],
+    slopes: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+) -> Tensor:
+    """Each sample's gradient by all layers' S, `(B, Σ p·q)`, of slopes in the order of layers."""
+    parts = [
+        sketch(passes[name].inputs @ inputs[name], slope @ outputs[name])
+        for name, slope in slopes.items()
+    ]
+    return torch.cat(parts, 1)
 
 
 def scaled_directions(moment: Tensor, count: int) -> Tensor:

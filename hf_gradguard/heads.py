@@ -144,7 +144,7 @@ class FeatureHead(nn.Module):
         features = _features(self.encoder, samples, self._process)
         return torch.cat([self._with_constant(batch).cpu() for batch in features])
 
-    def batches_of(self, samples: Sequence[Any], size: int = _BATCH) -> Iterator[Any]:
+    def batches_of(self, samples: Sequence[Any]) -> Iterator[Any]:
         """The encoder's inputs of texts or images.
 
         Raises:
@@ -152,9 +152,8 @@ class FeatureHead(nn.Module):
         """
         if self._process is None:
             raise ValueError("the head's encoder has to be a model of Transformers.")
-        device = self.head.weight.device
-        for start in range(0, len(samples), size):
-            yield self._process(list(samples[start : start + size])).to(device)
+        for chunk in _chunks(samples):
+            yield self._process(list(chunk)).to(self.head.weight.device)
 
     def _with_constant(self, features: Tensor) -> Tensor:
         features = features.to(self.directions.weight)
@@ -262,6 +261,11 @@ def half_whitened(rows: Tensor, count: int) -> Tensor:
     return (vectors[:, is_real] / moments**0.25).T
 
 
+def _chunks(samples: Sequence[Any] | Tensor) -> Iterator[Any]:
+    for start in range(0, len(samples), _BATCH):
+        yield samples[start : start + _BATCH]
+
+
 @torch.no_grad()
 def _features(
     encoder: LayerFeatures,
@@ -271,8 +275,7 @@ def _features(
     """A batch at a time, on the CPU."""
     parameter = next(encoder.parameters(), None)
     device = "cpu" if parameter is None else parameter.device
-    for start in range(0, len(samples), _BATCH):
-        chunk = samples[start : start + _BATCH]
+    for chunk in _chunks(samples):
         if process is not None:
             yield encoder(**process(list(chunk)).to(device)).cpu()
         else:
