@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 @contextmanager
 def no_exchange(model: nn.Module) -> Iterator[None]:
     """Refuse what a model's own code sends to other ranks in here, as losses of detection send how
-    many objects a batch has. The ranks that share a sharded model may exchange.
+    many objects a batch has. The devices that `fully_shard` has cut it over may exchange.
 
     Refused are collectives and messages of this thread, however they are called: also functional
     ones, those of compiled code, and those of objects. Barriers carry nothing and pass. Other
@@ -32,8 +33,8 @@ def no_exchange(model: nn.Module) -> Iterator[None]:
         ...     loss = model(**batch).loss
     """
     has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if has_others and not any(hasattr(p, "device_mesh") for p in model.parameters()):
-        with _NoExchange(type(model).__name__):
+    if has_others:
+        with _NoExchange(model):
             yield
     else:
         yield
@@ -44,9 +45,11 @@ class _NoExchange(TorchDispatchMode):
 
     supports_higher_order_operators = True  # such as flex attention
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._model_name = model_name
+        self._model_name = type(model).__name__
+        meshes = {p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")}
+        self._devices = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -56,7 +59,8 @@ class _NoExchange(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func.namespace in _EXCHANGES and "barrier" not in func.__name__:
+        sends = func.namespace in _EXCHANGES and "barrier" not in func.__name__
+        if sends and not self._is_within_client(args):
             raise NotImplementedError(
                 f"GradGuardTrainer does not support a loss that exchanges: {self._model_name} "
                 f"calls {func.namespace}.{func.__name__.split('.')[0]} in its pass, so that the "
@@ -64,6 +68,19 @@ class _NoExchange(TorchDispatchMode):
                 "loss without it (compute_loss_func; loss_fn of protect), or train on one rank."
             )
         return func(*args, **(kwargs or {}))
+
+    def _is_within_client(self, args: Any) -> bool:
+        """Whether a collective is of the devices of a sharded model alone."""
+        objects = [argument for argument in args if isinstance(argument, torch.ScriptObject)]
+        ranks = {rank for argument in objects for rank in _ranks_of(argument)}
+        return bool(ranks) and ranks <= self._devices
+
+
+def _ranks_of(argument: torch.ScriptObject) -> list[int]:
+    """Of a process group. Other such arguments say how to reduce."""
+    if not str(argument._type()).endswith("ProcessGroup"):
+        return []
+    return dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
 
 
 _EXCHANGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
