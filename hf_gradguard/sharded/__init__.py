@@ -5,7 +5,7 @@ gradient. What a defense does to entries, each device does to its own. What it a
 gradient (norms, ranges, ranks, whether all is finite) is taken over the client's devices: that is
 `Shards`, which a map has as `gmap.shards`. A client of one device has none.
 
-`protect` imports this room when it meets a sharded model; nothing else does.
+`protect` imports this room when it meets a sharded model, and a Trainer where it is to shard one.
 """
 
 from .clients import ClientRanks as ClientRanks

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ class GuardedAccelerator(Accelerator):
         self._ledger, self._average = ledger, average
         self._keeps_own: bool | None = None  # of a loss that runs now
 
+    @property
+    def num_senders(self) -> int:
+        """How many send gradients that were protected apart from each other: here each process."""
+        return self.num_processes
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = True
     ) -> Any:
@@ -69,6 +75,15 @@ class GuardedAccelerator(Accelerator):
         """As in Accelerate, of what was exchanged."""
         with self._ledger.clipping(parameters) as checked:
             return super().clip_grad_value_(checked, *args, **kwargs)
+
+    def note_stepped(self, model: nn.Module, optimizer: Any, folder: str | Path) -> None:
+        """When an optimizer's state is saved to a checkpoint: here nothing is to be done."""
+
+    def loading_optimizer(
+        self, model: nn.Module, folder: str | Path
+    ) -> AbstractContextManager[None]:
+        """While an optimizer's state is loaded from a checkpoint: here nothing is to be done."""
+        return nullcontext()
 
     def gather(self, tensor: Any) -> Any:
         """As in Accelerate. A count, which the Trainer gathers to add it up, is added up on the

@@ -31,10 +31,11 @@ from .clients.batches import PlainRows
 from .clients.partition import is_of_datasets
 from .config import setting
 from .guards.batch_statistics import freeze_statistics
-from .guards.watch import Ledger
+from .guards.watch import AgreedTables, Ledger
 from .learning_rate import LearningRateUnderNoise
 from .message import MessageMaker, SharedMessages
 from .metrics import without_private_metrics
+from .weights import Loss, LossWeights, Normalization
 
 
 class TrainerAdapter(Trainer):
@@ -73,15 +74,27 @@ class TrainerAdapter(Trainer):
         self.ledger = Ledger()
         self.shared_messages = SharedMessages(self.describe_message)
         super().__init__(*args, **kwargs)
-        processes = self.accelerator.num_processes
-        self.add_callback(LearningRateUnderNoise(lambda: self.defense, processes, self.optimizer))
+        senders = self.accelerator.num_senders
+        self.add_callback(LearningRateUnderNoise(lambda: self.defense, senders, self.optimizer))
         self.add_callback(self.ledger)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in `Trainer`, which makes a new one for every trial of a search."""
         super().create_accelerator_and_postprocess()
-        average = self.average_over_ranks
-        self.accelerator = GuardedAccelerator(self.accelerator, self.ledger, average)
+        arguments = self.accelerator, self.ledger, self.average_over_ranks
+        if not self.args.fsdp:
+            self.accelerator = GuardedAccelerator(*arguments)
+            return
+        from .sharding import ShardedAccelerator
+
+        self.accelerator, self.is_fsdp_enabled = ShardedAccelerator(*arguments, self.args), True
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """As in `Trainer`, without FSDP: `ShardedAccelerator` says over which processes it is."""
+        arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        if self.args.fsdp:
+            arguments |= {"fsdp_plugin": None, "parallelism_config": None}
+        return arguments
 
     def save_state_of_rank(self, folder: str) -> None:
         """Write what this rank alone remembers to a checkpoint."""
@@ -166,8 +179,33 @@ class TrainerAdapter(Trainer):
         """How a message would be shared now, for the card: `defense`, its `settings`, and more."""
         return {"defense": self.defense.name}
 
+    def loss_weights(self, loss: Loss) -> tuple[LossWeights, dict[bool, Normalization]]:
+        """What weighs clients' mean losses, and how they are normalized, by whether labels are
+        counted.
+        """
+        kind, weights = Normalization, LossWeights(loss)
+        if self.is_fsdp_enabled:
+            from .sharding import ShardedNormalization, ShardedWeights
+
+            kind, weights = ShardedNormalization, ShardedWeights(loss, self.accelerator)
+        return weights, {counted: kind.of_trainer(self, counted) for counted in (False, True)}
+
+    def agreed_tables(self) -> AgreedTables:
+        """What ranks agree on withholding."""
+        if not self.is_fsdp_enabled:
+            return AgreedTables(self.accelerator)
+        from .sharding import ShardedTables
+
+        return ShardedTables(self.accelerator)
+
     def message_maker(self, *arguments: Any) -> MessageMaker:
-        """What makes this training's messages, under its gradient scaler if it has one."""
+        """What makes this training's messages: for several devices a client if it has them, or
+        under its gradient scaler.
+        """
+        if self.is_fsdp_enabled:
+            from .sharding import ShardedMessages
+
+            return ShardedMessages(*arguments, accelerator=self.accelerator)
         if self.accelerator.scaler is None:
             return MessageMaker(*arguments)
         from .scaling import ScaledMessages
@@ -342,6 +380,7 @@ class TrainerAdapter(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         self.save_state_of_rank(output_dir)
+        self.accelerator.note_stepped(self.model, self.optimizer, output_dir)
         # Before rank 0 writes its own state, the last file, and deletes older checkpoints.
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
@@ -350,7 +389,8 @@ class TrainerAdapter(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with self.accelerator.loading_optimizer(self.model, checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
         # Not beside the random state, which a resumed run may leave behind.
         self.load_state_of_rank(checkpoint)
 

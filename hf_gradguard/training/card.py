@@ -148,14 +148,15 @@ def _summary(messages: SharedMessages) -> str:
         )
     else:
         summary = (
-            "Each client shared only protected gradients; they were protected before they left its "
-            "process."
+            "Each client shared only protected gradients; they were protected before they left it."
         )
     return summary if messages.complete else f"{summary} {_UNKNOWN}"
 
 
 def _clients(trainer: TrainerAdapter) -> str:
     args, ranks = trainer.args, trainer.accelerator.num_processes
+    if (senders := trainer.accelerator.num_senders) < ranks:
+        return f"{senders}, of {ranks // senders} devices each that add up true gradients"
     clients = setting(args, "clients_per_process")
     if not setting(args, "num_clients"):
         return f"{ranks} rank(s) with {clients} client(s) each"

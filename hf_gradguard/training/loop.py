@@ -23,6 +23,7 @@ from ..gradient_map.types import LossFunction, Shards
 from .exchange.average import SecureSum, average
 from .guards.batch_statistics import warn_of_statistics
 from .guards.checks import check_accelerator, check_loader, check_model
+from .guards.devices import reason_of_defense
 from .guards.watch import AgreedTables, BufferGuard, RowGuard
 from .learning_rate import warn_of_noise
 from .message import RandomStreams, private_draws
@@ -185,11 +186,8 @@ class _Loop:
             if defense not in self._named:
                 self._named[defense] = make_defense(defense)
             defense = self._named[defense]
-        if shards is not None and (reason := defense.facts.sharded_refusal):
-            raise NotImplementedError(
-                f"{type(defense).__name__} ({defense.name}) does not protect a sharded model: "
-                f"{reason}"
-            )
+        if shards is not None and (reason := reason_of_defense(defense)):
+            raise NotImplementedError(reason)
         if defense is not self._prepared:
             defense.prepare(module)
             warn_of_noise(defense)

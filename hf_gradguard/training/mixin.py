@@ -58,7 +58,6 @@ from .guards.checks import (
 from .guards.classes import check_drawing, check_order, draws_batches
 from .guards.leakage import check_leakage
 from .guards.trackers import check_trackers
-from .guards.watch import AgreedTables
 from .message import ClientBatch, RandomStreams
 from .meter import LeakageMeter
 from .metrics import PrivateMetrics
@@ -74,7 +73,7 @@ from .privacy.private_rows import (
 )
 from .privacy.row_sampling import private_rows_of
 from .requested_settings import RequestedSettings
-from .weights import LossWeights, Normalization, Spread
+from .weights import Normalization, Spread
 
 
 class GradGuardMixin(TrainerAdapter):
@@ -160,10 +159,8 @@ class GradGuardMixin(TrainerAdapter):
         self._requested.resolve(self.args)
         forget(self.model)  # its loss may be another now
         self.shared_messages.begin_training()
-        self._loss_pass, self._weights = self.loss_pass(), LossWeights(self._loss)
-        self._normalizations = {
-            counted: Normalization.of_trainer(self, counted) for counted in (False, True)
-        }
+        self._loss_pass = self.loss_pass()
+        self._weights, self._normalizations = self.loss_weights(self._loss)
         own_batches = draws_batches(type(self), GradGuardMixin)
         self.account_file.write_to(str(self.args.output_dir))
         self.train_dataset = self._labels(self.train_dataset, self.args, self.model, own_batches)
@@ -190,10 +187,10 @@ class GradGuardMixin(TrainerAdapter):
         self._batch_statistics: str = setting(self.args, "batch_statistics")
         if self.is_world_process_zero():
             log_protection(self.defense)
-            warn_about_ranks(self.accelerator.num_processes)
+            warn_about_ranks(self.accelerator.num_senders)
             warn_of_statistics(self.model, self._batch_statistics)
         self._withhold = setting(self.args, "withhold") or []
-        self._tables = AgreedTables(self.accelerator)
+        self._tables = self.agreed_tables()
         self._shared(self.model)  # refuse none, name withheld
         self._host_clients(defense, own_batches)
         meter = LeakageMeter(self.args, defense, self._accountant, self.account_file)
@@ -476,7 +473,8 @@ class GradGuardMixin(TrainerAdapter):
         numbered = self._has_account or self._rows_of_clients or self._labels.key is not None
         of_clients = ("num_clients", "partition", "dirichlet_alpha", "clients_per_process")
         settings = {name: getattr(args, name, None) for name in of_clients}
-        settings |= {"correlated": getattr(self.defense, "correlated", False)}
+        devices = self.accelerator.num_processes // self.accelerator.num_senders
+        settings |= {"correlated": getattr(self.defense, "correlated", False), "devices": devices}
         return RunRecord(
             run,
             self.account_file.counted,

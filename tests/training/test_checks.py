@@ -59,7 +59,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {"deepspeed": "zero.json"},
         ("DeepSpeed", "owns the backward pass", "Use DDP"),
     ),
-    "fsdp": ({}, {"fsdp": True}, ("FSDP", "sharded before they can be seen", "Use DDP")),
+    "fsdp": ({}, {"fsdp": True}, ("FSDP", "over all ranks", "dp_replicate_size", "use DDP")),
     "lomo": ({"optim": "lomo"}, {}, ("LOMO", "inside the backward pass", "optim='adamw_torch'")),
     "adalomo": (
         {"optim": "adalomo"},
@@ -279,7 +279,7 @@ DISPATCHED = (
 )
 ACCELERATORS: dict[str, tuple[dict[str, Any], Any, tuple[str, ...]]] = {
     "deepspeed": ({"distributed_type": DistributedType.DEEPSPEED}, None, ("DeepSpeed", "Use DDP")),
-    "fsdp": ({"distributed_type": DistributedType.FSDP}, None, ("FSDP", "Use DDP")),
+    "fsdp": ({"distributed_type": DistributedType.FSDP}, None, ("FSDP", "use DDP")),
     "megatron": (
         {"distributed_type": DistributedType.MEGATRON_LM},
         None,

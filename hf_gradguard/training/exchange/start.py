@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from ...defenses import Defense
+from ...gradient_map.parameters import is_sharded
 from ...leakage.received import ADVICE, check_received
 from ..config import setting
 from ..guards.checks import check_loader
@@ -113,20 +114,35 @@ class StartAlike(TrainerCallback):
             measured = self._evaluated(), self._defense()
             settings = agreed_upon(args, model, state, *trained, *measured)
             check_agreed(settings, args.device)
-            # later on buffers hold statistics of rank 0's data, also in another Trainer
-            buffers = [] if model in _TRAINED else list(model.buffers())
-            tensors = [tensor.detach() for tensor in (*model.parameters(), *buffers)]
-            compared = [] if self._started else tensors
-            digests = list(map(_digest, compared))
-            with torch.no_grad():
-                broadcast(tensors)
-            pairs = zip(digests, map(_digest, compared), strict=True)
-            if args.process_index and not self._started and setting(args, "check_received"):
-                say_received(model)
-            if num_different := sum(sent != received for sent, received in pairs):
-                logger.warning(_PLANTED.format(num_different, len(tensors)))
+            if not is_sharded(model):  # that began alike before it was cut
+                self.align(args, model)
         self._started = True
         _TRAINED.add(model)
+
+    def align(self, args: TrainingArguments, model: nn.Module) -> None:
+        """Take rank 0's parameters and buffers, and say so where they are others. All ranks must
+        call it.
+
+        Args:
+            args: Training arguments.
+            model: As this rank has loaded it, whole.
+        """
+        # later on buffers hold statistics of rank 0's data, also in another Trainer
+        buffers = [] if model in _TRAINED else list(model.buffers())
+        tensors = [tensor.detach() for tensor in (*model.parameters(), *buffers)]
+        compared = [] if self._started else tensors
+        digests = list(map(_digest, compared))
+        with torch.no_grad():
+            for tensor in tensors:
+                sent = tensor.to(args.device)
+                broadcast(sent)
+                if sent is not tensor:  # of a model that Accelerate is to cut, and moves then
+                    tensor.copy_(sent)
+        pairs = zip(digests, map(_digest, compared), strict=True)
+        if args.process_index and not self._started and setting(args, "check_received"):
+            say_received(model)
+        if num_different := sum(sent != received for sent, received in pairs):
+            logger.warning(_PLANTED.format(num_different, len(tensors)))
 
 
 # Other settings may differ.

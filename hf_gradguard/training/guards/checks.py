@@ -19,6 +19,7 @@ from transformers import DataCollatorWithFlattening, TrainingArguments
 
 from ...defenses import Defense
 from ..clients.partition import is_of_datasets
+from .devices import SIZES, reason_of_arguments, reason_of_defense
 
 
 def is_iterable(dataset: Any) -> bool:
@@ -94,7 +95,7 @@ def check_training(
         >>> check_training(args, model, Accelerator(cpu=True), None, noise)
     """
     check_arguments(args)
-    check_model(model)
+    check_model(model, sharded=bool(args.fsdp))
     check_accelerator(accelerator, train_dataset, defense)
 
 
@@ -171,7 +172,7 @@ def _of_deepspeed(args: TrainingArguments) -> str:
 
 
 def _of_fsdp(args: TrainingArguments) -> str:
-    return _FSDP if args.fsdp else ""
+    return reason_of_arguments(args)
 
 
 def _of_activation_offloading(args: TrainingArguments) -> str:
@@ -334,7 +335,9 @@ def _of_engine(ranks: Ranks) -> str:
     if kind == DistributedType.DEEPSPEED:
         return _DEEPSPEED
     if kind == DistributedType.FSDP:
-        return _FSDP
+        if ranks.defense is None or not hasattr(ranks.accelerator, "shards_of"):
+            return SIZES
+        return reason_of_defense(ranks.defense)
     if kind not in _REPLICATED:
         return (
             f"distributed type {kind}: only whole replicas, one process a device, can be "
@@ -434,11 +437,6 @@ PADDING_FREE = (
     "each rank one client: clients_per_process=1, num_clients left out."
 )
 _DEEPSPEED = "DeepSpeed: its engine owns the backward pass, and reduces inside it. Use DDP alone."
-_FSDP = (
-    "FSDP: local gradients are reduced and sharded before they can be seen. Use DDP, with LoRA or "
-    "activation checkpointing if the model does not fit; or hf_gradguard.protect in a loop of your "
-    "own, with clients of several devices (clients=mesh['clients'])."
-)
 _FP16 = (
     "fp16 in a loop of your own: the loss scaler multiplies gradients by a factor that noise and "
     "clipping would not know. Use bf16=True, or a Trainer, which unscales before it protects."

@@ -94,6 +94,16 @@ def _of_half_precision(measured: Measured) -> str:
     )
 
 
+def _of_devices(measured: Measured) -> str:
+    """`devices.py` refuses what arguments ask for."""
+    if measured.accountant is None or not measured.args.fsdp:
+        return ""
+    return (
+        "an accountant with clients of several devices: no device holds the whole map that Fisher "
+        "information is computed from. Leave it out, or give each client one device."
+    )
+
+
 def _of_unknown_noise(measured: Measured) -> str:
     binds = measured.has_limit or measured.accountant is not None
     if not binds or measured.defense.facts.adds_gaussian_noise:
@@ -148,5 +158,5 @@ def _of_unnumbered_rows(measured: Measured) -> str:
 
 _LEAKAGE = (
     _of_fused_losses, _of_half_precision, _of_unknown_noise, _of_shuffled_epochs, _of_little_noise,
-    _of_unnumbered_rows,
+    _of_unnumbered_rows, _of_devices,
 )  # fmt: skip

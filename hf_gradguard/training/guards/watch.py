@@ -8,6 +8,7 @@ whether they are those, unchanged. That is a comparison of two integers a parame
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -41,6 +42,7 @@ class Ledger(TrainerCallback):
 
     Attributes:
         strangers: Parameters that it holds and the model has not, until they are looked at.
+        writes: Says how often a gradient was written to.
 
     Example:
         >>> ledger = Ledger()
@@ -58,6 +60,7 @@ class Ledger(TrainerCallback):
         self._exchanged = False
         self._watched: Any = None
         self.strangers: list[nn.Parameter] = []
+        self.writes: Callable[[Tensor], int] = operator.attrgetter("_version")
 
     def check(self, parameters: Iterable[nn.Parameter], action: str) -> None:
         """Refuse to go on unless every `.grad` is none, or as it was written.
@@ -66,8 +69,8 @@ class Ledger(TrainerCallback):
             RuntimeError: With the name of a parameter whose `.grad` is not.
         """
         for parameter in parameters:
-            gradient, (written, version) = parameter.grad, self._written.get(parameter, (None, -1))
-            if gradient is not None and (gradient is not written or gradient._version != version):
+            gradient, (written, count) = parameter.grad, self._written.get(parameter, (None, -1))
+            if gradient is not None and (gradient is not written or self.writes(gradient) != count):
                 name = self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
                 raise RuntimeError(
                     f"GradGuardTrainer will not {action}: the .grad of {name} is not its own work, "
@@ -85,7 +88,7 @@ class Ledger(TrainerCallback):
         self._exchanged = exchanged
         if exchanged:
             self._written.clear()
-        self._written |= _stamps(parameters)
+        self._written |= self._stamps(parameters)
 
     @contextmanager
     def clipping(self, parameters: Any) -> Iterator[list[nn.Parameter]]:
@@ -98,7 +101,7 @@ class Ledger(TrainerCallback):
         clipped: list[nn.Parameter] = [parameters] if is_one else list(parameters)
         self.check(clipped, "clip")
         yield clipped
-        self._written |= _stamps(clipped)
+        self._written |= self._stamps(clipped)
 
     def on_train_begin(
         self,
@@ -166,10 +169,9 @@ class Ledger(TrainerCallback):
         self._written.clear()
         self._exchanged = False
 
-
-def _stamps(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, tuple[Tensor, int]]:
-    """What tells a `.grad` from any other, and from itself once it was written to."""
-    return {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+    def _stamps(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, tuple[Tensor, int]]:
+        """What tells a `.grad` from any other, and from itself once it was written to."""
+        return {p: (p.grad, self.writes(p.grad)) for p in parameters if p.grad is not None}
 
 
 class AgreedTables:

@@ -1,0 +1,367 @@
+"""A client of several devices in a Trainer: Accelerate shards the model by FSDP2 over a client's
+devices alone, each device protects its part of the client's message, and messages cross clients.
+
+Accelerate's dimensions are `dp_replicate`, here the clients, and `dp_shard`, a client's devices. By
+itself it averages true gradients over both in the backward pass, and it knows no FSDP on CPUs. So
+it is given a state that says FSDP, and dimensions to shard over of which clients are none: all else
+is its own code.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    broadcast_object_list,
+)
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+from ..data.private import write_private
+from ..defenses import Defense, Message
+from ..defenses.message import norm
+from ..gradient_map import Tensors
+from ..gradient_map.domain import count_rows
+from ..gradient_map.parameters import is_sharded
+from ..gradient_map.types import LossFunction
+from ..gradient_map.views import ZeroGradient
+from ..randomness import Stream
+from ..sharded import ClientRanks, Shards
+from ..sharded.shards import local
+from .accelerator import GuardedAccelerator
+from .exchange.average import SecureSum, average
+from .exchange.start import StartAlike, agreed_upon, check_agreed
+from .guards.devices import sizes_of
+from .guards.watch import AgreedTables, Ledger
+from .message import ClientBatch, MessageMaker, RandomStreams
+from .weights import Loss, LossWeights, Normalization, Spread, Weights
+
+_STEPPED = "gradguard_stepped.json"
+
+
+class ClientParallelism(ParallelismConfig):
+    """Sizes, of which Accelerate is to shard over the devices of a client alone."""
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Without `dp_replicate`, over which FSDP would average true gradients."""
+        return [name for name in super().fsdp_dim_names if name != "dp_replicate"]
+
+
+class ShardedAccelerator(GuardedAccelerator):
+    """An accelerator that shards each client's model over the client's devices.
+
+    Args:
+        accelerator: As for `GuardedAccelerator`, of all devices of all clients.
+        ledger: As for `GuardedAccelerator`.
+        average: As for `GuardedAccelerator`.
+        args: Say how many clients there are, and how FSDP is to shard.
+
+    Raises:
+        ValueError: If there are not as many processes as devices.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        ledger: Ledger,
+        average: Callable[[Tensor], None],
+        args: TrainingArguments,
+    ) -> None:
+        super().__init__(accelerator, ledger, average)
+        clients, devices = sizes_of(args)
+        if clients * devices != self.num_processes:
+            raise ValueError(
+                f"dp_replicate_size={clients} clients of dp_shard_size={devices} devices are "
+                f"{clients * devices} processes, and {self.num_processes} were started."
+            )
+        plugin = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
+        if self.mixed_precision != "no":
+            plugin.set_mixed_precision(self.mixed_precision)
+        parallelism = ClientParallelism(dp_replicate_size=clients, dp_shard_size=devices)
+        # A copy has a dictionary of its own: other accelerators of this process stay as they are.
+        self.state = copy.copy(accelerator.state)
+        self.state.distributed_type = DistributedType.FSDP
+        self.state.fsdp_plugin, self.state.parallelism_config = plugin, parallelism
+        self.state.device_mesh = parallelism.get_device_mesh(self.device.type)
+        self._args = args
+        self._shards: Shards | None = None
+        self._clients: ClientRanks | None = None
+        self._ledger.writes = version_of_part
+
+    @property
+    def num_senders(self) -> int:
+        """How many clients there are."""
+        return int(self.parallelism_config.dp_replicate_size)
+
+    def prepare(self, *objects: Any, **kwargs: Any) -> Any:
+        """As in Accelerate. Devices start from one model, while each holds it whole."""
+        self._shards = self._clients = None
+        for model in objects:
+            if isinstance(model, nn.Module) and not is_sharded(model):
+                check_agreed(agreed_upon(self._args, model), self.device)
+                StartAlike().align(self._args, model)
+                self._choose_layers(model)
+        return super().prepare(*objects, **kwargs)
+
+    def _choose_layers(self, model: nn.Module) -> None:
+        """Those that the model names as such. Accelerate shards token embeddings by themselves, so
+        a layer that holds them (as BERT's first) must not be sharded before.
+        """
+        plugin = self.state.fsdp_plugin
+        if plugin.transformer_cls_names_to_wrap is not None:
+            return
+        tables = getattr(model, "get_input_embeddings", lambda: None)()
+        kinds: dict[str, bool] = {}
+        for module in model.modules():
+            holds_tables = any(inner is tables for inner in module.modules())
+            name = type(module).__name__
+            kinds[name] = kinds.get(name, False) or holds_tables
+        layers = getattr(model, "_no_split_modules", None) or ()
+        chosen = [name for name in layers if not kinds.get(name, True)]
+        plugin.transformer_cls_names_to_wrap = chosen
+
+    def clip_grad_norm_(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Accelerate; the norm is a plain number."""
+        total = super().clip_grad_norm_(parameters, *args, **kwargs)
+        return total.full_tensor() if hasattr(total, "full_tensor") else total
+
+    def note_stepped(self, model: nn.Module, optimizer: Any, folder: str | Path) -> None:
+        """Write to a checkpoint which parameters an optimizer has stepped: withheld ones never."""
+        parameters = self.shards_of(model).parameters
+        names = [name for name, parameter in parameters.items() if parameter in optimizer.state]
+        if self.is_main_process:
+            write_private(Path(folder) / _STEPPED, json.dumps(names).encode())
+
+    @contextmanager
+    def loading_optimizer(self, model: nn.Module, folder: str | Path) -> Iterator[None]:
+        """What the saved optimizer never stepped is frozen in here: torch refuses to load what
+        holds no state of a parameter that is trained.
+        """
+        path, names = Path(folder) / _STEPPED, [None]
+        if self.is_main_process and path.is_file():  # not in a checkpoint of the stock Trainer
+            names = [json.loads(path.read_text())]
+        broadcast_object_list(names)
+        parameters = self.shards_of(model).parameters
+        stepped = parameters if names[0] is None else names[0]
+        stepless = [p for n, p in parameters.items() if p.requires_grad and n not in stepped]
+        for parameter in stepless:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in stepless:
+                parameter.requires_grad_(True)
+
+    def shards_of(self, model: nn.Module) -> Shards:
+        """This client's devices. The model holds its own shards alone afterwards."""
+        if self._shards is None or self._shards.model is not model:
+            self._shards = Shards(model)
+        self._shards.reshard()
+        return self._shards
+
+    @property
+    def shards(self) -> Shards:
+        """As `shards_of` gave them last."""
+        assert self._shards is not None  # a step begins by weighing batches, which asks for them
+        return self._shards
+
+    @property
+    def clients(self) -> ClientRanks:
+        """One device of each client, all with the same shards. All devices must ask together."""
+        if self._clients is None:
+            group = self.state.device_mesh["dp_replicate"].get_group()
+            self._clients = ClientRanks(group, self.shards, self.device)
+        return self._clients
+
+
+def version_of_part(gradient: Tensor) -> int:
+    """How often this device's part was written to: the backward pass adds to it alone."""
+    return local(gradient)._version
+
+
+class ClientStreams(RandomStreams):
+    """One key a message for all devices of a client, from which each has a stream of its own.
+
+    Args:
+        streams: Of this device.
+        accelerator: Knows the others.
+    """
+
+    def __init__(self, streams: RandomStreams, accelerator: ShardedAccelerator) -> None:
+        self._of_device, self._accelerator = streams, accelerator
+
+    def next_message(self, step: int) -> tuple[Stream, Stream, Stream | None]:
+        """As before; all devices of a client must call it."""
+        noise, probes, dropout = self._of_device.next_message(step)
+        return self._accelerator.shards.new_message(noise), probes, dropout
+
+
+class ShardedMessages(MessageMaker):
+    """Messages of clients of several devices: each makes its own part.
+
+    Args:
+        streams: As for `MessageMaker`.
+        *args: As for `MessageMaker`.
+        accelerator: Knows the devices.
+    """
+
+    def __init__(self, streams: RandomStreams, *args: Any, accelerator: ShardedAccelerator) -> None:
+        super().__init__(ClientStreams(streams, accelerator), *args)
+        self._accelerator = accelerator
+
+    def share(
+        self,
+        module: nn.Module,
+        client: ClientBatch,
+        loss_fn: LossFunction,
+        step: int,
+        runner: Any = None,
+    ) -> Tensor:
+        """As in `MessageMaker`. The loss is such that its mean over devices is the client's."""
+        self._sharing["shards"] = shards = self._accelerator.shards_of(module)
+        try:
+            return super().share(module, client, loss_fn, step)
+        finally:
+            shards.reshard()
+
+    def share_noise(
+        self, parameters: Mapping[str, nn.Parameter], defense: Defense, weight: float, step: int
+    ) -> None:
+        """As in `MessageMaker`, on this device's part."""
+        noise, _, _ = self._streams.next_message(step)
+        defense.at_step(step)
+        nothing = ZeroGradient({name: local(p) for name, p in parameters.items()})
+        nothing.shards = self._accelerator.shards
+        self._add(parameters, defense(nothing, noise), weight)
+
+    @torch.no_grad()
+    def _add(self, parameters: Mapping[str, nn.Parameter], shared: Message, weight: float) -> None:
+        self._ledger.check(parameters.values(), "share a message")
+        for name, parameter in parameters.items():
+            weighted = shared[name].to(parameter.dtype).mul(weight)
+            self._accelerator.shards.add_to_grad(parameter, weighted)
+        self._ledger.write(parameters.values())
+
+    def _record(self, gradient: Tensors, message: Message, _: float, start: float) -> None:
+        """As in `MessageMaker`, of the whole client's gradient."""
+        shards = self._accelerator.shards
+        metrics = {"seconds": time.perf_counter() - start, **message.metrics}
+        change = {name: message[name] - part for name, part in gradient.items()}
+        error, size, shared = (norm(tensors, shards) for tensors in (change, gradient, message))
+        if size:
+            metrics["relative_error"] = error / size
+        if size and shared:
+            cosine = (size**2 + shared**2 - error**2) / (2 * size * shared)
+            metrics["cosine"] = max(-1, min(1, cosine))
+        for name, figure in metrics.items():
+            self._metrics[f"defense/{name}"].append(figure)
+
+    @torch.no_grad()
+    def average(
+        self,
+        parameters: Sequence[nn.Parameter],
+        accelerator: Accelerator,
+        secure: SecureSum | None = None,
+    ) -> None:
+        """As in `MessageMaker`, over clients: each device with those that hold the same shards."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        parts = [local(p.grad) for p in parameters]
+        average(parts, self._accelerator.clients, bits=32)
+
+
+class ShardedTables(AgreedTables):
+    """Input-indexed tables of models that are cut over a client's devices."""
+
+    _accelerator: ShardedAccelerator
+
+    def agree(self, model: nn.Module, *args: Any, **kwargs: Any) -> bool:
+        """As in `AgreedTables`."""
+        kwargs["shards"] = self._accelerator.shards_of(model)
+        return super().agree(model, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class ShardedNormalization(Normalization):
+    """How a device's loss is taken, so that the mean over devices is the client's mean loss."""
+
+    def mean_loss(
+        self, loss: Loss, spread: Spread, module: nn.Module, batch: dict[str, Any]
+    ) -> Tensor:
+        """As in `Normalization`, where `spread.items` are all items that the loss is given: a
+        device may have none itself.
+        """
+        items = None if self.num_items is None else spread.items
+        return loss(module, batch, items) / (self.rank_factor / spread.loss)
+
+
+class ShardedWeights(LossWeights):
+    """The weights that clients' losses would have, were each on one device.
+
+    FSDP averages gradients over the S devices of a client. Of C items, which have a loss A/n + B on
+    each device, the client's mean loss is the mean over devices of S A/C + (N/C) B.
+
+    Args:
+        loss: The Trainer's.
+        accelerator: Knows the devices.
+    """
+
+    def __init__(self, loss: Loss, accelerator: ShardedAccelerator) -> None:
+        super().__init__(loss)
+        self._accelerator = accelerator
+
+    def __call__(
+        self, module: nn.Module, batches: Sequence[dict[str, Any]], normalization: Normalization
+    ) -> Weights:
+        """As in `LossWeights`, of the one client that this device is of. All its devices call it.
+
+        Raises:
+            NotImplementedError: As in `LossWeights`.
+        """
+        shards, (batch,) = self._accelerator.shards_of(module), batches
+        counted = normalization.num_items is not None
+        size = (normalization.items(batch) or 0) if counted else count_rows(batch)
+        of_client = sum(shards.gathered(torch.tensor(float(size))))
+        if not of_client:
+            return Weights([0.0])
+        factor = 1.0 if normalization.accumulated else 1.0 / normalization.accumulation
+        share = shards.size * size / of_client
+        if normalization.num_items is None:
+            return Weights([factor], Spread(loss=share))
+        num_items = float(normalization.num_items)
+        if normalization.rank_factor == 1:  # counted on this device alone
+            num_items = sum(shards.gathered(torch.tensor(num_items)))
+        else:
+            factor *= self._accelerator.num_senders
+        items, ratio = num_items / shards.size, num_items / of_client
+        if self._is_mean_for(module, batch, shards):
+            return Weights([factor], Spread(items, share))
+        return Weights([factor / ratio], Spread(items, ratio))
+
+    def _is_mean_for(self, module: nn.Module, batch: dict[str, Any], shards: Shards) -> bool:
+        """Whether the loss is its own mean: as those devices say whose batch can tell."""
+        if self._is_mean is None:
+            answer, failure = None, None
+            try:
+                answer = self._takes_a_mean(module, batch)
+            except NotImplementedError as error:
+                failure = error  # first let the other devices know, which would wait
+            shards.reshard()
+            if shards.any(failure is not None):
+                raise failure or NotImplementedError("Another device of this client refused.")
+            is_sum, is_mean = shards.any(answer is False), shards.any(answer is True)
+            self._is_mean = False if is_sum else True if is_mean else None
+        return bool(self._is_mean)
