@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from .. import __version__
 from ..attacks import Attack
+from ..attacks.base import Clock
 from ..attacks.candidates.attack import Candidates
 from ..defenses import Defense
 from ..defenses.message import STRENGTH_KEY
@@ -56,6 +57,8 @@ STRENGTH = (
     "Noise relative to the usual gradient is as strong as it is after {} messages of the audited "
     "batches at this model; before the first one it is that of random inputs."
 )
+
+_FEWEST_MESSAGES = 2  # are attacked however short time is: one has no interval
 
 _Pair = tuple[str, str]  # labels of a defense and of an attack
 
@@ -103,13 +106,15 @@ def run(
         cells: Finished pieces; results go to the folder above them.
         metrics: By label of a defense, what a model reaches that is trained under it.
     """
+    minutes = settings.budget_minutes
+    clock = Clock(None if minutes is None else 60 * minutes)
     attacks = with_candidates(attacks, setup.candidates, settings.seed)
     attacks = with_public_texts(attacks, setup.candidates, setup.batches, setup.modality)
     attacks = with_seconds(attacks, settings.attack_seconds)
     learn_strengths(setup, settings, defenses)
     grid = _Grid(setup, settings, defenses, attacks, cells)
     grid.record["metrics"] = dict(metrics)
-    return grid.run(cells.folder.parent)
+    return grid.run(cells.folder.parent, clock)
 
 
 def learn_strengths(setup: Setup, settings: AuditSettings, defenses: dict[str, Defense]) -> None:
@@ -215,8 +220,10 @@ class _Grid:
             informed = replace(attacker, attack=replace(attack, total_variation=weight))
             self.attackers[defense, name + INFORMED] = informed
 
-    def run(self, folder: Path) -> Audit:
-        """The audit, written to a folder as it goes on, also where it is stopped."""
+    def run(self, folder: Path, clock: Clock) -> Audit:
+        """The audit, written to a folder as it goes on, also where it is stopped: by the clock
+        between two messages.
+        """
         self._choose_smoothing()
         self.attack_keys = {
             pair: digest(attacker.attack, sorted(attacker.grants))
@@ -234,11 +241,16 @@ class _Grid:
             },
             messages=[], chance=[], shared=[], cells=[],
         )  # fmt: skip
-        count, started, spent = len(self.batches), time.monotonic(), 0.0
+        count, started, spent, longest = len(self.batches), time.monotonic(), 0.0, 0.0
         bar = logging.tqdm(total=self.settings.repeats * count * len(self.attackers), desc="audit")
         try:
             for repeat, index in product(range(self.settings.repeats), range(count)):
+                began = clock.elapsed
+                has_enough = len(result.messages) >= _FEWEST_MESSAGES
+                if has_enough and clock.seconds is not None and began + longest >= clock.seconds:
+                    break
                 shared, cells = self._message(index, repeat, bar)
+                longest = max(longest, clock.elapsed - began)
                 # Repeats have the same originals, and a guess knows nothing of their noise.
                 if not repeat:
                     guess = self.modality.chance(self.batches, index, self.settings.seed)

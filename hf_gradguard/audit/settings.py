@@ -53,6 +53,9 @@ class AuditSettings:
             with commas between them. No attack needs them.
         attack_seconds: Each attack stops after so many a message, with the best so far; one that
             has `seconds` of its own keeps those. Default: as attacks' settings say.
+        budget_minutes: The audit stops between two messages before it takes longer, judged by the
+            longest message so far. It attacks two at least: one has no interval. Called again, it
+            goes on. Default: all messages.
 
     Raises:
         ValueError: For numbers out of range, unknown estimators, or local steps without a learning
@@ -91,6 +94,9 @@ class AuditSettings:
     attack_seconds: float | None = option(
         None, "each attack stops after so many seconds a message, with the best so far"
     )
+    budget_minutes: float | None = option(
+        None, "minutes to take at most: stops between two messages, and goes on when called again"
+    )
 
     def __post_init__(self) -> None:
         for name, minimum in _MINIMUM.items():
@@ -99,9 +105,10 @@ class AuditSettings:
                 raise ValueError(
                     f"{name} must be a whole number of at least {minimum}, but is {value!r}."
                 )
-        seconds = self.attack_seconds
-        if seconds is not None and (isinstance(seconds, bool) or not 0 < seconds < math.inf):
-            raise ValueError(f"attack_seconds must be above 0, but is {seconds!r}.")
+        for name in ("attack_seconds", "budget_minutes"):
+            time = getattr(self, name)
+            if time is not None and (isinstance(time, bool) or not 0 < time < math.inf):
+                raise ValueError(f"{name} must be above 0, but is {time!r}.")
         self._check_local()
         if self.estimators != "all":
             self.chosen_estimators()  # a misspelt name is refused before any work

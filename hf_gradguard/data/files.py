@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 COLUMNS = {
-    "text": ("text", "sentence", "content"),
+    "text": ("text", "sentence", "content", "review"),
     "image": ("image", "img", "x_train", "x", "images"),
 }
 """The usual names of the column that holds the inputs, by the name of their domain."""

@@ -25,7 +25,7 @@ Sample = tuple[Any, Any]
 """A text or an image, with its class id; or with another label, as its model takes it."""
 
 _LABEL_COLUMNS = {
-    "class": ("label", "labels", "y_train", "y"),
+    "class": ("label", "labels", "y_train", "y", "sentiment"),
     "number": ("label", "labels", "score", "y"),
     "several": ("labels", "label"),
     "token": ("ner_tags", "pos_tags", "tags", "labels"),

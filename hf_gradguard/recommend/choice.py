@@ -40,6 +40,8 @@ class Outcome:
         accuracy_by_sample: What the accuracy is a mean of.
         leak_by_message: The mean, for each message, of what `leak` is a mean of.
         trainings: The accuracy of each training, by seed.
+        leak_elsewhere: `leak_by_message` at the other stage, of the attack that recovered most
+            there. Fewer messages may be attacked at one stage, where time ended a round.
 
     Example:
         >>> accuracy, leak = Estimate(0.8, 0.78, 0.82), Estimate(0.1, 0.0, 0.2)
@@ -60,6 +62,7 @@ class Outcome:
     accuracy_by_sample: Mapping[int, float] = field(default_factory=dict, repr=False)
     leak_by_message: Mapping[int, float] = field(default_factory=dict, repr=False)
     trainings: Sequence[float] = ()
+    leak_elsewhere: Mapping[int, float] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,24 @@ def _untaught_words(plain: Outcome, untrained: Sequence[float]) -> str:
 
 
 def _amount(outcome: Outcome, score: MainScore) -> str:
-    return f"{score.format_estimate(shown_leak(outcome, score))} {score.amount}"
+    shown = f"{score.format_estimate(shown_leak(outcome, score))} {score.amount}"
+    return f"{shown} ({messages_of(outcome)})"
+
+
+def messages_of(outcome: Outcome) -> str:
+    """How many messages a leak is of, and those of the other stage if they are fewer or more.
+
+    Example:
+        >>> around, leaks = Estimate(0.1, 0.0, 0.2), dict.fromkeys(range(8), 0.1)
+        >>> details = None, 0, {}, leaks, (), {0: 0.0, 1: 0.0}
+        >>> messages_of(Outcome("a", 1e-3, around, around, around, "span", "end", *details))
+        '8 messages at the end, 2 at the start'
+    """
+    count, elsewhere = len(outcome.leak_by_message), len(outcome.leak_elsewhere)
+    if elsewhere in (0, count):
+        return f"{count} messages"
+    other = "start" if outcome.stage == "end" else "end"
+    return f"{count} messages at the {outcome.stage}, {elsewhere} at the {other}"
 
 
 def mean_over_seeds(values: Any, are_shares: bool = False) -> Estimate:
@@ -230,16 +250,22 @@ def shown_leak(outcome: Outcome, score: MainScore) -> Estimate:
 
 
 def highest_leak(outcome: Outcome, score: MainScore) -> float:
-    """Upper end of the leak's interval. Of shares it is never below what as many messages without
-    any success leave open: 1 - 0.05^(1/n).
+    """Upper end of the leak's interval, at the stage where it is higher. Of shares it is never
+    below what as many messages without any success leave open: 1 - 0.05^(1/n).
     """
-    leaks = list(outcome.leak_by_message.values())
-    high = outcome.leak.high if outcome.leak.high is not None else math.inf
+    shown = outcome.leak.high if outcome.leak.high is not None else math.inf
+    stages = outcome.leak_by_message, outcome.leak_elsewhere
+    high = max([shown, *(_highest(list(leaks.values()), score) for leaks in stages if leaks)])
+    return min(1.0, high) if score.axis_limit == 1.0 else high
+
+
+def _highest(leaks: Sequence[float], score: MainScore) -> float:
+    high = -math.inf
     if len(leaks) > 1:
         half = t.ppf(0.975, len(leaks) - 1) * np.std(leaks, ddof=1) / math.sqrt(len(leaks))
-        high = max(high, outcome.leak.mean + float(half))
-    if score.axis_limit == 1.0 and leaks:  # a share
-        high = min(1.0, max(high, 1 - 0.05 ** (1 / len(leaks))))
+        high = float(np.mean(leaks) + half)
+    if score.axis_limit == 1.0:  # a share
+        high = max(high, 1 - 0.05 ** (1 / len(leaks)))
     return high
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,8 @@ from .trials import Split
 logger = logging.get_logger(__name__)
 
 Stages = Mapping[str, Summary]  # what attacks recovered, by stage of a training
+
+FEWEST_MESSAGES = 2  # of an attack at a stage: of one there is no interval
 
 
 class Server:
@@ -56,17 +59,17 @@ class Server:
         self._candidates = [*split.attacked, *decoys] if decoys else None
         self._model, self._reconstructs = model, False
 
-    def attack_undefended(self, undefended: Defense) -> Summary:
+    def attack_undefended(self, undefended: Defense, seconds: float = math.inf) -> Summary:
         """Attack the model as it starts, and choose attacks: slower ones too, where the quick ones
-        reconstruct little.
+        reconstruct little. Each round stops between two messages before it takes longer.
         """
-        summary = self.attack({"none": undefended}, "undefended")
+        summary = self.attack({"none": undefended}, "undefended", seconds=seconds)
         rows = summary.reconstructions("none")
-        if self._fallback and not any(is_shown_to_reconstruct(row, summary) for row in rows):
+        if self._fallback and not any(_is_likely_to_reconstruct(row, summary) for row in rows):
             self._attacks = f"{self._attacks},{self._fallback}"
-            summary = self.attack({"none": undefended}, "undefended")
+            summary = self.attack({"none": undefended}, "undefended", seconds=seconds)
             rows = summary.reconstructions("none")
-        self._reconstructs = any(is_shown_to_reconstruct(row, summary) for row in rows)
+        self._reconstructs = any(_is_likely_to_reconstruct(row, summary) for row in rows)
         return summary
 
     def attack(
@@ -75,18 +78,22 @@ class Server:
         name: str,
         model: nn.Module | None = None,
         half: Literal[0, 1] = 0,
+        seconds: float = math.inf,
     ) -> Summary:
-        """Attack half of the messages, at the start of training or at a trained model."""
+        """Attack half of the messages, at the start of training or at a trained model. It stops
+        between two messages before it takes longer, but not before the second.
+        """
         specs = [{label: defense} for label, defense in defenses.items()]
         middle = len(self._split.attacked) // 2
         samples = self._split.attacked[half * middle : (half + 1) * middle]
         # Ranking them takes as long as a reconstruction, and decides nothing where that works.
         is_needed = half or "none" in defenses or not self._reconstructs
         candidates = self._candidates if is_needed else None
+        minutes = None if math.isinf(seconds) else max(seconds, 1e-3) / 60
+        settings = dataclasses.replace(self._settings, budget_minutes=minutes)
         result = audit(
             model or self._model, self._processing_class, samples, specs, self._attacks,
-            candidates=candidates, output=self._folder / name,
-            **dataclasses.asdict(self._settings),
+            candidates=candidates, output=self._folder / name, **dataclasses.asdict(settings),
         )  # fmt: skip
         return summarize(result)
 
@@ -95,6 +102,15 @@ def is_shown_to_reconstruct(row: AttackScores, summary: Summary) -> bool:
     """Whether an interval shows that an attack recovers clearly more than a guess."""
     low = row.scores[summary.main_score.name].low
     return low is not None and low > summary.guess + summary.main_score.clear_margin
+
+
+def _is_likely_to_reconstruct(row: AttackScores, summary: Summary) -> bool:
+    """The same by the mean alone where time ended the round: no interval shows it of two messages,
+    and slower attacks would not make up for that.
+    """
+    mean, enough = row.scores[summary.main_score.name].mean, summary.main_score.clear_margin
+    is_clear = bool(summary.unfinished) and mean > summary.guess + enough
+    return is_clear or is_shown_to_reconstruct(row, summary)
 
 
 def outcome_of(
@@ -114,15 +130,7 @@ def outcome_of(
         plain_right: The same undefended.
         halves: Of the messages: what attacks recovered at each stage.
     """
-    leaks = dict[tuple[str, str], dict[int, float]]()
-    for stages in halves:
-        for stage, summary in stages.items():
-            for row in summary.reconstructions(label):
-                if row.has_interval:
-                    by_message = leaks.setdefault((row.attack, stage), {})
-                    first = len(by_message)
-                    recovered = _by_message(summary, row)
-                    by_message |= {first + number: leak for number, leak in recovered.items()}
+    leaks = _leaks(label, halves)
     if not leaks and label == "none":
         raise ValueError(
             "No attack works on this model's undefended gradient: give others (--attack)"
@@ -137,18 +145,50 @@ def outcome_of(
         )
         return []
     # The worse stage counts: a server keeps every message.
-    attack, stage = max(leaks, key=lambda place: float(np.mean(list(leaks[place].values()))))
-    by_message = leaks[attack, stage]
+    stage = max(leaks, key=lambda stage: (leaks[stage].mean, len(leaks[stage].by_message)))
+    by_message = leaks[stage].by_message
+    elsewhere = [leak.by_message for other, leak in leaks.items() if other != stage]
     lost = np.array(plain_right) - np.array(right)
     membership, candidates = _membership(label, halves)
     return [
         Outcome(
             label, rate, accuracy_over_seeds(right), mean_over_seeds(lost, are_shares=True),
-            mean_over_seeds([list(by_message.values())]), attack, stage, membership, candidates,
-            dict(enumerate(np.mean(right, axis=0).tolist())), by_message,
-            np.mean(right, axis=1).tolist(),
+            mean_over_seeds([list(by_message.values())]), leaks[stage].attack, stage, membership,
+            candidates, dict(enumerate(np.mean(right, axis=0).tolist())), by_message,
+            np.mean(right, axis=1).tolist(), *elsewhere,
         )
     ]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leak:
+    """What the attack recovered that recovered most at a stage."""
+
+    attack: str
+    by_message: Mapping[int, float]
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(list(self.by_message.values())))
+
+
+def _leaks(label: str, halves: list[Stages]) -> dict[str, _Leak]:
+    """By stage. Of attacks that were applied to two messages, in one half or both."""
+    found = dict[tuple[str, str], dict[int, float]]()
+    for half, stages in enumerate(halves):
+        for stage, summary in stages.items():
+            # By their places among all: a round that time ended has fewer.
+            first = half * summary.audit.settings["messages"]
+            for row in summary.reconstructions(label):
+                by_message = found.setdefault((stage, row.attack), {})
+                recovered = _by_message(summary, row)
+                by_message |= {first + number: leak for number, leak in recovered.items()}
+    leaks = dict[str, _Leak]()
+    for (stage, attack), by_message in found.items():
+        leak = _Leak(attack, by_message)
+        if len(by_message) >= FEWEST_MESSAGES:
+            leaks[stage] = max(leaks.get(stage, leak), leak, key=lambda one: one.mean)
+    return leaks
 
 
 def _by_message(summary: Summary, row: AttackScores) -> dict[int, float]:

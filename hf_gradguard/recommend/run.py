@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ from .choice import (
     percent,
     shown_leak,
 )
-from .outcomes import Server, Stages, is_shown_to_reconstruct, outcome_of
+from .outcomes import FEWEST_MESSAGES, Server, Stages, is_shown_to_reconstruct, outcome_of
 from .pace import OutOfTime, Pace
 from .page import (
     TRAIN_FILE,
@@ -161,6 +162,7 @@ class _Comparison:
         self._stages = dict[str, list[Stages]]()
         self._omitted = dict[str, str]()  # with why
         self._leaky = dict[str, AttackScores]()
+        self._messages = settings.attacked // (2 * settings.message_size)  # of a round
         self._attack_seconds = self._judging_seconds = 0.0
 
     def run(self) -> tuple[list[Outcome], list[Outcome]]:
@@ -169,9 +171,11 @@ class _Comparison:
         try:
             screened = self.screen()
         except OutOfTime:
+            minutes = self._training_seconds() / 60
             raise ValueError(
                 f"budget_minutes={self._settings.budget_minutes:g} ended before one defense was "
-                "compared. The same command goes on where it stopped: run it again, or allow more."
+                "compared. The same command goes on where it stopped: run it again, or allow more "
+                f"(a training takes about {minutes:.1f} minutes now; fewer --steps take less)."
             ) from None
         last = finalists(screened, self._settings.budget, self.guess, self.score)
         return screened, self.judge(screened[0], last) if last else screened
@@ -183,11 +187,12 @@ class _Comparison:
         began = time.monotonic()
         self.untrained = self._trials.untrained()
         self._judging_seconds = time.monotonic() - began
-        began = time.monotonic()
-        undefended = self._server.attack_undefended(self._defenses["none"])
-        self.guess, self.score = undefended.guess, undefended.main_score
-        self._attack_seconds = time.monotonic() - began
         self._trials.measure_speed()
+        # Both ends of two trainings, and of a finalist's on further messages.
+        seconds, began = self._share(rounds=6, trainings=2 * FEWEST_RATES), time.monotonic()
+        undefended = self._server.attack_undefended(self._defenses["none"], seconds)
+        self.guess, self.score = undefended.guess, undefended.main_score
+        self._measure_round(undefended, time.monotonic() - began)
         self.say_minutes()
         self._start = undefended
 
@@ -207,8 +212,24 @@ class _Comparison:
         """Of a training and its evaluation, at the latest speed."""
         return self._settings.steps * self._pace.step_seconds + self._judging_seconds
 
+    def _share(self, rounds: int, trainings: int = 0) -> float:
+        """Seconds for a round of attacks, the first of so many, beside so many trainings."""
+        return max(0.0, self._pace.left - trainings * self._training_seconds()) / rounds
+
+    @property
+    def _shortest_round(self) -> float:
+        """Seconds of as few messages as have an interval."""
+        return self._attack_seconds * FEWEST_MESSAGES / self._messages
+
+    def _measure_round(self, attacked: Summary, seconds: float, defenses: int = 1) -> None:
+        """How long a whole one takes. At least: what an earlier run stored took no time."""
+        whole = seconds / defenses * self._messages / len(attacked.audit.messages)
+        self._attack_seconds = max(self._attack_seconds, whole)
+
     def _rates(self, waiting: int) -> int:
         """How many learning rates of each of so many defenses there is time for."""
+        if not self._pace.reserved:  # not even for a comparison: first what the next run needs
+            return 1
         most = int(
             (self._pace.left - self._pace.reserved - waiting * self._attack_seconds)
             / (max(1, waiting) * max(self._training_seconds(), 1e-9))
@@ -231,9 +252,10 @@ class _Comparison:
             label = waiting.pop(0)
             defense = self._defenses[label]
             try:
-                self._reserve(len(outcomes))
+                self._reserve(len(outcomes), label in starts)
                 if label not in starts:
-                    starts[label] = self._attack({label: defense}, "start", label)
+                    seconds = self._share(rounds=4, trainings=FEWEST_RATES)
+                    starts[label] = self._attack({label: defense}, "start", seconds, label)
                     leaky = [
                         row for row in starts[label].reconstructions(label)
                         if is_shown_to_reconstruct(row, starts[label])
@@ -244,7 +266,9 @@ class _Comparison:
                         continue
                 rate = self._trials.best(label, defense, self._rates(1 + len(waiting)))
                 right = self._trials.judging(label, defense, rate)
-                end = self._attack({label: defense}, "end", label, (label, defense, rate, None))
+                seconds = self._share(3) if outcomes else self._share(5, FEWEST_RATES)
+                training = label, defense, rate, None
+                end = self._attack({label: defense}, "end", seconds, label, training)
             except OutOfTime:
                 if len(outcomes) < 2 and label not in self._leaky:
                     raise
@@ -260,36 +284,48 @@ class _Comparison:
             raise OutOfTime
         return outcomes
 
-    def _reserve(self, tried: int) -> None:
-        """Time for what comes after one more defense, of so many: for the attacks on a finalist,
-        and behind the first ones for one more seed.
+    def _reserve(self, tried: int, is_attacked: bool) -> None:
+        """Time for what comes after the trainings of one more defense, of so many. The first ones
+        are compared by short rounds where time is short, and as far as it reaches: the same command
+        goes on. Behind them: time for the attacks on a finalist, and for one more seed.
+
+        Raises:
+            OutOfTime: If there is none for the defense.
         """
-        finals = 2 * self._attack_seconds + self._judging_seconds
-        again = 3 * self._training_seconds() + 2 * self._attack_seconds if tried > 1 else 0.0
-        self._pace.reserved = finals + again + self._attack_seconds
+        training = self._training_seconds()
+        attack = self._attack_seconds if tried > 1 else self._shortest_round
+        after = attack
+        if not tried:
+            after += training + 2 * attack
+        elif tried > 1:
+            after += 4 * attack + 3 * training + self._judging_seconds
+        self._pace.reserved = after
+        if not self._pace.fits(training + (0.0 if is_attacked else attack)):
+            if tried > 1:
+                raise OutOfTime
+            self._pace.reserved = 0.0
 
     def _attack(
         self,
         defenses: dict[str, Defense],
         name: str,
+        seconds: float,
         label: str = "",
         training: tuple[str, Defense, float, int | None] | None = None,
         half: Literal[0, 1] = 0,
     ) -> Summary:
-        """Attack at the start, or behind a training.
+        """Attack at the start, or behind a training, for so many seconds.
 
         Raises:
-            OutOfTime: If half of the messages do not fit.
+            OutOfTime: If two messages do not fit.
         """
-        if not half and self._attack_seconds > self._pace.left:
+        if self._shortest_round * len(defenses) > self._pace.left:
             raise OutOfTime
         trained = None if training is None else self._trials.trained(*training)
         number = list(self._defenses).index(label) if label else ""
         began = time.monotonic()
-        attacked = self._server.attack(defenses, f"{name}{number}", trained, half)
-        # At least: what was stored by an earlier run took no time.
-        seconds = (time.monotonic() - began) / len(defenses)
-        self._attack_seconds = max(self._attack_seconds, seconds)
+        attacked = self._server.attack(defenses, f"{name}{number}", trained, half, seconds)
+        self._measure_round(attacked, time.monotonic() - began, len(defenses))
         return attacked
 
     def _why(self, label: str) -> str:
@@ -358,24 +394,40 @@ class _Comparison:
         return self._trials.judging(outcome.defense, defense, outcome.learning_rate, seed)
 
     def _attack_finalists(self, last: list[Outcome], seed: int | None) -> None:
+        """On the other half of the messages. What time is short for, the first half alone says."""
         one = {outcome.defense: self._defenses[outcome.defense] for outcome in last}
-        start = self._attack(one, "final_start", half=1)
-        for outcome in last:
-            label, rate = outcome.defense, outcome.learning_rate
-            training = label, self._defenses[label], rate, seed
-            end = self._attack({label: training[1]}, "final_end", label, training, half=1)
-            self._stages[label] = [*self._stages[label], {"start": start, "end": end}]
+        with suppress(OutOfTime):
+            start = self._attack(one, "final_start", self._share(rounds=2), half=1)
+            for outcome in last:
+                self._stages[outcome.defense].append({"start": start})
+            for done, outcome in enumerate(last):
+                label, rate = outcome.defense, outcome.learning_rate
+                training, seconds = (label, one[label], rate, seed), self._share(len(last) - done)
+                end = self._attack({label: one[label]}, "final_end", seconds, label, training, 1)
+                self._stages[label][-1] = {"start": start, "end": end}
 
     def limits_words(self) -> str:
-        """Which defenses there was no time for."""
-        if not self._omitted:
-            return ""
-        words = _OMITTED.format(", ".join(label + why for label, why in self._omitted.items()))
-        logger.warning(words)
-        return " " + words
+        """What there was no time for: defenses, and messages of those that were tried."""
+        whole = self._messages
+        fewer = [
+            label for label, halves in self._stages.items()
+            if any(len(s.audit.messages) < whole for stages in halves for s in stages.values())
+        ]  # fmt: skip
+        words = ""
+        if self._omitted:
+            omitted = ", ".join(label + why for label, why in self._omitted.items())
+            words += f" Not tried, for lack of time (--budget_minutes): {omitted}."
+        if fewer:
+            words += _FEWER.format(", ".join(fewer), whole)
+        if words:
+            logger.warning(words.strip())
+        return words
 
 
-_OMITTED = "Not tried, for lack of time (--budget_minutes): {}."
+_FEWER = (
+    " Time ended some attacks on {} before all {} messages, so that their intervals are wider. The "
+    "same command goes on."
+)
 
 
 def _write(

@@ -211,6 +211,41 @@ def test_a_stopped_audit_leaves_a_report(tmp_path: Path, spy: type[Spy]) -> None
     assert "not finished" not in (tmp_path / "table.md").read_text()
 
 
+def test_a_budget_ends_an_audit_between_two_messages(
+    tmp_path: Path, spy: type[Spy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes 20 seconds by a clock that stands still between attacks."""
+    now = [0.0]
+    monkeypatch.setattr("hf_gradguard.attacks.base.time.perf_counter", lambda: now[0])
+
+    def answer(seen: Observation) -> Reconstruction:
+        now[0] += 20.0
+        return Reconstruction(token_ids=[[wrong]])
+
+    spy.answer = staticmethod(answer)
+    model, tokenizer = text_model()
+    there = {index for text, _ in TEXTS for index in tokenizer(text).input_ids}
+    wrong = max(set(range(len(tokenizer))) - there)
+
+    def attacked(folder: str, **settings: Any) -> Any:
+        return audit(model, tokenizer, TEXTS, "none", "spy", output=tmp_path / folder, **settings)
+
+    whole, ended = attacked("whole"), attacked("ended", budget_minutes=1.1)
+    assert [len(one.messages) for one in (whole, ended)] == [4, 3]  # a fourth would end after 66 s
+    said = "This audit is not finished: it is of 3 of 4 messages."
+    assert said in (tmp_path / "ended" / "report.html").read_text()
+    row, all_of_it = (summarize(one).rows[0] for one in (ended, whole))
+    assert row.messages == 3
+    width, narrower = (one.scores["token_f1"].high for one in (row, all_of_it))
+    assert width == pytest.approx(1 - 0.025 ** (1 / 3))
+    assert narrower == pytest.approx(1 - 0.025 ** (1 / 4))
+    again = attacked("ended", budget_minutes=1.1)  # the fourth alone
+    assert len(spy.seen) == 4 + 3 + 1
+    assert again.cells == whole.cells
+    assert "not finished" not in (tmp_path / "ended" / "report.html").read_text()
+    assert len(attacked("short", budget_minutes=1e-3).messages) == 2  # one has no interval
+
+
 def test_files_are_written_after_every_message(
     tmp_path: Path, spy: type[Spy], monkeypatch: pytest.MonkeyPatch
 ) -> None:

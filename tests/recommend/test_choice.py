@@ -123,7 +123,7 @@ def test_nothing_is_recommended_that_costs_more() -> None:
 def test_three_sentences() -> None:
     words = choose([PLAIN, outcome("a", 0.01, 0.0)], 0.02, chance=0.05).words
     unprotected, protected, cost = words.split(". ", 2)
-    assert unprotected == "Unprotected: span recovers 100 % [79, 100] of the words"
+    assert unprotected == "Unprotected: span recovers 100 % [79, 100] of the words (16 messages)"
     assert protected.startswith("With a at a learning rate of 0.001: span recovers 0 % [0, 17]")
     assert protected.endswith("a guess has 5 %")
     assert cost.startswith("Cost: 1.0 points [0.0, 2.0] (90.0 to 89.0 %")

@@ -1,0 +1,217 @@
+"""Rounds of attacks within a budget of minutes, by a clock that only trainings and attacks move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hf_gradguard.audit.cells import Audit
+from hf_gradguard.audit.report.summary import Summary, summarize
+from hf_gradguard.audit.run import make_defenses
+from hf_gradguard.recommend import pace as pace_module
+from hf_gradguard.recommend import run as run_module
+from hf_gradguard.recommend.choice import Outcome, highest_leak, messages_of
+from hf_gradguard.recommend.outcomes import outcome_of
+from hf_gradguard.recommend.pace import OutOfTime, Pace
+from hf_gradguard.recommend.run import _Comparison
+from hf_gradguard.recommend.settings import TrialSettings
+
+SPECS = ["none", "gaussian_noise", "pruning", "gradient_sketch"]
+MESSAGES = 8  # of a round
+STAGES = "start", "end"
+Speed = Callable[[float], float]  # how many times as slow the machine is, by the time that passed
+
+
+def summary_of(defenses: list[str], leaks: list[float], planned: int = MESSAGES) -> Summary:
+    """Of an audit in which one attack recovered so much of each message."""
+    settings = {
+        "kind": "text", "main_score": "token_f1", "chance": "others", "estimators": {},
+        "messages": planned, "repeats": 1, "classes": 2,
+    }  # fmt: skip
+    places = [{"message": number, "repeat": 0, "defense": label}
+              for number in range(len(leaks)) for label in defenses]  # fmt: skip
+    return summarize(
+        Audit(
+            settings=settings, defenses={label: {} for label in defenses}, attacks={"span": {}},
+            messages=[{"labels": [0]} for _ in leaks],
+            chance=[{"token_f1": [0.05]} for _ in leaks],
+            shared=[{**place, "relative_error": 1.0, "cosine": 0.0} for place in places],
+            cells=[
+                {**place, "attack": "span", "scores": {"token_f1": [leaks[place["message"]]]}}
+                for place in places
+            ],
+        )
+    )  # fmt: skip
+
+
+class Machine:
+    """Trains and attacks in name only, and takes its time."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, minutes: float, step: float, message: float,
+        slower: Speed = lambda passed: 1.0,
+    ) -> None:  # fmt: skip
+        self.passed, self.step, self.message, self.slower = 0.0, step, message, slower
+        clock = SimpleNamespace(monotonic=lambda: self.passed)
+        for module in (pace_module, run_module):
+            monkeypatch.setattr(module, "time", clock)
+        self.pace, self.settings = Pace(minutes), TrialSettings(budget_minutes=minutes)
+        self.rounds = dict[str, int]()  # messages that were attacked, by name
+        self.final_seeds = [1, 2, 3]
+        self.stored = set[Any]()
+
+    def spend(self, seconds: float) -> None:
+        self.passed += seconds * self.slower(self.passed)
+
+    def untrained(self) -> list[float]:
+        self.spend(5)
+        return [0.0, 1.0] * 100
+
+    def measure_speed(self) -> None:
+        self.spend(4 * self.step)
+        self.pace.step_seconds = self.step * self.slower(self.passed)
+
+    def train(self, *training: Any) -> None:
+        if training in self.stored:
+            return
+        if not self.pace.fits(self.settings.steps * self.pace.step_seconds):
+            raise OutOfTime
+        for done in range(self.settings.steps):
+            self.spend(self.step)
+            self.pace.step_seconds = self.step * self.slower(self.passed)
+            if not self.pace.fits((self.settings.steps - done - 1) * self.pace.step_seconds):
+                raise OutOfTime
+        self.stored.add(training)
+
+    def best(self, label: str, defense: Any, most: int) -> float:
+        self.train(label, 1)
+        for rate in range(2, most + 1):
+            try:
+                self.train(label, rate)
+            except OutOfTime:
+                break
+        return 1.0
+
+    def judging(self, label: str, defense: Any, rate: float, seed: Any = None) -> list[float]:
+        if seed is not None:
+            self.train(label, rate, seed)
+        self.spend(2)
+        return ([1.0] * 9 + [0.0]) * 20
+
+    def trained(self, *training: Any) -> None:
+        return None
+
+    def drop(self, *training: Any) -> None:
+        return None
+
+    def attack_undefended(self, defense: Any, seconds: float) -> Summary:
+        return self.attack({"none": defense}, "undefended", seconds=seconds)
+
+    def attack(
+        self, defenses: dict[str, Any], name: str, model: None = None, half: int = 0,
+        seconds: float = 0.0,
+    ) -> Summary:  # fmt: skip
+        began, longest, count = self.passed, 0.0, 0
+        while count < MESSAGES:
+            if count >= 2 and self.passed - began + longest >= seconds:
+                break
+            before = self.passed
+            if count >= self.rounds.get(name, 0):  # else an earlier run did
+                self.spend(self.message * len(defenses))
+            longest, count = max(longest, self.passed - before), count + 1
+        self.rounds[name] = count
+        return summary_of(list(defenses), [float("none" in defenses)] * count)
+
+    def compare(self) -> tuple[list[Outcome], str]:
+        defenses: Any = make_defenses(SPECS)
+        doubles: Any = self
+        comparison = _Comparison(defenses, doubles, doubles, self.settings, self.pace)
+        judged = comparison.run()[1]
+        return judged, comparison.limits_words()
+
+
+@pytest.mark.parametrize("step", [0.05, 0.4, 1.0])
+@pytest.mark.parametrize("message", [0.5, 9.0, 20.0])
+@pytest.mark.parametrize(
+    "slower",
+    [lambda passed: 1.0, lambda passed: 1 + 2 * (passed > 200), lambda passed: 1 + passed / 400],
+    ids=["even", "suddenly", "slowly"],
+)
+def test_the_budget_is_kept_however_slow_the_machine_gets(
+    monkeypatch: pytest.MonkeyPatch, step: float, message: float, slower: Speed
+) -> None:
+    machine = Machine(monkeypatch, 15, step, message, slower)
+    if step * slower(900) < 2:
+        assert len(machine.compare()[0]) >= 2
+    else:  # two trainings and their attacks may not fit
+        with suppress(ValueError):
+            machine.compare()
+    # Past it by the rest of a message or a training's evaluation, and no more.
+    assert machine.passed <= 15 * 60 + message * slower(machine.passed) + 20
+
+
+def test_where_time_is_enough_every_message_is_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 60, step=0.1, message=2.0)
+    judged, limits = machine.compare()
+    assert {"undefended", "start1", "end0", "end1", "start2", "final_start"} <= set(machine.rounds)
+    assert set(machine.rounds.values()) == {MESSAGES}
+    assert limits == ""
+    assert [len(one.leak_by_message) for one in judged] == [8, 16, 16, 16]
+    assert [len(one.trainings) for one in judged] == [3] * 4
+
+
+def test_where_time_is_short_two_are_compared_on_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 4, step=0.4, message=9.0)
+    judged, limits = machine.compare()
+    assert [one.defense for one in judged] == SPECS[:2]
+    assert 2 <= min(machine.rounds.values()) < MESSAGES
+    assert "Not tried, for lack of time (--budget_minutes): pruning, gradient_sketch." in limits
+    assert "Time ended some attacks on none, gaussian_noise before all 8 messages" in limits
+    assert machine.passed < 4 * 60 + 20
+
+
+def test_a_budget_too_small_goes_on_from_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run stores a piece at least, so that a few of them come to a comparison."""
+    machine = Machine(monkeypatch, 2, step=0.8, message=9.0)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"run it again, or allow more \(a training takes about"
+        ):
+            machine.compare()
+        machine.pace = Pace(2)
+        machine.pace.step_seconds = 0.8
+    assert {"undefended", "end0", "start1"} == set(machine.rounds)
+    judged, _ = machine.compare()
+    assert [one.defense for one in judged] == SPECS[:2]
+
+
+def test_messages_keep_their_places_where_a_round_was_ended() -> None:
+    """Three of eight at the end, of the first half: the second half begins with the ninth."""
+    first = {"start": summary_of(["a"], [0.1] * 8), "end": summary_of(["a"], [0.2] * 3)}
+    second = {"start": summary_of(["a"], [0.1] * 8), "end": summary_of(["a"], [0.2])}
+    (found,) = outcome_of("a", 1e-3, [[1.0, 0.0]], [[1.0, 1.0]], [first, second])
+    assert (found.stage, found.leak.mean) == ("end", pytest.approx(0.2))
+    assert sorted(found.leak_by_message) == [0, 1, 2, 8]
+    assert sorted(found.leak_elsewhere) == list(range(16))
+    assert messages_of(found) == "4 messages at the end, 16 at the start"
+
+
+def test_few_messages_at_one_end_of_training_widen_the_interval() -> None:
+    """What two messages do not show may yet be, however many were attacked at the other end."""
+    score = summary_of(["a"], [0.1] * 8).main_score
+
+    def upper(at_the_end: int) -> float:
+        stages = {
+            "start": summary_of(["a"], [0.1] * 8),
+            "end": summary_of(["a"], [0.0] * at_the_end),
+        }
+        (found,) = outcome_of("a", 1e-3, [[1.0, 0.0]], [[1.0, 1.0]], [stages])
+        assert found.stage == "start"
+        return highest_leak(found, score)
+
+    assert upper(8) == pytest.approx(1 - 0.05 ** (1 / 8))
+    assert upper(2) == pytest.approx(1 - 0.05 ** (1 / 2))
