@@ -75,6 +75,8 @@ class Choice:
         words: The same for a person.
         untrained: Accuracy of the model before any training, on the samples that judge. A defense
             that loses nothing on a model that knew its task has shown nothing.
+        limits: What slower attacks recovered elsewhere behind what is chosen, and what there was no
+            time for.
 
     Example:
         >>> Choice([], None, "Nothing was tried.").chosen is None
@@ -85,6 +87,7 @@ class Choice:
     chosen: Outcome | None
     words: str
     untrained: Estimate | None = None
+    limits: str = ""
 
 
 def choose(
@@ -360,9 +363,9 @@ def _none_words(
     """Why nothing is recommended, with what comes nearest."""
     limit = score.format(chance + score.clear_margin)
     words = (
-        f"None of these. No defense tried keeps accuracy within {100 * budget:g} points of the "
-        f"undefended {percent(plain.accuracy)} and is shown to leave the best attack at most "
-        f"{limit}."
+        f"Unprotected: {plain.attack} {score.verb} {_amount(plain, score)}. None of these: no "
+        f"defense tried keeps accuracy within {100 * budget:g} points of the undefended "
+        f"{percent(plain.accuracy)} and is shown to leave the best attack at most {limit}."
     )
     if affordable:
         least = min(affordable, key=lambda outcome: outcome.leak.mean)
@@ -370,15 +373,18 @@ def _none_words(
             f" Within the budget {least.defense} leaks least: {least.attack} at the {least.stage} "
             f"{score.verb} {_amount(least, score)}."
         )
+    more = ""
     if private:
         best = min(private, key=lambda outcome: outcome.lost.mean)
         words += (
             f" Of those that leak less than that limit {best.defense} at a learning rate of "
-            f"{best.learning_rate:.2g} costs least: it loses {percent(best.lost)}."
+            f"{best.learning_rate:.2g} costs least: {_points(best.lost)}."
         )
+        # The least one that this defense would keep.
+        more = f" {math.ceil(100 * (best.lost.mean - SAME_ACCURACY)) / 100:g}"
     return (
         f"{words} Train longer (--steps), attack more samples (--attacked), try others, or allow "
-        "more (--budget)."
+        f"more (--budget{more})."
     )
 
 
@@ -417,14 +423,16 @@ def _by_membership(
 
 def _cost(chosen: Outcome, plain: Outcome) -> str:
     lost, count = chosen.lost, len(chosen.accuracy_by_sample)
-    assert lost.low is not None
-    assert lost.high is not None
-    interval = f"{100 * lost.mean:.1f} points [{100 * lost.low:.1f}, {100 * lost.high:.1f}]"
-    trainings = f"{len(chosen.trainings) or 1} training{'s' * (len(chosen.trainings) > 1)}"
-    return (
-        f"Cost: {interval} ({100 * plain.accuracy.mean:.1f} to {100 * chosen.accuracy.mean:.1f} %; "
-        f"{count} samples, {trainings})."
-    )
+    trainings = f"{len(chosen.trainings)} trainings"
+    if len(chosen.trainings) < 2:
+        trainings = "1 training, so that other seeds may differ by more"
+    change = f"{100 * plain.accuracy.mean:.1f} to {100 * chosen.accuracy.mean:.1f} %"
+    return f"Cost: {_points(lost)} ({change}; {count} samples, {trainings})."
+
+
+def _points(lost: Estimate) -> str:
+    mean, low, high = (f"{100 * (end or 0.0):.1f}" for end in (lost.mean, lost.low, lost.high))
+    return f"{mean} points [{low}, {high}]"
 
 
 def low_end(estimate: Estimate) -> float:

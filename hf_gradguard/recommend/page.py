@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import textwrap
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from ..audit.report.page import template
 from ..audit.report.verdicts import MainScore
 from ..defenses import DEFENSES, Defense
 from ..flags import SourceSettings
-from .choice import Choice, Outcome, low_end, percent, shown_leak
+from .choice import Choice, Outcome, low_end, messages_of, percent, shown_leak
 from .settings import WARMUP, TrialSettings
 
 TRAIN_FILE = "train.yaml"
@@ -28,7 +29,7 @@ _NUMBER_WIDTH, _NUMBER_HEIGHT = 20, 15  # of a point's number
 def markdown_table(choice: Choice, score: MainScore, command: str) -> str:
     """The words, what to type, and a line for every defense."""
     header = [
-        "defense", "learning rate", "accuracy", "lost", f"{score.name}, best attack", "by",
+        "defense", "learning rate", "accuracy", "points lost", f"best attack {score.verb}", "by",
         "members identified",
     ]  # fmt: skip
     entries = [_entries(outcome, score) for outcome in choice.outcomes]
@@ -36,15 +37,18 @@ def markdown_table(choice: Choice, score: MainScore, command: str) -> str:
         entries.insert(0, ["before training", "", percent(choice.untrained, digits=1), *[""] * 4])
     lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *entries)]
     typed = [f"    {command}", ""] if command else []
-    return "\n".join([choice.words, "", *typed, *lines]) + "\n"
+    limits = [choice.limits, ""] if choice.limits else []
+    return "\n".join([choice.words, "", *limits, *typed, *lines]) + "\n"
 
 
 def _entries(outcome: Outcome, score: MainScore) -> list[str]:
     membership = outcome.membership
     return [
         f"`{outcome.defense}`", f"{outcome.learning_rate:.2g}", percent(outcome.accuracy, digits=1),
-        percent(outcome.lost, digits=1), score.format_estimate(shown_leak(outcome, score)),
-        f"{outcome.attack}, {outcome.stage}", "–" if membership is None else percent(membership),
+        "–" if outcome.defense == "none" else percent(outcome.lost, digits=1).replace(" %", ""),
+        score.format_estimate(shown_leak(outcome, score)),
+        f"{outcome.attack}, {outcome.stage}, {messages_of(outcome)}",
+        "–" if membership is None else percent(membership),
     ]  # fmt: skip
 
 
@@ -126,7 +130,8 @@ def html_report(
         for number, outcome in enumerate(outcomes, 1)
         for leak, accuracy in [(shown_leak(outcome, score), outcome.accuracy)]
     ]  # fmt: skip
-    levels = [lowest + i / 4 * (highest - lowest) for i in range(5)]
+    step = next((s for s in (1, 2, 5, 10) if 20 * (highest - lowest) <= s), 20)  # five at most
+    percents = range(math.ceil(100 * lowest / step) * step, math.floor(100 * highest) + 1, step)
     _place_numbers(points)
     page: str = template("recommend", "recommend.html.jinja").render(
         choice=choice,
@@ -137,7 +142,7 @@ def html_report(
         untrained=choice.untrained and percent(choice.untrained, digits=1),
         points=points,
         ticks=[(x(value), label) for value, label in ticks],
-        levels=[(y(value), f"{100 * value:.0f} %") for value in levels],
+        levels=[(y(value / 100), f"{value} %") for value in percents],
         floor=y(outcomes[0].accuracy.mean - settings.budget),
         chance=x(chance),
         width=_WIDTH, height=_HEIGHT, left=_MARGIN, bottom=_HEIGHT - _BOTTOM, top=_TOP,

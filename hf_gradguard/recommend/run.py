@@ -20,9 +20,11 @@ from ..audit.report.verdicts import AttackScores, MainScore
 from ..audit.run import Spec, make_defenses
 from ..data.samples import Sample
 from ..defenses import Defense
+from ..defenses.measured import recovered_behind
 from ..flags import SourceSettings, fill
 from ..gradient_map.domain import domain_of_model
 from ..models import label_kind
+from ..training.privacy.private_rows import chained_defenses
 from .choice import (
     Choice,
     Outcome,
@@ -115,12 +117,14 @@ def recommend(
     choice = choose(judged, trial_settings.budget, guess, score, untrained)
     final = {outcome.defense: outcome for outcome in judged}
     outcomes = [final.get(outcome.defense, outcome) for outcome in screened]
-    words = choice.words + comparison.limits_words()
+    words = choice.words
     if server.modality.labels in ("text", "token"):
         words += _TOKEN_ACCURACY
+    known = "" if choice.chosen is None else _known_of(to_compare[choice.chosen.defense])
     choice = dataclasses.replace(
-        choice, outcomes=outcomes, words=words, untrained=accuracy_over_seeds([untrained])
-    )
+        choice, outcomes=outcomes, words=words, untrained=accuracy_over_seeds([untrained]),
+        limits=" ".join(filter(None, [known, comparison.limits_words()])),
+    )  # fmt: skip
     return _write(choice, flags, guess, trial_settings, folder, score, source)
 
 
@@ -136,6 +140,12 @@ def _to_compare(model: nn.Module, defenses: Spec | Sequence[Spec] | None) -> dic
     if len(to_compare) == 1:
         raise ValueError("There is nothing to choose from: name a defense beside none.")
     return to_compare
+
+
+def _known_of(defense: Defense) -> str:
+    """What slower attacks recovered behind it than there is time for here."""
+    known = filter(None, [recovered_behind(link) for link in chained_defenses(defense)])
+    return " ".join(f"Measured elsewhere: {text}. Stronger attacks find more." for text in known)
 
 
 class _Comparison:
@@ -413,21 +423,19 @@ class _Comparison:
             label for label, halves in self._stages.items()
             if any(len(s.audit.messages) < whole for stages in halves for s in stages.values())
         ]  # fmt: skip
-        words = ""
+        words = list[str]()
         if self._omitted:
             omitted = ", ".join(label + why for label, why in self._omitted.items())
-            words += f" Not tried, for lack of time (--budget_minutes): {omitted}."
+            words.append(f"Not tried, for lack of time (--budget_minutes): {omitted}.")
         if fewer:
-            words += _FEWER.format(", ".join(fewer), whole)
+            words.append(_FEWER.format(", ".join(fewer), whole))
         if words:
-            logger.warning(words.strip())
-        return words
+            words.append("The same command goes on.")
+            logger.warning(" ".join(words))
+        return " ".join(words)
 
 
-_FEWER = (
-    " Time ended some attacks on {} before all {} messages, so that their intervals are wider. The "
-    "same command goes on."
-)
+_FEWER = "Time ended some attacks on {} before all {} messages: their intervals are wider."
 
 
 def _write(
@@ -440,7 +448,8 @@ def _write(
     stored = dataclasses.asdict(choice)
     for outcome in filter(None, [stored["chosen"], *stored["outcomes"]]):
         # Long lists that only the tests between defenses need.
-        del outcome["accuracy_by_sample"], outcome["leak_by_message"]
+        for name in ("accuracy_by_sample", "leak_by_message", "leak_elsewhere"):
+            del outcome[name]
     record = {"settings": dataclasses.asdict(settings), "chance": chance, **stored}
     path, command = folder / TRAIN_FILE, ""
     path.unlink(missing_ok=True)

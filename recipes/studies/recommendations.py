@@ -202,6 +202,8 @@ def outcomes_of(
             place: random.choice(scores, size=messages) for place, scores in cells.scores.items()
         }
         place = max(leaks, key=lambda place: float(np.mean(leaks[place])))
+        others = [leak for other, leak in leaks.items() if other[1] != place[1]]
+        elsewhere = max(others, key=lambda leak: float(np.mean(leak)), default=np.zeros(0))
         outcomes.append(
             Outcome(
                 name, 1e-3, mean_over_seeds(right), mean_over_seeds(plain - right),
@@ -209,6 +211,7 @@ def outcomes_of(
                 accuracy_by_sample=dict(enumerate(right.mean(0).tolist())),
                 leak_by_message=dict(enumerate(leaks[place].tolist())),
                 trainings=right.mean(1).tolist(),
+                leak_elsewhere=dict(enumerate(elsewhere.tolist())),
             )
         )  # fmt: skip
     return outcomes

@@ -154,6 +154,7 @@ READS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "empty lines": ("a.csv", write(TABLE.replace("\n", "\n\n"))),
     "Excel's separator": ("a.csv", write("sep=;\n" + TABLE.replace(",", ";"))),
     "names of columns in capitals": ("a.csv", write(TABLE.replace("text,label", "Text,LABEL"))),
+    "names of IMDB's columns": ("a.csv", write(TABLE.replace("text,label", "review,sentiment"))),
     "rows of separators alone": ("a.csv", write(TABLE + ",\n,\n")),
     "gzip that no ending says": ("a.csv", write(gzip.compress(TABLE.encode()))),
     "an ending of gzip alone": ("a.csv.gz", write(TABLE)),
@@ -237,7 +238,7 @@ TABLES: dict[str, tuple[str, str | bytes, str]] = {
     "a long first row": ("a.csv", f"{SECRET} {SECRET} word7\nword1\n", " has no .*like a row"),
     "other columns": ("a.csv", "words,label\nword1,0\n", " has no text .* It has: words, label"),
     "two other columns": (
-        "a.csv", "review,verdict\nword1,0\n", " has no text .* --column and --label_column"
+        "a.csv", "opinion,verdict\nword1,0\n", " has no text .* --column and --label_column"
     ),
     "Cyrillic of Windows": (
         "a.csv", "text,label\nхороший фильм,1\nплохой и скучный,0\n".encode("cp1251"),

@@ -54,9 +54,10 @@ def test_a_leaky_defense_is_never_chosen() -> None:
     tried = [PLAIN, outcome("a", 0.2, 0.0), outcome("b", 0.0, 0.33)]
     choice = choose(tried, 0.02, chance=0.05)
     assert choice.chosen is None
-    assert choice.words.startswith("None of these.")
+    assert choice.words.startswith("Unprotected: span recovers 100 % [79, 100] of the words (16 ")
+    assert ". None of these: no defense tried keeps" in choice.words
     assert "Within the budget b leaks least" in choice.words
-    assert "a at a learning rate of 0.001 costs least: it loses 20 % [19, 21]" in choice.words
+    assert "a at a learning rate of 0.001 costs least: 20.0 points [19.0, 21.0]" in choice.words
 
 
 def test_few_messages_show_nothing() -> None:
@@ -116,8 +117,10 @@ def test_nothing_is_recommended_that_costs_more() -> None:
     tried = [PLAIN, outcome("a", 0.06, 0.0), outcome("b", 0.05, 0.0)]
     choice = choose(tried, 0.02, 0.05)
     assert choice.chosen is None
-    assert "None of these. No defense tried keeps accuracy within 2 points" in choice.words
-    assert "b at a learning rate of 0.001 costs least: it loses 5 % [4, 6]" in choice.words
+    assert "None of these: no defense tried keeps accuracy within 2 points" in choice.words
+    assert "b at a learning rate of 0.001 costs least: 5.0 points [4.0, 6.0]" in choice.words
+    assert choice.words.endswith("or allow more (--budget 0.04).")
+    assert choose(tried, 0.04, 0.05).chosen is tried[2]
 
 
 def test_three_sentences() -> None:
@@ -127,7 +130,7 @@ def test_three_sentences() -> None:
     assert protected.startswith("With a at a learning rate of 0.001: span recovers 0 % [0, 17]")
     assert protected.endswith("a guess has 5 %")
     assert cost.startswith("Cost: 1.0 points [0.0, 2.0] (90.0 to 89.0 %")
-    assert cost.endswith("100 samples, 1 training).")
+    assert cost.endswith("100 samples, 1 training, so that other seeds may differ by more).")
 
 
 def test_a_training_that_taught_nothing_has_no_price() -> None:
