@@ -361,7 +361,8 @@ class _Comparison:
         for number, seed in enumerate(self._trials.final_seeds):
             attacks = 2 * len(last) * self._attack_seconds if number == 0 else 0.0
             self._pace.reserved = attacks + self._judging_seconds
-            if not self._pace.fits(len(compared) * self._training_seconds()):
+            to_train = sum(not self._has_judged(outcome, seed) for outcome in compared)
+            if to_train and not self._pace.fits(to_train * self._training_seconds()):
                 break
             try:  # a seed counts if all have it
                 row = [self._judging(outcome, seed) for outcome in compared]
@@ -402,6 +403,10 @@ class _Comparison:
     def _judging(self, outcome: Outcome, seed: int | None) -> list[float]:
         defense = self._defenses[outcome.defense]
         return self._trials.judging(outcome.defense, defense, outcome.learning_rate, seed)
+
+    def _has_judged(self, outcome: Outcome, seed: int) -> bool:
+        defense = self._defenses[outcome.defense]
+        return self._trials.has_judged(outcome.defense, defense, outcome.learning_rate, seed)
 
     def _attack_finalists(self, last: list[Outcome], seed: int | None) -> None:
         """On the other half of the messages. What time is short for, the first half alone says."""

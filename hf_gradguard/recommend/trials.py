@@ -153,6 +153,10 @@ class Trials:
         right: list[float] = self._cells.once(f"{path.stem}-judging", measured)["judging"]
         return right
 
+    def has_judged(self, label: str, defense: Defense, rate: float, seed: int) -> bool:
+        """Whether an earlier run did that."""
+        return f"{self._weights(label, defense, rate, seed).stem}-judging" in self._cells
+
     def best(self, label: str, defense: Defense, most: int = MOST_RATES) -> float:
         """The best learning rate of those tried, of equals the smallest. The middle one is tried
         first, then those beside the best until both of its neighbors are worse, in steps of two.
@@ -160,18 +164,22 @@ class Trials:
         Args:
             label: Of the defense.
             defense: Of every message.
-            most: Rates that are tried.
+            most: Rates that are tried, beside those that an earlier run tried.
 
         Raises:
             OutOfTime: If there is no time for one.
         """
         middle = self.middle_rate(defense)
         tried = {middle: self.choosing(label, defense, middle)}
-        while len(tried) < most:
+        while len(tried) < MOST_RATES:
             best = max(tried, key=lambda rate: (tried[rate], -rate))
             is_equal = sum(right == tried[best] for right in tried.values()) > 1
             beyond = [rate for rate in (best * 2, best / 2) if rate not in tried]
             if not beyond or (is_equal and len(tried) > 2):
+                break
+            # What an earlier run tried counts, and takes no time.
+            stored = self._weights(label, defense, beyond[0]).stem in self._cells
+            if len(tried) >= most and not stored:
                 break
             try:
                 tried[beyond[0]] = self.choosing(label, defense, beyond[0])

@@ -244,6 +244,7 @@ def test_a_budget_ends_an_audit_between_two_messages(
     assert again.cells == whole.cells
     assert "not finished" not in (tmp_path / "ended" / "report.html").read_text()
     assert len(attacked("short", budget_minutes=1e-3).messages) == 2  # one has no interval
+    assert len(attacked("whole", budget_minutes=1e-3).messages) == 4  # they were there
 
 
 def test_files_are_written_after_every_message(

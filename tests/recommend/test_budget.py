@@ -102,6 +102,9 @@ class Machine:
         self.spend(2)
         return ([1.0] * 9 + [0.0]) * 20
 
+    def has_judged(self, label: str, defense: Any, rate: float, seed: int) -> bool:
+        return (label, rate, seed) in self.stored
+
     def trained(self, *training: Any) -> None:
         return None
 
@@ -117,10 +120,10 @@ class Machine:
     ) -> Summary:  # fmt: skip
         began, longest, count = self.passed, 0.0, 0
         while count < MESSAGES:
-            if count >= 2 and self.passed - began + longest >= seconds:
+            before, is_new = self.passed, count >= self.rounds.get(name, 0)
+            if is_new and count >= 2 and self.passed - began + longest >= seconds:
                 break
-            before = self.passed
-            if count >= self.rounds.get(name, 0):  # else an earlier run did
+            if is_new:  # else an earlier run did
                 self.spend(self.message * len(defenses))
             longest, count = max(longest, self.passed - before), count + 1
         self.rounds[name] = count

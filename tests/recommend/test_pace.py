@@ -110,6 +110,21 @@ def test_the_rates_that_were_tried_count_when_time_ends(
     assert tried == [2e-4, 4e-4, 8e-4]
 
 
+def test_rates_of_an_earlier_run_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials, tried = trials_on(tmp_path, Pace(math.inf)), list[float]()
+
+    def choosing(label: str, defense: Any, rate: float) -> float:
+        tried.append(rate)
+        trials._cells.once(trials._weights(label, defense, rate).stem, lambda: {})
+        return rate  # the larger, the better
+
+    monkeypatch.setattr(trials, "choosing", choosing)
+    assert trials.best("none", NONE, most=3) == 8e-4
+    assert trials.best("none", NONE, most=1) == 8e-4
+    assert tried == 2 * [2e-4, 4e-4, 8e-4]
+    assert not trials.has_judged("none", NONE, 8e-4, 0)
+
+
 @pytest.mark.parametrize(
     ("best", "tried"),
     [(2e-4, {2e-4, 4e-4, 1e-4}), (8e-4, {2e-4, 4e-4, 8e-4, 16e-4}), (1e-9, None)],
