@@ -34,6 +34,7 @@ from hf_gradguard.training.guards.checks import (
     check_arguments,
     check_model,
 )
+from hf_gradguard.training.guards.devices import sizes_of
 from hf_gradguard.training.guards.leakage import check_leakage
 
 
@@ -100,6 +101,55 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         ("DataParallel (2 GPUs in one process)", "summed before", "CUDA_VISIBLE_DEVICES=0"),
     ),
 }
+
+
+SIZES = SimpleNamespace(dp_replicate_size=2, dp_shard_size=2)
+OF_DEVICES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "offloaded": ({"cpu_offload": True}, {}, ("cpu_offload", "Leave it out")),
+    "loaded by one": (
+        {"cpu_ram_efficient_loading": True},
+        {},
+        ("rank 0 would load the model for all", "Leave it out"),
+    ),
+    "engine's checkpointing": (
+        {"activation_checkpointing": True},
+        {},
+        ("renames parameters", "activation_checkpointing=True in the arguments"),
+    ),
+    "best of weights alone": (
+        {},
+        {"save_only_model": True, "load_best_model_at_end": True},
+        ("leave one of them out",),
+    ),
+    "batch size": ({}, {"auto_find_batch_size": True}, ("Set a batch size",)),
+    "scaled": ({}, {"fp16": True}, ("fp16 with FSDP", "Use bf16=True")),
+    "masked": ({}, {"secure_aggregation": True}, ("masks what processes hold", "one device")),
+    "statistics": ({}, {"batch_statistics": "shared"}, ("one device's rows", "Take 'frozen'")),
+    "limited": ({}, {"leakage_limit": 0.1}, ("leakage_limit", "Audit a smaller model")),
+}
+"""Beside what four ranks refuse in `tests/distributed/test_shards.py`: of FSDP's engine, and of
+arguments.
+"""
+
+
+@pytest.mark.parametrize(("engine", "later", "says"), OF_DEVICES.values(), ids=OF_DEVICES.keys())
+def test_refused_arguments_of_sharded_clients(
+    engine: dict[str, Any], later: dict[str, Any], says: tuple[str, ...]
+) -> None:
+    plugin = {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"}
+    sharded = {"fsdp": True, "parallelism_config": SIZES, "fsdp_plugin_args": plugin}
+    check_arguments(make_arguments({}, sharded))
+    refusal = make_arguments({}, {**sharded, "fsdp_plugin_args": {**plugin, **engine}, **later})
+    message = refused(check_arguments, refusal)
+    assert all(part in message for part in says), message
+
+
+def test_launcher_s_sizes_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "3")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
+    assert sizes_of(make_arguments({}, {})) == (1, 1)
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    assert sizes_of(make_arguments({}, {})) == (3, 2)
 
 
 def make_arguments(
