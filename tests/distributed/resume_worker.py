@@ -41,7 +41,7 @@ class Slow(TrainerCallback):
 
 def train(
     folder: Path,
-    checkpoint: Path | None = None,
+    checkpoint: Path | bool | None = None,
     callbacks: Any = None,
     accountant: FisherAccountant | None = None,
 ) -> dict[str, Tensor]:
@@ -58,7 +58,9 @@ def train(
     trainer = GradGuardTrainer(
         model, args, train_dataset=rows("bert"), callbacks=callbacks, accountant=accountant
     )
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.train(
+        resume_from_checkpoint=str(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+    )
     assert trainer.state.global_step == STEPS
     return {name: p.detach() for name, p in model.named_parameters()}
 
@@ -89,6 +91,12 @@ def main() -> None:
     whole, continued = FisherAccountant(), FisherAccountant()
     left_alone = train(folder / "left_alone", accountant=whole)
     resumed = train(folder / "resumed", checkpoint, accountant=continued)
+    rank = torch.distributed.get_rank()
+    # Then the first checkpoint is the newest that is complete.
+    for later in (folder / "left_alone").glob("checkpoint-*"):
+        if later.name != checkpoint.name:
+            (later / "model.safetensors").unlink(missing_ok=True)
+    found = train(folder / "left_alone", True, accountant=FisherAccountant())
     # Without what the defenses remember, as a control: they estimate anew, and the noise has
     # another shape.
     forgetful = Path(
@@ -101,7 +109,6 @@ def main() -> None:
     forgot = train(folder / "forgot", forgetful)
     warnings = Warnings()
     grown = train(folder / "grown", of_one_rank)
-    rank = torch.distributed.get_rank()
     record = saved_record(str(folder / "resumed" / f"checkpoint-{2 * SAVED}"), rank)
     assert record is not None
     assert record.shared is not None
@@ -109,6 +116,7 @@ def main() -> None:
         "messages": list(record.shared["messages"].values()),
         "moved": len(differing(left_alone, dict(make_model("bert").named_parameters()))),
         "resumed": differing(resumed, left_alone),
+        "found": differing(found, left_alone),
         "accounted": [
             len(whole),
             whole.steps,

@@ -76,6 +76,11 @@ def test_resumed_weights_equal_those_of_a_run_left_alone(reports: list[dict[str,
         assert report["resumed"] == []  # not one bit
 
 
+def test_ranks_agree_on_the_newest_complete_checkpoint(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["found"] == []
+
+
 def test_resumed_accounts_count_what_left_before_the_kill(reports: list[dict[str, Any]]) -> None:
     """The step after the checkpoint left twice: two micro-batches of two clients."""
     for report in reports:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather
 from transformers import trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
@@ -147,7 +148,8 @@ def newest_complete(folder: Path, accelerator: Accelerator) -> str | None:
     complete_here = complete_steps(folder)
     step = max(complete_here, default=-1)
     while True:
-        newest = accelerator.gather(torch.tensor([step], device=accelerator.device))
+        # not by the accelerator of a Trainer of ours, which adds counts up: each rank's is needed
+        newest = gather(torch.tensor([step], device=accelerator.device))
         if newest.min() == newest.max():
             break
         step = max((s for s in complete_here if s <= int(newest.min())), default=-1)
