@@ -425,22 +425,19 @@ class RunWithin(nn.Module):
 
 
 def differentiate(
-    loss: Tensor,
-    leaves: Mapping[str, Tensor],
-    *,
-    retain_graph: bool = False,
+    loss: Tensor, leaves: Mapping[str, Tensor], *, retain_graph: bool = False,
     create_graph: bool = False,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """The derivatives of a loss by leaves, zeros by those that it does not use.
 
     Raises:
-        ValueError: If it uses none of them.
+        ValueError: If it uses none of them, and was differentiated before.
         RuntimeError: With `create_graph`, if they come through a kernel that is not to be
             differentiated twice.
     """
     graph: Any = {"retain_graph": retain_graph or create_graph, "create_graph": create_graph}
     gradients = torch.autograd.grad(loss, list(leaves.values()), **graph, allow_unused=True)
-    if all(gradient is None for gradient in gradients):
+    if all(gradient is None for gradient in gradients) and _was_differentiated(loss):
         raise ValueError(
             "The loss is not computed from any shared parameter, so there is no gradient of it. "
             "Losses that differentiate by themselves and keep what they found (sentence-"
@@ -450,6 +447,12 @@ def differentiate(
         check_whole(gradient for gradient in gradients if gradient is not None)
     pairs = zip(leaves.items(), gradients, strict=True)
     return {n: torch.zeros_like(p.detach()) if g is None else g for (n, p), g in pairs}
+
+
+def _was_differentiated(loss: Tensor) -> bool:
+    """Whether a loss ends in a number that is no parameter: what led there was cut off."""
+    ends = [getattr(node, "variable", loss) for node in nodes_of([loss])] or [loss]
+    return any(end.is_leaf and not end.dim() and not isinstance(end, nn.Parameter) for end in ends)
 
 
 @contextmanager

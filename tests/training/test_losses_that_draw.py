@@ -14,9 +14,9 @@ import pytest
 import torch
 from helpers import make_task
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import MarianConfig, MarianMTModel, Trainer, TrainingArguments, set_seed
 
-from hf_gradguard import GradGuardConfig, GradGuardMixin, GradientMap
+from hf_gradguard import GradGuardConfig, GradGuardMixin, GradGuardTrainer, GradientMap
 from hf_gradguard.gradient_map import by_differences
 from hf_gradguard.gradient_map.replay import DrawState, Replay
 
@@ -129,3 +129,34 @@ def test_what_does_not_use_the_input_has_slope_zero() -> None:
     if probed is not None:
         assert not probed.vjp(gmap.gradient()).any()
     assert not gmap.twice().vjp(gmap.gradient()).any()
+
+
+@pytest.mark.parametrize("defense", ["none", "pruning", "gaussian_noise", "dp_sgd"])
+def test_a_step_that_drops_all_layers_is_no_error(tmp_path: Path, defense: str) -> None:
+    """Head and embeddings are one tensor, which is withheld: the loss uses nothing that is shared,
+    so its gradient is zero. By luck it is so at some steps of every model with LayerDrop.
+    """
+    torch.manual_seed(0)
+    size = {f"{part}_{name}": 2 for part in ("encoder", "decoder")
+            for name in ("layers", "attention_heads")}  # fmt: skip
+    model = MarianMTModel(MarianConfig(
+        vocab_size=20, d_model=8, encoder_ffn_dim=8, decoder_ffn_dim=8, pad_token_id=0,
+        eos_token_id=1, decoder_start_token_id=0, max_position_embeddings=16,
+        encoder_layerdrop=1.0, decoder_layerdrop=1.0, **size,
+    ))  # fmt: skip
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    settings: dict[str, Any] = {"gaussian_noise": {"scale": 1e-3}, "dp_sgd": {
+        "per_sample": True, "clip": 1.0, "noise_multiplier": 1e-3}}  # fmt: skip
+    args = GradGuardConfig(
+        str(tmp_path), defense=defense, defense_kwargs=settings.get(defense, {}), max_steps=2,
+        per_device_train_batch_size=4, optim="sgd", learning_rate=1.0, use_cpu=True,
+        report_to=[], disable_tqdm=True, save_strategy="no", max_grad_norm=0.0,
+    )  # fmt: skip
+    rows = [{"input_ids": torch.arange(2, 8) + n, "labels": torch.arange(2, 8)} for n in range(8)]
+    trainer = GradGuardTrainer(model, args, train_dataset=rows)
+    trainer.train()
+    moved = {n: float((p.detach() - before[n]).abs().max()) for n, p in model.named_parameters()}
+    assert trainer.state.global_step == 2
+    assert all(moved[name] == 0 for name in moved if name not in trainer.shared_names)
+    most = max(moved.values())
+    assert 0 < most < 0.05 if "scale" in args.defense_kwargs or defense == "dp_sgd" else most == 0

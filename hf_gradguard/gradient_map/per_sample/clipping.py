@@ -85,7 +85,7 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
                 shares = listen(gmap, gmap.batch, samples)
     except NotApartError:  # samples lie otherwise than when the model was tried out
         return _one_by_one(gmap, samples, clip)
-    if shares.keys() - plan.modules:
+    if not shares or shares.keys() - plan.modules:
         return _one_by_one(gmap, samples, clip)
     counts = weights > 0
     inverse = torch.where(counts, 1 / weights, 0.0)
@@ -181,7 +181,8 @@ class SampleMap(GradientMap):
         except NotApartError:
             return None
         plan = known_plan(self)
-        return shares if plan is not None and shares.keys() <= plan.modules else None
+        is_known = plan is not None and shares.keys() <= plan.modules
+        return shares if is_known and shares else None  # none where all layers were dropped
 
     def _first_pass(self) -> tuple[Tensor, Tensor]:
         plan, samples = known_plan(self), count_rows(self._batch)

@@ -107,7 +107,7 @@ class Listener:
         edges = [call.output for calls in self._calls.values() for call in calls]
         copies = [copy for copies in self._copies.values() for copy in copies]
         heard: list[Any] = [*edges, *copies]
-        slopes = list(torch.autograd.grad(loss, heard, allow_unused=True))
+        slopes = list(torch.autograd.grad(loss, heard, allow_unused=True)) if heard else []
         shares: dict[str, Share] = {}
         for name, calls in self._calls.items():
             calls_with_slopes = [(call, slopes.pop(0)) for call in calls]
