@@ -223,10 +223,7 @@ class GradGuardMixin(TrainerAdapter):
             self._rows_of_clients = self.private_rows.rows_of_clients
             self.add_callback(self.private_rows)
         if self._rows_of_clients:
-            check_drawing(
-                type(self), GradGuardMixin, self.args,
-                "num_clients" if self.private_rows is None else "dp_sgd and per_sample=True",
-            )  # fmt: skip
+            self._check_drawing()
         per_process = setting(self.args, "clients_per_process")
         hosted = len(self._rows_of_clients) // ranks or per_process
         if hosted > 1:
@@ -324,12 +321,17 @@ class GradGuardMixin(TrainerAdapter):
         """As in `Trainer`; with `num_clients`, of the clients that each step draws."""
         if not self._rows_of_clients:
             return super().get_train_dataloader()
+        self._check_drawing()
         if self.private_rows is not None:
             sampler: Sampler = self.private_rows.sampler()
         else:
             ranks = self.accelerator.num_processes
             sampler = round_sampler(self._rows_of_clients, self.args, ranks)
         return self.loader_of(ClientRows(self.train_dataset), sampler)
+
+    def _check_drawing(self) -> None:
+        drawn_by = "num_clients" if self.private_rows is None else "dp_sgd and per_sample=True"
+        check_drawing(self, GradGuardMixin, drawn_by)
 
     def loader_of(
         self, dataset: Dataset, sampler: Sampler, batch_size: int | None = None

@@ -155,6 +155,18 @@ def test_rows_that_a_sampler_excludes_are_not_trained_on(mode: str, tmp_path: Pa
         assert set(trainer.accountant) <= set(range(18, ROWS))
 
 
+@pytest.mark.parametrize("mode", ["num_clients", "samples"])
+def test_a_sampler_of_one_trainer_alone_is_no_less_a_sampler(mode: str, tmp_path: Path) -> None:
+    """Assigned to the object, before the first training or between two."""
+    trainer = protected(GradGuardTrainer, mode, tmp_path)
+    for _ in range(2):
+        trainer._get_train_sampler = lambda *_: WeightedRandomSampler([1.0] * 6, 6)
+        with pytest.raises(NotImplementedError, match=r"_get_train_sampler.*train_dataset"):
+            trainer.train()
+        del trainer._get_train_sampler
+        trainer.train()
+
+
 def test_lengths_do_not_order_what_clients_draw(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="train_sampling_strategy"):
         protected(GradGuardTrainer, "num_clients", tmp_path, train_sampling_strategy="sequential")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from .checks import unsupported
 
@@ -54,14 +54,13 @@ def draws_batches(trainer_class: type, mixin: type) -> bool:
     return _overrides(trainer_class, mixin, "get_train_dataloader")
 
 
-def check_drawing(trainer_class: type, mixin: type, args: TrainingArguments, reason: str) -> None:
+def check_drawing(trainer: Trainer, mixin: type, reason: str) -> None:
     """Refuse a sampler of one's own where rows are drawn in another way: what it excludes would be
     trained on all the same. Likewise what would change how many are drawn.
 
     Args:
-        trainer_class: Of the Trainer.
+        trainer: Its class, what was assigned to it alone, and its arguments count.
         mixin: `GradGuardMixin`.
-        args: Training arguments, of which those count that decide which rows are drawn.
         reason: What draws rows.
 
     Raises:
@@ -69,15 +68,16 @@ def check_drawing(trainer_class: type, mixin: type, args: TrainingArguments, rea
 
     Example:
         >>> from hf_gradguard import GradGuardMixin, GradGuardTrainer
-        >>> check_drawing(GradGuardTrainer, GradGuardMixin, TrainingArguments("out"), "num_clients")
+        >>> check_drawing(GradGuardTrainer(model, defense="none"), GradGuardMixin, "num_clients")
     """
-    if _overrides(trainer_class, mixin, "_get_train_sampler"):
+    name = "_get_train_sampler"
+    if name in vars(trainer) or _overrides(type(trainer), mixin, name):
         raise unsupported(
-            f"_get_train_sampler with {reason}, which draws rows in its own way: rows that the "
+            f"{name} with {reason}, which draws rows in its own way: rows that the "
             "sampler leaves out would be trained on. Leave them out of train_dataset (select, "
-            "filter), and leave _get_train_sampler as it is."
+            f"filter), and leave {name} as it is."
         )
-    if args.auto_find_batch_size:
+    if trainer.args.auto_find_batch_size:
         raise unsupported(
             f"auto_find_batch_size with {reason}: another batch size would be another sampling "
             "rate, and other shares of clients, within a training. Find the size first, and set "
