@@ -94,6 +94,37 @@ def test_messages_of_defenses_lie_on_a_grid_that_is_no_gradients(
         assert abs(ones - 0.5) < 4 * 0.5 / math.sqrt(len(whole))
 
 
+@pytest.mark.statistics
+@pytest.mark.parametrize("strength", STRENGTHS)
+@pytest.mark.parametrize("kind", [*DEFENSES, "dp_sample"])
+def test_messages_of_defenses_are_reached_by_no_guess_more_often(
+    kind: str, strength: float
+) -> None:
+    """In float32, as they leave. 400,000 entries have a standard error of 0.07 %."""
+    gmap = GradientMap(*make_task("bert", dtype=torch.float32))
+    if kind == "dp_sample":
+        settings = {"per_sample": True, "clip": 0.5, "expected_batch_size": 4.0}
+        silent = make_defense("dp_sgd", noise_multiplier=1e-9, **settings)
+        truth = flat(silent(gmap, Stream())).float() * 4
+        scale = strength * float(truth.square().mean().sqrt())
+        defense = make_defense("dp_sgd", noise_multiplier=scale / 0.5, **settings)
+    else:
+        truth = flat(gmap.gradient()).float()
+        scale = strength * float(truth.square().mean().sqrt())
+        name, settings = DEFENSES[kind]
+        defense = make_defense(name, scale=scale, **settings)
+    total, counted = 0.0, 0
+    while counted < 2 * ENTRIES:
+        message = defense(gmap, Stream())
+        deviation: Tensor | float = scale
+        if message.noise is not None and message.noise.added is not None:
+            deviation = flat({n: message.noise.added[n] for n in message}).sqrt().float()
+        shared = flat(message).float() * (4 if kind == "dp_sample" else 1)
+        total += len(truth) * excess(shared, truth, deviation)
+        counted += len(truth)
+    assert abs(total / counted) < 2e-3
+
+
 def test_rows_of_zeros_say_nothing_of_themselves() -> None:
     """Unused words, idle units: no guess was needed to tell them in a sum of floats."""
     rows, width, deviation = 2_000, 64, 0.02
