@@ -119,8 +119,9 @@ _LAYER = (
     "(docs/findings/attacks_text.md)"
 )
 _NOT_TRAINED = (
-    "no training was attacked yet. Of random samples that stay (gradient_sketch) of the same "
-    "number: "
+    "of samples=16, 8 of 10 sentences that were sent alone were found among 200, at the start "
+    "(docs/findings/membership.md). No training was attacked yet. Of random samples that stay "
+    "(gradient_sketch) of the same number: "
 )
 _WEIGHTED = (
     "of α = 0.6, span found 20 % of a sentence's words, and a candidate-set attacker 3 % of the "
