@@ -34,7 +34,7 @@ from .guards.batch_statistics import freeze_statistics
 from .guards.watch import AgreedTables, Ledger
 from .learning_rate import LearningRateUnderNoise
 from .message import MessageMaker, SharedMessages
-from .metrics import without_private_metrics
+from .metrics import losses_of_many, without_private_metrics
 from .weights import Loss, LossWeights, Normalization
 
 
@@ -135,10 +135,28 @@ class TrainerAdapter(Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_state(self) -> None:
-        """As in `Trainer`, without metrics of true gradients: a push uploads that file."""
+        """As in `Trainer`, without metrics of true gradients and with losses of many messages: a
+        push uploads that file.
+        """
         super().save_state()
-        if self.is_world_process_zero() and setting(self.args, "private_metrics") != "log":
-            without_private_metrics(Path(str(self.args.output_dir)) / TRAINER_STATE_NAME)
+        if self.is_world_process_zero():
+            path = Path(str(self.args.output_dir)) / TRAINER_STATE_NAME
+            keeps_metrics = setting(self.args, "private_metrics") == "log"
+            without_private_metrics(path, self.messages_per_step, keeps_metrics)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """As in `Trainer`, with losses of many messages."""
+        history = self.state.log_history
+        self.state.log_history = losses_of_many(history, self.messages_per_step)
+        try:
+            super().create_model_card(*args, **kwargs)
+        finally:
+            self.state.log_history = history
+
+    @property
+    def messages_per_step(self) -> int:
+        """Of an optimizer step, of all ranks."""
+        return self.args.gradient_accumulation_steps * self.accelerator.num_processes
 
     def ready_for_step(self, model: nn.Module) -> Any:
         """The bare model in training mode."""
