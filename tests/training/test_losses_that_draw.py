@@ -19,6 +19,7 @@ from transformers import MarianConfig, MarianMTModel, Trainer, TrainingArguments
 from hf_gradguard import GradGuardConfig, GradGuardMixin, GradGuardTrainer, GradientMap
 from hf_gradguard.gradient_map import by_differences
 from hf_gradguard.gradient_map.replay import DrawState, Replay
+from hf_gradguard.leakage import inversion_influence_lower_bound
 
 DRAWS: dict[str, Callable[[], float]] = {
     "torch": lambda: float(torch.rand(1)),
@@ -103,6 +104,46 @@ def test_generators_are_as_they_were(kind: str) -> None:
     gmap.squared_sensitivity(1)
     gmap.of_batch(batch).gradient()
     assert before.plain() == DrawState.now().plain()
+
+
+MASKS: dict[str, Callable[[tuple[int, int]], Any]] = {
+    "torch": lambda shape: torch.rand(shape).tolist(),
+    "numpy": lambda shape: np.random.rand(*shape).tolist(),
+    "random": lambda shape: [[random.random() for _ in range(shape[1])] for _ in range(shape[0])],
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_influence_is_that_of_the_mask_that_was_drawn(kind: str) -> None:
+    """As SpecAugment masks, by numpy. Of two masks the bound would be many times as high: their
+    difference is no derivative.
+    """
+    model, batch = make_task("bert")
+    drawn: list[Tensor] = []
+
+    def masked(mask: Tensor, inputs: Any) -> Tensor:
+        rest = {name: entry for name, entry in inputs.items() if name != "input_ids"}
+        embedded = model.get_input_embeddings()(inputs["input_ids"])
+        loss: Tensor = model(inputs_embeds=embedded * (mask > 0.5)[..., None], **rest).loss
+        return loss
+
+    def drawing(_: nn.Module, inputs: Any) -> Tensor:
+        drawn.append(torch.tensor(MASKS[kind](tuple(inputs["input_ids"].shape))))
+        return masked(drawn[-1], inputs)
+
+    def bound(loss_fn: Callable[[nn.Module, Any], Tensor]) -> float:
+        gmap = GradientMap(model, batch, loss_fn=loss_fn)
+        delta = {n: torch.randn_like(g) for n, g in gmap.gradient().items()}
+        return float(inversion_influence_lower_bound(gmap, delta))
+
+    torch.manual_seed(1)
+    found = bound(drawing)
+    first = drawn[0]
+    assert all(torch.equal(mask, first) for mask in drawn)
+    torch.manual_seed(1)
+    if kind == "torch":
+        torch.rand(first.shape)  # as many draws before delta's
+    assert found == pytest.approx(bound(lambda _, inputs: masked(first, inputs)), rel=0.02)
 
 
 @pytest.mark.parametrize("kind", DRAWS)
