@@ -156,7 +156,7 @@ class TrainerAdapter(Trainer):
     @property
     def messages_per_step(self) -> int:
         """Of an optimizer step, of all ranks."""
-        return self.args.gradient_accumulation_steps * self.accelerator.num_processes
+        return self.args.gradient_accumulation_steps * self.accelerator.num_senders
 
     def ready_for_step(self, model: nn.Module) -> Any:
         """The bare model in training mode."""
