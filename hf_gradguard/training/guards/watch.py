@@ -281,7 +281,8 @@ class RowGuard:
         self._named.update(new_names)
         if new_names:
             unlisted = f" and {len(new_names) - 5} more" if len(new_names) > 5 else ""
-            logger.warning(
+            # Once, where several trainings run: gradguard recommend's.
+            logger.warning_once(
                 f"Zero rows of {', '.join(new_names[:5])}{unlisted} differ from message to "
                 "message, so they tell something about a batch whatever is in the other rows: "
                 "which experts its tokens were routed to, which units were active, how long a "
