@@ -80,10 +80,14 @@ def test_a_loss_that_draws_trains_as_stock(tmp_path: Path, kind: str) -> None:
 @pytest.mark.statistics
 @pytest.mark.parametrize("kind", DRAWS)
 def test_no_loss_is_refused_by_luck(tmp_path: Path, kind: str) -> None:
-    """What a loss is of num_items_in_batch is tried out three times."""
-    ours = type("Ours", (Private, trainer_of(kind)), {})
+    """What a loss is of num_items_in_batch is tried out three times, and trains as stock."""
+    base = trainer_of(kind)
+    ours = type("Ours", (Private, base), {})
     for seed in range(20):
-        train(tmp_path, ours, seed, steps=1, defense="none")
+        stock = train(tmp_path, base, seed, steps=1)
+        shared = train(tmp_path, ours, seed, steps=1, defense="none")
+        for name, weights in stock.items():
+            assert torch.allclose(weights, shared[name], atol=1e-6), (seed, name)
 
 
 @pytest.mark.parametrize("kind", DRAWS)
