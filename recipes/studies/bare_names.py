@@ -1,11 +1,12 @@
 """What does a defense protect that is named, and nothing else?"""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_gradguard.audit import audit, summarize
+from hf_gradguard.audit import Summary, audit, summarize
 
 from ..study import Study
 from .lib.intervals import share
@@ -60,21 +61,26 @@ class BareNames(Study):
 
     def measure(self, cell: dict) -> dict[str, dict]:
         """A group at once: the candidates' gradients are the same for all of its defenses."""
-        torch.manual_seed(0)
-        model = load_classifier(self.args.model).eval()
         listed = [(row["sentence"], row["label"]) for row in self.rows[: cell["listed"]]]
-        private = listed[cell["first"] : cell["first"] + cell["messages"]]
-        folder = self.args.work_dir / f"{cell['defenses'][0]}_from_{cell['first']}"
-        result = audit(
-            model, self.tokenizer, private, cell["defenses"], [], candidates=listed,
-            output=folder, seed=cell["seed"], reference=False, word_pairs=0, estimators="none",
-        )  # fmt: skip
+        summary = self.attacked(cell, listed, [], candidates=listed)
         return {
             row.defense: {
                 "found": round(row.scores["tpr_1%"].mean * row.members), "of": row.members,
             }
-            for row in summarize(result).membership
+            for row in summary.membership
         }  # fmt: skip
+
+    def attacked(self, cell: dict, rows: list, attacks: list[str], **settings: Any) -> Summary:
+        """The audit of a cell's messages, one of these rows in each."""
+        torch.manual_seed(0)
+        model = load_classifier(self.args.model).eval()
+        private = rows[cell["first"] : cell["first"] + cell["messages"]]
+        folder = self.args.work_dir / "_".join([cell["defenses"][0], str(cell["first"]), *attacks])
+        result = audit(
+            model, self.tokenizer, private, cell["defenses"], attacks, output=folder,
+            seed=cell["seed"], reference=False, word_pairs=0, estimators="none", **settings,
+        )  # fmt: skip
+        return summarize(result)
 
     def report(self, metrics: dict) -> None:
         rows = []
@@ -85,3 +91,33 @@ class BareNames(Study):
                 )
                 rows.append([f"`{name}`", f"{found} of {of}", share(found, of).text(2)])
         write_table(self.output, ["name alone", "members found", "95 % interval"], rows)
+
+
+class Words(BareNames):
+    """What span reconstructs of the same ten texts, behind defenses whose messages take seconds: by
+    their names alone, one text per message.
+    """
+
+    NAMES = ("gradient_sketch", "refiner", "refiner_published")
+
+    def cells(self) -> dict:
+        names = self.NAMES[:1] if self.quick else self.NAMES
+        messages = 2 if self.quick else BLOCK * BLOCKS
+        return {(name, "0"): self._cell([name], 0, messages, messages) for name in names}
+
+    def measure(self, cell: dict) -> dict[str, float]:
+        rows = [(row["sentence"], row["label"]) for row in self.rows[: cell["listed"]]]
+        summary = self.attacked(cell, rows, ["span"])
+        (row,) = summary.reconstructions(cell["defenses"][0])
+        over_chance = row.over_chance
+        assert over_chance is not None
+        return asdict(row.scores["token_f1"]) | {"over_chance": asdict(over_chance)}
+
+    def report(self, metrics: dict) -> None:
+        rows = []
+        for name, cells in metrics.items():
+            figures = cells["0"]
+            values = [figures, figures["over_chance"]]
+            shown = [f"{v['mean']:.2f} [{v['low']:.2f}, {v['high']:.2f}]" for v in values]
+            rows.append([f"`{name}`", *shown])
+        write_table(self.output, ["name alone", "token F1", "more than other texts have"], rows)

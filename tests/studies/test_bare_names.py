@@ -21,6 +21,17 @@ def test_members_are_counted_over_blocks(encoder, sst2, quick, tmp_path: Path) -
     assert study.rows()[0] == ["`none`", "1 of 1", "1.00 [0.03, 1.00]"]
 
 
+def test_words_behind_a_bare_name(encoder, sst2, quick, tmp_path: Path) -> None:
+    data = ("--model", encoder, "--data_dir", sst2, "--work_dir", tmp_path / "work")
+    study = quick("bare_names_words", *data, output=tmp_path / "words")
+    (name, score, _), *others = study.rows()
+    figures = study.figures["gradient_sketch"]["0"]
+    assert name == "`gradient_sketch`"
+    assert not others
+    assert score.startswith(f"{figures['mean']:.2f} [")
+    assert figures["over_chance"]["mean"] <= figures["mean"]
+
+
 def test_every_name_is_made_without_settings() -> None:
     flags = ["--all", "--model", "m", "--data_dir", "d", "--output", "o"]
     cells = BareNames.parse(flags).cells().values()
