@@ -119,8 +119,9 @@ _LAYER = (
     "(docs/findings/attacks_text.md)"
 )
 _NOT_TRAINED = (
-    "of samples=16, 8 of 10 sentences that were sent alone were found among 200, at the start "
-    "(docs/findings/membership.md). No training was attacked yet. Of random samples that stay "
+    "of samples=16, at the start, span found no word of 10 sentences that were sent alone, and 8 of "
+    "them were found among 200 (docs/findings/membership.md). No training was attacked yet. Of "
+    "random samples that stay "
     "(gradient_sketch) of the same number: "
 )
 _WEIGHTED = (
