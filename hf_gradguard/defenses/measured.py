@@ -119,8 +119,8 @@ _LAYER = (
     "(docs/findings/attacks_text.md)"
 )
 _NOT_TRAINED = (
-    "of samples=16, at the start, span found no word of 10 sentences that were sent alone, and 8 of "
-    "them were found among 200 (docs/findings/membership.md). No training was attacked yet. Of "
+    "of samples=16, at the start, span found no word of 10 sentences that were sent alone, and 8 "
+    "of them were found among 200 (docs/findings/membership.md). No training was attacked yet. Of "
     "random samples that stay "
     "(gradient_sketch) of the same number: "
 )

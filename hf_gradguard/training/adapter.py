@@ -197,7 +197,7 @@ class TrainerAdapter(Trainer):
         """How a message would be shared now, for the card: `defense`, its `settings`, and more."""
         return {"defense": self.defense.name}
 
-    def loss_weights(self, loss: Loss) -> tuple[LossWeights, dict[bool, Normalization]]:
+    def weights_of_clients(self, loss: Loss) -> tuple[LossWeights, dict[bool, Normalization]]:
         """What weighs clients' mean losses, and how they are normalized, by whether labels are
         counted.
         """

@@ -160,7 +160,7 @@ class GradGuardMixin(TrainerAdapter):
         forget(self.model)  # its loss may be another now
         self.shared_messages.begin_training()
         self._loss_pass = self.loss_pass()
-        self._weights, self._normalizations = self.loss_weights(self._loss)
+        self._weights, self._normalizations = self.weights_of_clients(self._loss)
         own_batches = draws_batches(type(self), GradGuardMixin)
         self.account_file.write_to(str(self.args.output_dir))
         self.train_dataset = self._labels(self.train_dataset, self.args, self.model, own_batches)

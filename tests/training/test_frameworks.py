@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch import nn
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from hf_gradguard import GradGuardConfig, GradGuardMixin, GradGuardTrainer
+from hf_gradguard.training.adapter import TrainerAdapter
 
 pytest.importorskip("trl")
 pytest.importorskip("sentence_transformers")
@@ -253,3 +256,21 @@ def test_parts_of_a_loss_are_averaged_and_not_gathered(
         stock = encoders(folder, 2, loss=Parts).run(tmp_path, None)
         for found, expected in zip(steps, stock.state.log_history, strict=False):
             assert found["near"] == pytest.approx(expected["near"], abs=2e-4)
+
+
+OVERRIDDEN = {"__init__", "_checkpoint_push_skip_names"}  # on purpose, with a call of theirs
+
+
+@pytest.mark.parametrize("library", ["trl", "sentence_transformers"])
+def test_no_name_of_ours_is_an_attribute_of_another_trainer(library: str) -> None:
+    """A Trainer that sets `self.name` would replace a method of that name below it."""
+    added = {name for cls in (GradGuardMixin, TrainerAdapter) for name in vars(cls)}
+    ours = added - set(dir(Trainer))
+    folder = Path(str(importlib.import_module(library).__file__)).parent
+    trainers = [path for path in folder.rglob("*trainer*.py") if "test" not in path.name]
+    assert len(trainers) > 3
+    for path in trainers:
+        assigned = set(re.findall(r"\bself\.(\w+)(?:: [^=\n]+)? = ", path.read_text("utf-8")))
+        assert not ours & assigned, path
+        methods = set(re.findall(r"\n    def (\w+)\(", path.read_text("utf-8")))
+        assert not (ours - OVERRIDDEN) & methods, path
