@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers import make_task
 from huggingface_hub.utils import filter_repo_objects
 from torch import Tensor
@@ -234,24 +235,24 @@ def test_a_list_of_an_older_version_has_sizes_alone(run: Path) -> None:
     assert "0 bytes" in missing_from(run / "checkpoint-6", checks_content=True)
 
 
-def test_ranks_agree_on_the_newest_that_all_have(tmp_path: Path) -> None:
+def test_ranks_agree_on_the_newest_that_all_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 has 2 and 5, on a disk of its own; this is rank 0, with 2 and 6."""
+    theirs = iter([5, 2])  # rank 1's newest, then its newest up to rank 0's
 
-    class TwoRanks:
-        device = torch.device("cpu")
-        theirs = iter([5, 2])  # rank 1's newest, then its newest up to rank 0's
+    def gather(step: Tensor) -> Tensor:
+        return torch.cat([step, torch.tensor([next(theirs)])])
 
-        def gather(self, step: Tensor) -> Tensor:
-            return torch.cat([step, torch.tensor([next(self.theirs)])])
-
+    monkeypatch.setattr(complete, "gather", gather)
     for step in (2, 6):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         (folder / "trainer_state.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(b"x")
-    ranks = TwoRanks()
-    assert complete.newest_complete(tmp_path, ranks) == str(tmp_path / "checkpoint-2")  # type: ignore[arg-type]
-    assert not list(ranks.theirs)
+    newest = complete.newest_complete(tmp_path, Accelerator(cpu=True))
+    assert newest == str(tmp_path / "checkpoint-2")
+    assert not list(theirs)
 
 
 # Pushing

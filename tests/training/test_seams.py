@@ -94,6 +94,7 @@ SEAMS = (
         "training/adapter.py reads the settings when training begins",
     ),
     Seam(_TRAINER, "_save_checkpoint", "training/adapter.py marks complete checkpoints"),
+    Seam(_TRAINER, "_build_accelerator_args", "training/adapter.py leaves FSDP to its accelerator"),
     Seam(_TRAINER, "_issue_warnings_after_load", "training/adapter.py refuses renamed weights"),
     Seam(_TRAINER, "_push_from_checkpoint", "training/adapter.py pushes no private files"),
     Seam(
@@ -135,6 +136,7 @@ SEAMS = (
         "_dataloaders",
         "training/loop.py refuses loaders that dispatch",
     ),
+    Seam("torch:ScriptObject", "_type", "gradient_map/exchanges.py finds a collective's devices"),
     Seam("torch:UntypedStorage", "_cdata", "gradient_map/lookups.py tells storages apart"),
     Seam(
         "torch._ops:OpOverload",

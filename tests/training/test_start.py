@@ -25,9 +25,9 @@ def start(monkeypatch: pytest.MonkeyPatch, received: float | None) -> nn.Module:
     """A rank that gets `received` in its first weight from rank 0; `None`: what it has."""
     model = nn.Linear(3, 2)
 
-    def broadcast(tensors: list[Tensor]) -> None:
-        if received is not None:
-            tensors[0][0, 0] = received
+    def broadcast(tensor: Tensor) -> None:
+        if received is not None and tensor.ndim == 2:
+            tensor[0, 0] = received
 
     monkeypatch.setattr(starting, "broadcast", broadcast)
     args: Any = SimpleNamespace(world_size=3, device="cpu", process_index=0)
