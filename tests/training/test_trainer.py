@@ -461,13 +461,13 @@ def test_accumulation_adds_up_separately_protected_messages(make_trainer: MakeTr
     """
     gradients, data = Gradients(), rows()
     trainer = make_trainer(
-        "bert", "gaussian_noise", data, options={"callbacks": [gradients]},
+        make_task("bert")[0], "gaussian_noise", data, options={"callbacks": [gradients]},
         gradient_accumulation_steps=2, clients_per_process=3, max_steps=2, noise_seed=9,
         max_grad_norm=0.0, train_sampling_strategy="sequential", optim="sgd", learning_rate=0.0,
     )  # fmt: skip
     trainer.train()
 
-    model = make_task("bert", dtype=torch.float32)[0].train()
+    model = make_task("bert")[0].train()
     defenses = [make_defense("gaussian_noise") for _ in range(3)]
     for step in range(2):
         expected = {
@@ -484,9 +484,7 @@ def test_accumulation_adds_up_separately_protected_messages(make_trainer: MakeTr
                     expected[name] += tensor * (stop - start) / 4
                 messages += 1
         found = {name: gradients.steps[step][name] for name in trainer.shared_names}
-        torch.testing.assert_close(
-            found, expected, rtol=1e-5, atol=1e-6
-        )  # float32 sums in another order
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_noise_is_added_to_the_mean_loss_and_weighted_afterwards(make_trainer: MakeTrainer) -> None:
