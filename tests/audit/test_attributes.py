@@ -34,13 +34,14 @@ def draw_samples(count: int, seed: int) -> list[tuple[str, int]]:
     return list(samples.items())
 
 
-SAMPLES = draw_samples(300, 0)
+MORE_SAMPLES = draw_samples(900, 0)
+SAMPLES = MORE_SAMPLES[:300]
 
 
 def infer(defense: Defense, names: str, messages: int = 300) -> dict[str, InferredAttribute]:
     model, _ = make_task("bert", dtype=torch.float32, num_hidden_layers=1)
     return infer_attributes(
-        model, word_tokenizer(WORDS), SAMPLES[:60], SAMPLES[60:messages],
+        model, word_tokenizer(WORDS), SAMPLES[:60], MORE_SAMPLES[60:messages],
         {name: ATTRIBUTES[name] for name in names.split()}, defense,
         directions=8, generator=Stream.from_seeds(1),
     )  # fmt: skip
@@ -48,7 +49,7 @@ def infer(defense: Defense, names: str, messages: int = 300) -> dict[str, Inferr
 
 @pytest.mark.long
 def test_an_undefended_message_tells_label_words_and_length() -> None:
-    found = infer(make_defense("none"), "label w3 length")
+    found = infer(make_defense("none"), "label w3 length", messages=900)
     assert found["label"].accuracy == 1
     assert found["label"].prior == pytest.approx(1 / 3)
     assert found["w3"].accuracy >= 0.7
