@@ -1,19 +1,25 @@
-"""A head and the body under it, trained together by differentially private gradients of few samples
-a message.
+"""What an encoder under a trained head still has to learn, by differentially private gradients of
+few samples a message.
 
 Noise is as large as the square root of how many numbers are shared, so an encoder's millions do not
 learn under it. Its linear layers move in public directions instead, W + P S Qᵀ: P are the
 directions in which public samples' scores depend on a layer's outputs, Q those in which its inputs
 vary. All entries of all S move together in the directions in which public samples' gradients vary,
-closer to each other in size (half-whitened, as a head's features are). What is trained is the head
-and one number for each of these directions. What comes out is an ordinary model: `merged()`.
+closer to each other in size (half-whitened, as a head's features are). What is trained is one
+number for each of these directions, and what comes out is an ordinary model: `merged()`.
+
+The training is that of a linear model: a sample's row is how fast its scores change with each
+number, made once. So noise on the way, which is far larger than in the last weights, does not
+change what gradients are taken of.
 
 Which way a score depends on the body is known once there is a head, so a head is trained first, on
 samples that this training does not see: then one bound holds for every sample (parallel
 composition).
 
-Reference: Yu, Zhang, Chen, Yin and Liu, "Do not let privacy overbill utility: gradient embedding
-perturbation for private learning" (2021), where public gradients give directions to project on.
+References: Yu, Zhang, Chen, Yin and Liu, "Do not let privacy overbill utility: gradient embedding
+perturbation for private learning" (2021), where public gradients give directions to project on;
+Mu, Liang and Li, "Gradients as features for deep representation learning" (2020): linear models on
+a trained network's gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ from .heads import FeatureHead, half_whitened, packaged_sentences
 
 __all__ = ["SketchedBody", "sketched_body"]
 
-_HALF = 0.5**0.5  # of a sample's norm for the head, and as much for the body
+_SAMPLES_OF_LAYERS = 1000  # by which a layer's directions are found: they have thousands of tokens
 _LEAST_SHARE = 1e-10  # of the largest second moment: below it there is rounding alone
 
 
@@ -48,14 +54,18 @@ class LayerPass(NamedTuple):
 
 
 class SketchedBody(nn.Module):
-    """A head whose encoder moves in public directions. `head` and `moves` alone are trained.
+    """A head whose encoder moves in public directions, to the first order. `moves` alone is
+    trained, on rows that are made once.
 
     Args:
-        head: Trained, on other samples.
+        head: Trained, on other samples. It stays as it is.
         outputs: Directions of each linear layer's outputs, `(out, p)`, by its name in the head's
             encoder.
         inputs: The same of its inputs, `(in, q)`.
         mixing: `(directions, Σ p·q)`: the directions of all layers' S together.
+
+    Attributes:
+        layers: Names of the layers, in the order of `mixing`.
 
     Example:
         >>> from torch import nn
@@ -64,8 +74,8 @@ class SketchedBody(nn.Module):
         >>> head = head_of(model, public, 3, processing_class=tokenizer)
         >>> head.head.weight = nn.Parameter(torch.randn(2, 4))  # in place of a training
         >>> body = sketched_body(head, public, directions=4)
-        >>> inputs = tokenizer(["a long film", "a plot"], padding=True, return_tensors="pt")
-        >>> body(**inputs, labels=torch.tensor([0, 1])).loss.requires_grad
+        >>> rows = body.rows_of(["a long film", "a plot"])
+        >>> body(**rows, labels=torch.tensor([0, 1])).loss.requires_grad
         True
         >>> type(body.merged()).__name__
         'FeatureHead'
@@ -81,111 +91,79 @@ class SketchedBody(nn.Module):
         mixing: Tensor,
     ) -> None:
         super().__init__()
-        self._features = copy.deepcopy(head).requires_grad_(False)
-        width, classes = head.head.in_features, head.head.out_features
-        kind: Any = {"bias": False, "dtype": mixing.dtype, "device": mixing.device}
-        self.head, self.moves = nn.Linear(width, classes, **kind), nn.Linear(len(mixing), 1, **kind)
-        with torch.no_grad():
-            self.head.weight.copy_(head.head.weight / _HALF)
-            self.moves.weight.zero_()
-        self._layers = list(outputs)
-        for number, name in enumerate(self._layers):
-            self.register_buffer(f"outputs_{number}", outputs[name])
-            self.register_buffer(f"inputs_{number}", inputs[name])
-        self.register_buffer("mixing", mixing)
-
-    def train(self, mode: bool = True) -> SketchedBody:
-        """No dropout: a layer's move is the same in every pass."""
-        return super().train(False)
+        self._start = copy.deepcopy(head).requires_grad_(False)
+        self.moves = nn.Linear(len(mixing), 1, bias=False, dtype=mixing.dtype, device=mixing.device)
+        nn.init.zeros_(self.moves.weight)
+        self.layers = list(outputs)
+        for number, name in enumerate(self.layers):
+            self.register_buffer(f"outputs_{number}", outputs[name].contiguous())
+            self.register_buffer(f"inputs_{number}", inputs[name].contiguous())
+        self.register_buffer("mixing", mixing.contiguous())
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        pixel_values: Tensor | None = None,
-        labels: Tensor | None = None,
+        self, scores: Tensor, tangents: Tensor, labels: Tensor | None = None
     ) -> SequenceClassifierOutput:
-        """The class scores of samples.
-
-        With labels, each sample's loss also depends on `moves`, by a term that is zero and has the
-        loss's gradient: the pass through the encoder is made and taken back here.
+        """The class scores of rows, linear in `moves`.
 
         Args:
-            input_ids: Of the encoder, as its other inputs.
-            attention_mask: Its own.
-            token_type_ids: Its own.
-            pixel_values: Its own.
+            scores: `(B, classes)`.
+            tangents: `(B, classes - 1, directions)`.
             labels: `(B,)` class ids.
         """
-        given = {
-            "input_ids": input_ids, "attention_mask": attention_mask,
-            "token_type_ids": token_type_ids, "pixel_values": pixel_values,
-        }  # fmt: skip
-        inputs = {name: tensor for name, tensor in given.items() if tensor is not None}
-        if labels is None or not self.moves.weight.requires_grad:
-            with torch.no_grad(), self._moved():
-                features = self._features.encode(**inputs)
-            logits = self.head(_HALF * features)
-            loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
-            return SequenceClassifierOutput(loss=loss, logits=logits)
-        with torch.enable_grad(), self._moved() as passes:
-            features = self._features.differentiable(**inputs)
-            scores = nn.functional.linear(_HALF * features, self.head.weight.detach())
-            total = nn.functional.cross_entropy(scores, labels, reduction="sum")
-            ends = [passes[name].outputs for name in self._layers]
-            slopes = torch.autograd.grad(total, ends)
-        by_name = dict(zip(self._layers, slopes, strict=True))
-        gradients = _HALF * sketches(passes, by_name, *self._directions()) @ self.mixing.T
-        logits = self.head(_HALF * features.detach())
-        change = self.moves(gradients)[:, 0]
-        losses = nn.functional.cross_entropy(logits, labels, reduction="none")
-        return SequenceClassifierOutput(
-            loss=(losses + change - change.detach()).mean(), logits=logits
-        )
+        logits = scores + nn.functional.pad(self.moves(tangents)[..., 0], (0, 1))
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+    def rows_of(self, samples: Sequence[Any]) -> dict[str, Tensor]:
+        """What this is trained on: one pass of the encoder for a sample, and one back for each
+        class but the last.
+
+        Args:
+            samples: Texts or images.
+
+        Returns:
+            `scores` `(N, classes)` of the head before anything moves, and `tangents`
+            `(N, classes - 1, directions)`: how fast each class gets ahead of the last one.
+        """
+        scores, tangents = [], []
+        outputs, inputs = self._directions()
+        for batch in self._start.batches_of(samples):
+            with torch.enable_grad(), passes_of(self._start.encoder, self.layers) as passes:
+                batch_scores = self._start.head(self._start.differentiable(**batch))
+                ahead = (batch_scores[:, :-1] - batch_scores[:, -1:]).sum(0)
+                ends = [passes[name].outputs for name in self.layers]
+                slopes = [torch.autograd.grad(part, ends, retain_graph=True) for part in ahead]
+            by_class = [
+                sketches(passes, dict(zip(self.layers, part, strict=True)), outputs, inputs)
+                for part in slopes
+            ]
+            scores.append(batch_scores.detach().cpu())
+            tangents.append((torch.stack(by_class, 1) @ self.mixing.T).cpu())
+        return {"scores": torch.cat(scores), "tangents": torch.cat(tangents)}
 
     @torch.no_grad()
     def merged(self) -> FeatureHead:
-        """The same scores by a head and an encoder of the usual kind, whose weights have moved."""
-        plain = copy.deepcopy(self._features)
-        layers = dict(plain.encoder.named_modules())
-        for name, (outputs, move, inputs) in self._low_ranks().items():
+        """The head with its encoder's weights moved: an ordinary model, whose scores are this one's
+        to the first order.
+        """
+        moved = copy.deepcopy(self._start)
+        layers = dict(moved.encoder.named_modules())
+        outputs, inputs = self._directions()
+        shapes = [(outputs[name].shape[1], inputs[name].shape[1]) for name in self.layers]
+        parts = (self.moves.weight @ self.mixing)[0].split([p * q for p, q in shapes])
+        for name, part, shape in zip(self.layers, parts, shapes, strict=True):
             layer = layers[name]
             assert isinstance(layer, nn.Linear)
-            layer.weight += outputs @ move @ inputs.T
-        plain.head.weight.copy_(_HALF * self.head.weight)
-        return plain
+            layer.weight += outputs[name] @ part.view(shape) @ inputs[name].T
+        return moved
 
     def _directions(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """P and Q of each layer."""
         outputs, inputs = (
-            {name: self.get_buffer(f"{kind}_{place}") for place, name in enumerate(self._layers)}
+            {name: self.get_buffer(f"{kind}_{place}") for place, name in enumerate(self.layers)}
             for kind in ("outputs", "inputs")
         )
         return outputs, inputs
-
-    def _low_ranks(self) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-        """P, S and Q of each layer."""
-        outputs, inputs = self._directions()
-        shapes = [(outputs[name].shape[1], inputs[name].shape[1]) for name in self._layers]
-        moves = (_HALF * self.moves.weight.detach() @ self.mixing)[0]
-        parts = moves.split([rows * columns for rows, columns in shapes])
-        return {
-            name: (outputs[name], part.view(shape), inputs[name])
-            for name, part, shape in zip(self._layers, parts, shapes, strict=True)
-        }
-
-    @contextmanager
-    def _moved(self) -> Iterator[dict[str, LayerPass]]:
-        """Passes through the encoder with its layers moved."""
-        factors = self._low_ranks()
-
-        def moved(name: str, inputs: Tensor, result: Tensor) -> Tensor:
-            outputs, move, directions = factors[name]
-            return result + inputs @ directions @ move.T @ outputs.T
-
-        with passes_of(self._features.encoder, self._layers, moved) as passes:
-            yield passes
 
 
 def sketched_body(
@@ -195,7 +173,7 @@ def sketched_body(
     outputs: int = 8,
     inputs: int = 48,
 ) -> SketchedBody:
-    """A head and its encoder to train together, by `dp_sgd(per_sample=True, correlated=True)`.
+    """The encoder of a head, to be trained by `dp_sgd(per_sample=True, correlated=True)`.
 
     Args:
         head: Trained by some hundred messages, by the same defense, of samples that this training
@@ -243,7 +221,8 @@ def _layers_directions(
     """Of each layer's outputs and inputs."""
     layers = [name for name, part in head.encoder.named_modules() if isinstance(part, nn.Linear)]
     moments: dict[str, tuple[Tensor, Tensor]] = {}
-    for passes, slopes in _public_passes(head, samples, layers):
+    some = samples[:: -(-len(samples) // _SAMPLES_OF_LAYERS)]
+    for passes, slopes in _public_passes(head, some, layers):
         for name, layer_slopes in slopes.items():
             rows, row_slopes = passes[name].inputs.flatten(0, -2), layer_slopes.flatten(0, -2)
             rows = rows[row_slopes.abs().sum(1) > 0]  # what no score depends on is padding
@@ -302,14 +281,8 @@ def scaled_directions(moment: Tensor, count: int) -> Tensor:
 
 
 @contextmanager
-def passes_of(
-    encoder: nn.Module,
-    names: Sequence[str],
-    change: Callable[[str, Tensor, Tensor], Tensor] | None = None,
-) -> Iterator[dict[str, LayerPass]]:
-    """What goes into these layers and comes out of them in a pass, by their names; with a change to
-    what comes out.
-    """
+def passes_of(encoder: nn.Module, names: Sequence[str]) -> Iterator[dict[str, LayerPass]]:
+    """What goes into these layers and comes out of them in a pass, by their names."""
     passes: dict[str, LayerPass] = {}
     modules = dict(encoder.named_modules())
 
@@ -317,8 +290,6 @@ def passes_of(
         def hook(_module: nn.Module, inputs: tuple[Tensor], result: Tensor) -> Tensor:
             if name in passes:
                 raise ValueError(f"the encoder uses {name} twice in a pass, so it cannot move.")
-            if change is not None:
-                result = change(name, inputs[0], result)
             if torch.is_grad_enabled() and not result.requires_grad:
                 result = result.detach().requires_grad_()
             passes[name] = LayerPass(inputs[0].detach(), result)

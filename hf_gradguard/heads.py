@@ -248,17 +248,17 @@ def half_whitened(rows: Tensor, count: int) -> Tensor:
         ValueError: If there is no direction.
     """
     rows = rows.double()
-    if len(rows) <= rows.shape[1]:  # eigenvectors of the smaller of both products
-        values, left = torch.linalg.eigh(rows @ rows.T)
-        vectors = rows.T @ left / values.clamp(min=values.max() * 1e-12).sqrt()
-    else:
-        values, vectors = torch.linalg.eigh(rows.T @ rows)
+    is_wide = len(rows) <= rows.shape[1]
+    # eigenvectors of the smaller of both products
+    values, vectors = torch.linalg.eigh(rows @ rows.T if is_wide else rows.T @ rows)
     values, vectors = values.flip(0)[:count], vectors.flip(1)[:, :count]
     is_real = values > _LEAST_SHARE * values[0]
     if not bool(is_real.any()):
         raise ValueError("public samples do not differ: give texts or images that do.")
-    moments = values[is_real] / (len(rows) - 1)
-    return (vectors[:, is_real] / moments**0.25).T
+    values, vectors = values[is_real], vectors[:, is_real]
+    if is_wide:
+        vectors = rows.T @ (vectors / values.sqrt())
+    return (vectors / (values / (len(rows) - 1)) ** 0.25).T
 
 
 def _chunks(samples: Sequence[Any] | Tensor) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""A head and the body under it, in public directions: the gradient is that of the moved model."""
+"""An encoder that moves in public directions: rows are what moves change in the merged model."""
 
 from __future__ import annotations
 
@@ -20,81 +20,84 @@ TEXTS, LABELS = ["a fine film", "the plot is long and dull", "a joke"], torch.te
 
 
 def make_body(classes: int = 3) -> tuple[SketchedBody, dict[str, Tensor], FeatureHead]:
-    """With a head that is not zero, moved a little; in float64."""
+    """With a head that is not zero; in float64."""
     names = example_names("model tokenizer")
     head = head_of(names["model"], PUBLIC, 4, classes, names["tokenizer"]).double()
     nn.init.normal_(head.head.weight)
     body = sketched_body(head, PUBLIC, 5, 2, 3)
-    nn.init.normal_(body.moves.weight, std=0.1)
     return body, dict(names["tokenizer"](TEXTS, padding=True, return_tensors="pt")), head
 
 
-def test_gradients_of_samples_are_the_moved_models() -> None:
-    """Against central differences of the loss of the merged model, sample by sample."""
+def test_tangents_are_what_moves_change() -> None:
+    """Against central differences of the merged model's scores, class by class."""
+    body, inputs, head = make_body()
+    rows = body.rows_of(TEXTS)
+    torch.testing.assert_close(rows["scores"], head(**inputs).logits)
+    direction = torch.randn_like(body.moves.weight)
+    scores = []
+    for step in (1e-5, -1e-5):
+        with torch.no_grad():
+            body.moves.weight.copy_(step * direction)
+            logits = body.merged()(**inputs).logits
+        scores.append(logits[:, :-1] - logits[:, -1:])
+    expected = (scores[0] - scores[1]) / 2e-5
+    torch.testing.assert_close(rows["tangents"] @ direction[0], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_its_gradient_is_that_of_the_merged_model() -> None:
+    """Before anything moves, sample by sample, by central differences of the loss."""
     body, inputs, _ = make_body()
+    rows, direction = body.rows_of(TEXTS), torch.randn_like(body.moves.weight)
     for row in range(len(TEXTS)):
-        one = {name: rows[row : row + 1] for name, rows in inputs.items()}
-        loss = body(**one, labels=LABELS[row : row + 1]).loss
-        gradients = torch.autograd.grad(loss, [body.head.weight, body.moves.weight])
-        for parameter, gradient in zip(
-            (body.head.weight, body.moves.weight), gradients, strict=True
-        ):
-            direction = torch.randn_like(parameter)
-            losses = []
-            for step in (1e-5, -1e-5):
-                with torch.no_grad():
-                    parameter += step * direction
-                    logits = body.merged()(**one).logits
-                    parameter -= step * direction
-                losses.append(F.cross_entropy(logits, LABELS[row : row + 1]))
-            difference = (losses[0] - losses[1]) / 2e-5
-            torch.testing.assert_close(
-                (gradient * direction).sum(), difference, rtol=1e-5, atol=1e-7
-            )
+        one = {name: entries[row : row + 1] for name, entries in rows.items()}
+        label = LABELS[row : row + 1]
+        gradient = torch.autograd.grad(body(**one, labels=label).loss, body.moves.weight)[0]
+        losses = []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                body.moves.weight.copy_(step * direction)
+                logits = body.merged()(**inputs).logits[row : row + 1]
+                body.moves.weight.zero_()
+            losses.append(F.cross_entropy(logits, label))
+        difference = (losses[0] - losses[1]) / 2e-5
+        torch.testing.assert_close((gradient * direction).sum(), difference, rtol=1e-5, atol=1e-7)
 
 
-def test_the_merged_model_is_the_same() -> None:
-    body, inputs, _ = make_body()
-    torch.testing.assert_close(body(**inputs).logits, body.merged()(**inputs).logits)
-    with_labels = body(**inputs, labels=LABELS)
-    torch.testing.assert_close(with_labels.logits, body(**inputs).logits)
-    torch.testing.assert_close(with_labels.loss, F.cross_entropy(with_labels.logits, LABELS))
+def test_rows_stay_those_of_the_start() -> None:
+    """A second part of them, made after a training, fits the first."""
+    body, _, _ = make_body()
+    before = body.rows_of(TEXTS)
+    nn.init.normal_(body.moves.weight)
+    for name, entries in body.rows_of(TEXTS).items():
+        assert torch.equal(entries, before[name])
 
 
 def test_at_the_start_it_is_the_head() -> None:
     body, inputs, head = make_body()
-    nn.init.zeros_(body.moves.weight)
-    torch.testing.assert_close(body(**inputs).logits, head(**inputs).logits)
+    expected = head(**inputs).logits
+    torch.testing.assert_close(body(**body.rows_of(TEXTS)).logits, expected)
+    torch.testing.assert_close(body.merged()(**inputs).logits, expected)
 
 
 def test_the_head_that_it_is_made_of_stays() -> None:
-    body, inputs, head = make_body()
+    body, _, head = make_body()
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    nn.init.normal_(body.moves.weight)
     body.merged()
-    body(**inputs, labels=LABELS).loss.backward()
+    body(**body.rows_of(TEXTS), labels=LABELS).loss.backward()
     for name, tensor in head.state_dict().items():
         assert torch.equal(tensor, before[name])
-    assert {name for name, parameter in body.named_parameters() if parameter.requires_grad} == {
-        "head.weight",
-        "moves.weight",
-    }
+    trained = [name for name, parameter in body.named_parameters() if parameter.requires_grad]
+    assert trained == ["moves.weight"]
 
 
-def test_public_gradients_are_half_whitened() -> None:
+def test_public_tangents_are_half_whitened() -> None:
     """Those of public samples are uncorrelated by directions, and of median norm one."""
-    body, _, head = make_body(2)
-    nn.init.zeros_(body.moves.weight)
-    rows = []
-    for text in PUBLIC:
-        inputs = dict(example_names("tokenizer")["tokenizer"]([text], return_tensors="pt"))
-        label = head(**inputs).logits.argmin(1)
-        loss = body(**inputs, labels=label).loss
-        wrong = float(head(**inputs).logits.softmax(1).max())
-        rows.append(torch.autograd.grad(loss, body.moves.weight)[0][0] / wrong * 2**0.5)
-    gradients = torch.stack(rows).double()
-    moment = gradients.T @ gradients
+    body, _, _ = make_body(2)
+    tangents = body.rows_of(PUBLIC)["tangents"][:, 0]
+    moment = tangents.T @ tangents
     assert float((moment - moment.diag().diag()).abs().max()) < 1e-3 * float(moment.max())
-    assert float(gradients.norm(dim=1).median()) == pytest.approx(1, abs=1e-3)
+    assert float(tangents.norm(dim=1).median()) == pytest.approx(1, abs=1e-3)
 
 
 def test_a_sketch_is_the_gradient_by_s() -> None:
@@ -117,51 +120,47 @@ def test_directions_are_scaled_by_the_fourth_root() -> None:
 
 
 def test_trained_by_correlated_noise(tmp_path) -> None:
-    """What is shared has the head's entries and the moves' alone."""
+    """What is shared has the moves' entries alone, and the merged model moves with them."""
     names = example_names("model tokenizer")
     head = head_of(names["model"], PUBLIC, 4, 2, names["tokenizer"])
     nn.init.normal_(head.head.weight)
     body = sketched_body(head, PUBLIC, 5, 2, 3)
-    rows = [
-        {**names["tokenizer"](text, padding="max_length", max_length=8), "labels": number % 2}
-        for number, text in enumerate(TEXTS + PUBLIC[:1])
-    ]
+    rows = body.rows_of(TEXTS) | {"labels": LABELS % 2}
+    data = [{name: entries[row] for name, entries in rows.items()} for row in range(len(TEXTS))]
     args = GradGuardConfig(
         str(tmp_path), defense="dp_sgd", learning_rate=1.0, optim="sgd", max_grad_norm=0.0,
         defense_kwargs={
             "per_sample": True, "correlated": True, "clip": 0.3, "noise_multiplier": 1.5,
         },
-        per_device_train_batch_size=2, max_steps=2, report_to="none", save_strategy="no",
-        use_cpu=True, disable_tqdm=True,
+        per_device_train_batch_size=1, max_steps=2, report_to="none", save_strategy="no",
+        use_cpu=True, disable_tqdm=True, remove_unused_columns=False,
     )  # fmt: skip
-    trainer = GradGuardTrainer(body, args, train_dataset=rows)
+    trainer = GradGuardTrainer(body, args, train_dataset=data)
     trainer.train()
-    assert float(body.moves.weight.abs().sum()) > 0
+    assert bool(body.moves.weight.any())
+    trainer.save_model(str(tmp_path / "saved"))  # as checkpoints are
     shared = [parameter.numel() for parameter in body.parameters() if parameter.requires_grad]
-    assert shared == [2 * 5, 5]
+    assert shared == [5]
     assert trainer.private_rows is not None
+    inputs = dict(names["tokenizer"](TEXTS, padding=True, return_tensors="pt"))
+    change = body.merged()(**inputs).logits - head(**inputs).logits
+    assert float(change.abs().max()) > 1e-3
 
 
-def test_clipped_by_the_norm_of_both() -> None:
-    """Each sample's gradient, over head and moves together, against backward passes row by row."""
-    body, inputs, _ = make_body()
-    batch = inputs | {"labels": LABELS}
-    expected, norms = [], []
+def test_samples_are_clipped_one_by_one() -> None:
+    """Against backward passes row by row, several classes' tangents in each."""
+    body, _, _ = make_body()
+    batch = body.rows_of(TEXTS) | {"labels": LABELS}
+    expected = []
     for row in range(len(TEXTS)):
         one = {name: rows[row : row + 1] for name, rows in batch.items()}
-        both = torch.autograd.grad(body(**one).loss, [body.head.weight, body.moves.weight])
-        expected.append(torch.cat([part.flatten() for part in both]))
-        norms.append(float(expected[-1].norm()))
+        expected.append(torch.autograd.grad(body(**one).loss, body.moves.weight)[0])
+    norms = [float(gradient.norm()) for gradient in expected]
     clip = sorted(norms)[1]  # one of them is under it
     gmap = GradientMap(body, batch, second_order=False, needs_input=False)
-    total = clipped_sum(gmap, clip).total
+    (total,) = clipped_sum(gmap, clip).total.values()
     clipped = [row * min(1, clip / norm) for row, norm in zip(expected, norms, strict=True)]
-    torch.testing.assert_close(
-        torch.cat([part.flatten() for part in total.values()]),
-        torch.stack(clipped).sum(0).to(next(iter(total.values()))),
-        rtol=1e-4,
-        atol=1e-6,
-    )
+    torch.testing.assert_close(total, torch.stack(clipped).sum(0).to(total), rtol=1e-4, atol=1e-6)
 
 
 def test_what_cannot_move_is_refused() -> None:
