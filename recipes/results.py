@@ -131,6 +131,12 @@ RUNS = [
         1,
     ),
     Run(
+        "correlated_bodies",
+        "correlated_bodies:Bodies",
+        f"{TEXT} --public {WIKI}/train.txt {STORED}",
+        1.5,
+    ),
+    Run(
         "correlated_heads_choice",
         "correlated_heads:Choice",
         f"{TEXT} --public {WIKI}/train.txt {STORED}",

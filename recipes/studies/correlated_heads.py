@@ -285,6 +285,7 @@ class Texts(Study):
     )
     ROWS, MORE_ROWS, QUICK_ROW = ROWS, MORE_ROWS, Row(2, [NONE, CORRELATED])
     FEATURES = "all layers"
+    SEEDS = SEEDS
     FASTER = 0  # by how many steps of the grid its rates are higher
 
     def cells(self) -> dict:
@@ -297,7 +298,7 @@ class Texts(Study):
             rate = self.rate_of(row, name)
             if rate is not None:
                 cell = self._trained(row, KINDS[name]) | {"learning_rate": rate}
-                for seed in range(1 if self.quick else SEEDS):
+                for seed in range(1 if self.quick else self.SEEDS):
                     cells[place, tables.ACCURACY, str(seed)] = cell | {"seed": seed}
         # Rates first, then seed by seed: runs that are compared are there together.
         return dict(sorted(cells.items(), key=lambda cell: _seed_order(cell[0])))

@@ -16,6 +16,7 @@ from hf_gradguard.leakage import dp_sgd_epsilon, gaussian_epsilon
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing.small import small_text_task
 from recipes.studies import frontier_rows, frontier_texts
+from recipes.studies.correlated_bodies import Bodies, BodyTask
 from recipes.studies.correlated_heads import Choice, HeadTask, ImagesTask, Texts
 from recipes.studies.frontier_attacks import attack_texts, f1_of, messages_of
 from recipes.studies.frontier_clients import Stage, TextTask, next_rate, rates_to_try, row_of
@@ -307,6 +308,27 @@ def test_correlated_heads(encoder, sentences, public, quick, tmp_path, monkeypat
     assert rows[1][-1] == "0.048"
     kept = load_file(models / "correlated-heads" / "features-test.safetensors")
     torch.testing.assert_close(kept["features"].norm(dim=1), torch.ones(len(kept["labels"])))
+
+
+def test_correlated_bodies(encoder, sentences, public, quick, tmp_path, monkeypatch):
+    """Head and body learn of different rows, and what is judged is an ordinary model."""
+    monkeypatch.setattr(HeadTask, "HELD_OUT", 20)
+    monkeypatch.setattr(HeadTask, "PUBLIC", 12)
+    monkeypatch.setattr(BodyTask, "PART", 5)
+    row = Bodies.QUICK_ROW._replace(batch=4, directions=5)
+    monkeypatch.setattr(Bodies, "QUICK_ROW", row)
+    data = ("--model", encoder, "--data_dir", sentences, "--public", public)
+    output, models = tmp_path / "correlated_bodies", tmp_path / "models"
+    study = quick("correlated_bodies", *data, "--models", models, output=output)
+    (figures,) = study.figures.values()
+    assert figures["accuracy"]["0"]["epsilon"] == pytest.approx(gaussian_epsilon(1.5, 1e-5))
+    (shown,) = study.rows()
+    assert shown[0] == "σ 1.5 correlated, 4 messages of 4, 5 directions"
+    assert (shown[4], shown[-1]) == ("", "0.048")  # no heads are published beside it
+    parts = list((models / "correlated-heads" / "bodies").glob("rows-*"))
+    assert len(parts) == 4  # eight rows in files of five, once for the rate and once for the table
+    made = sum(len(load_file(path)["scores"]) for path in parts)
+    assert made == 2 * 2 * 4
 
 
 def test_settings_of_heads_are_chosen_by_simulation(
