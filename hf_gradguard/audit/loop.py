@@ -58,7 +58,7 @@ STRENGTH = (
     "batches at this model; before the first one it is that of random inputs."
 )
 
-_FEWEST_MESSAGES = 2  # are attacked however short time is: one has no interval
+FEWEST_MESSAGES = 2  # are attacked however short time is: one has no interval
 
 _Pair = tuple[str, str]  # labels of a defense and of an attack
 
@@ -246,7 +246,7 @@ class _Grid:
         try:
             for repeat, index in product(range(self.settings.repeats), range(count)):
                 began = clock.elapsed
-                has_enough = len(result.messages) >= _FEWEST_MESSAGES
+                has_enough = len(result.messages) >= FEWEST_MESSAGES
                 is_late = clock.seconds is not None and began + longest >= clock.seconds
                 if has_enough and is_late and not self._is_stored(index, repeat):
                     break

@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from ..audit.cells import values_of
 from ..audit.client import modality_of
+from ..audit.loop import FEWEST_MESSAGES
 from ..audit.report.summary import Summary, summarize
 from ..audit.report.verdicts import AttackScores, Estimate
 from ..audit.run import Spec, audit, default_attacks
@@ -27,8 +28,6 @@ from .trials import Split
 logger = logging.get_logger(__name__)
 
 Stages = Mapping[str, Summary]  # what attacks recovered, by stage of a training
-
-FEWEST_MESSAGES = 2  # of an attack at a stage: of one there is no interval
 
 
 class Server:

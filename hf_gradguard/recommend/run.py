@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ..audit.cells import write_json, write_text
 from ..audit.command import check_specs, load
+from ..audit.loop import FEWEST_MESSAGES
 from ..audit.report.summary import Summary
 from ..audit.report.verdicts import AttackScores, MainScore
 from ..audit.run import Spec, make_defenses
@@ -34,7 +35,7 @@ from .choice import (
     percent,
     shown_leak,
 )
-from .outcomes import FEWEST_MESSAGES, Server, Stages, is_shown_to_reconstruct, outcome_of
+from .outcomes import Server, Stages, is_shown_to_reconstruct, outcome_of
 from .pace import OutOfTime, Pace
 from .page import (
     TRAIN_FILE,

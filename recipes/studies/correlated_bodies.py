@@ -101,22 +101,21 @@ class BodyTask(heads.HeadTask):
         scores = []
         for number in range(cell["trainings"]):
             model = self._merged(body, rows, cell | {"seed": RATES_SEED + number})
-            right = self._right_texts(model, [texts[row] for row in held_out])
-            scores.append(float(right(labels[held_out]).mean()))
+            classes = self._classes_of(model, [texts[row] for row in held_out])
+            scores.append(float((classes == labels[held_out]).double().mean()))
         return {"held_out": round(sum(scores) / len(scores), 5)}
 
     @torch.no_grad()
     def right(self, model: Any, rows: dict[str, Tensor]) -> np.ndarray:
         """By the merged model, which reads the test sentences themselves."""
-        return self._right_texts(model, self.sentences("test")[0])(rows["labels"])
+        return (self._classes_of(model, self.sentences("test")[0]) == rows["labels"]).numpy()
 
     @torch.no_grad()
-    def _right_texts(self, model: FeatureHead, texts: Sequence[str]) -> Any:
+    def _classes_of(self, model: FeatureHead, texts: Sequence[str]) -> Tensor:
         order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
         batches = model.batches_of([texts[row] for row in order])
         classes = torch.cat([model(**batch).logits.argmax(1).cpu() for batch in batches])
-        classes = classes[torch.tensor(order).argsort()]
-        return lambda labels: (classes == labels).numpy()
+        return classes[torch.tensor(order).argsort()]
 
 
 def _name(cell: dict) -> str:
