@@ -666,7 +666,7 @@ LOW = [0.1, 0.3, 0.15, 0.25, 0.2]
         (
             {"none/tag": HIGH},
             ["open"],
-            "tag recovers 92 % of the words [86 to 99]; chance is 20 %.",
+            "tag recovers 92 % of the words [86, 99]; chance is 20 %.",
         ),
         (
             {"none/tag": HIGH, "d/tag": MIDDLE},

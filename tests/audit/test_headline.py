@@ -19,16 +19,16 @@ from hf_gradguard.defenses import make_defense
 @pytest.mark.parametrize(
     ("scores", "metrics", "words"),
     [
-        ({"none/tag": HIGH}, {}, "Without a defense a server recovers 92 % of the words (tag)."),
+        ({"none/tag": HIGH}, {}, "Without a defense a server recovers 92 % [86, 99] of the words (tag)."),
         (
             {"none/tag": HIGH, "a/tag": MIDDLE, "b/tag": LOW},
             {"none": 0.9, "b": 0.85},
-            "Without a defense a server recovers 92 % of the words (tag); under b, the best of 2 "
-            "defenses tried, it recovers 20 % of the words (tag), where a guess has 20 %, at the "
-            "price of 0.85 in training, where undefended reaches 0.9.",
+            "Without a defense a server recovers 92 % [86, 99] of the words (tag). Under b, the "
+            "best of 2 defenses tried, it recovers 20 % [12, 29] of the words (tag); a guess has "
+            "20 %. Training reaches 0.85 with it, and 0.9 without.",
         ),
-        ({"none/tag": HIGH, "a/tag": MIDDLE}, {}, "at a price that was not measured"),
-        ({"none/tag": HIGH, "a/tag": MIDDLE}, {"a": 0.8}, "and training reaches 0.8"),
+        ({"none/tag": HIGH, "a/tag": MIDDLE}, {}, "Its price was not measured: give --metrics"),
+        ({"none/tag": HIGH, "a/tag": MIDDLE}, {"a": 0.8}, "Training reaches 0.8."),
         ({"none/tag": LOW, "a/tag": LOW}, {}, "no better than a guess (20 %) even without"),
     ],
 )

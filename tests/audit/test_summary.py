@@ -45,7 +45,7 @@ def test_a_report_bootstraps_no_more_than_its_rows_need(
 def test_renderers_recompute_nothing(bootstraps: list[int]) -> None:
     summary = summarize(made({"none/tag": HIGH, "d/tag": MIDDLE, "e/tag": LOW}))
     bootstraps.clear()
-    assert "92 % of the words [86 to 99]" in markdown_table(summary)
+    assert "92 % of the words [86, 99]" in markdown_table(summary)
     assert bootstraps == []
 
 

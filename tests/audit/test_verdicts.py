@@ -45,11 +45,16 @@ def test_membership_leaks_by_the_order_of_candidates_alone() -> None:
     summary = summarize(result)
     assert [row.beats_chance for row in summary.rows] == [("percentile",), ()]
     undefended, verdict = summary.verdicts
-    assert undefended.text.endswith("chance is 20 %.")
+    assert undefended.text == (
+        "candidates ranks members above 100 % of the other candidates [54, 100]; chance is 50 %. A "
+        "server recognizes 100 % [54, 100] of the texts among 6 candidates (17 % by chance)."
+    )
     assert verdict.standing == "chance"
+    assert [undefended.recognized, verdict.recognized] == [True, False]
+    assert "recovers" not in undefended.text + verdict.text + headline(summary)
     assert "Not distinguishable from a random draw of candidates" in verdict.text
     assert summary.membership[1].chance == pytest.approx(1 / 6)
-    assert "| identified | by chance |" in markdown_table(summary)
+    assert "| recognized | by chance |" in markdown_table(summary)
     assert "| 0.17 |" in markdown_table(summary)
 
 
@@ -65,6 +70,27 @@ def test_reconstruction_is_compared_with_reconstruction() -> None:
             cell["membership"] = {"scores": even, "members": [0]}
     summary = summarize(result)
     verdict = summary.verdicts[1]
-    assert "among 6 candidates identifies 0 % of the texts (17 % by chance)" in headline(summary)
+    assert "It recognizes 0 % [0, 52] of the texts among 6 candidates (17 %" in headline(summary)
     assert verdict.standing == "open"
     assert "Against span, not distinguishable from no defense." in verdict.text
+
+
+@pytest.mark.parametrize(("recovered", "standing"), [(LOW, "chance"), (MIDDLE, "reduced")])
+def test_what_is_recognized_is_not_what_is_recovered(recovered: list[float], standing: str) -> None:
+    """Its best candidates are whole texts. They grade no defense that hides the words, which would
+    carry the badge of none; they stand beside it.
+    """
+    result = made(
+        {"none/span": HIGH, "none/candidates": [1.0] * 5}
+        | {"d/span": recovered, "d/candidates": [1.0] * 5}
+    )  # fmt: skip
+    for cell in result.cells:
+        cell["knows_defense"] = True
+        if cell["attack"] == "candidates":
+            cell["membership"] = {"scores": [1.0] + [0.0] * 5, "members": [0]}
+    undefended, verdict = summarize(result).verdicts
+    assert [undefended.standing, verdict.standing] == ["open", standing]
+    assert verdict.recognized is True
+    assert verdict.text.startswith("span recovers")
+    assert "candidates recovers" not in markdown_table(summarize(result))
+    assert "A server recognizes 100 % [48, 100] of the texts among 6 candidates" in verdict.text

@@ -74,22 +74,21 @@ def headline(summary: Summary) -> str:
     if not strongest:
         return "No attack gave anything, so nothing is known of what a server could recover."
     defended = [label for label in strongest if label != "none"]
-    undefended, clauses = strongest.get("none"), []
+    undefended, sentences = strongest.get("none"), []
     if undefended is not None and undefended.is_at_chance:
-        clauses.append(
+        sentences.append(
             "These attacks are no better than a guess "
             f"({summary.main_score.format(summary.guess)}) even without a defense, so of "
-            "reconstruction they prove nothing"
+            "reconstruction they prove nothing."
         )
     elif undefended is not None:
-        clauses.append(f"Without a defense a server {_recovers(summary, undefended)}")
+        sentences.append(f"Without a defense a server {_recovers(summary, undefended)}.")
     if defended:
         best = _least_leaking(summary, defended, strongest)
         only = "" if len(defended) == 1 else f", the best of {len(defended)} defenses tried,"
-        link = "; under " if clauses else "Under "
-        clauses.append(f"{link}{best}{only} {_defended(summary, best, strongest)}")
-        clauses.append(f", {_price(summary, best)}")
-    return "".join(clauses) + "."
+        sentences.append(f"Under {best}{only} {_defended(summary, best, strongest)}.")
+        sentences.append(_price(summary, best))
+    return " ".join(sentences)
 
 
 def worst_sample(summary: Summary) -> WorstSample | None:
@@ -134,52 +133,47 @@ def _least_leaking(
     summary: Summary, labels: Sequence[str], strongest: dict[str, AttackScores]
 ) -> str:
     """The defense that leaks least; where attacks recover as much, by membership inference."""
-    identified = {item.defense: item.scores["top1"].mean for item in summary.membership}
+    recognized = {item.defense: item.scores["top1"].mean for item in summary.membership}
 
     def leak(label: str) -> tuple[float, float]:
         recovered = strongest[label].scores[summary.main_score.name].mean
         # Rounded: a difference that no reader sees must not outweigh membership.
-        return round(recovered, 2), identified.get(label, 0.0)
+        return round(recovered, 2), recognized.get(label, 0.0)
 
     return min(labels, key=leak)
 
 
 def _recovers(summary: Summary, row: AttackScores) -> str:
     score = summary.main_score
+    if inferred := [item for item in summary.membership if item.attack == row.attack]:
+        return next(x for x in inferred if x.defense == row.defense).recognizes(score.sample)
     name = short_labels(list(summary.audit.attacks))[row.attack]
-    return f"{score.verb} {score.format(row.scores[score.name].mean)} {score.amount} ({name})"
+    return f"{score.verb} {score.format_estimate(row.scores[score.name])} {score.amount} ({name})"
 
 
 def _defended(summary: Summary, label: str, strongest: dict[str, AttackScores]) -> str:
     row, score = strongest[label], summary.main_score
+    inferred = [item for item in summary.membership if item.defense == label]
+    if any(item.attack == row.attack for item in inferred):
+        return f"it {_recovers(summary, row)}"
     verdict = next(verdict for verdict in summary.verdicts if verdict.defense == label)
     if "none" in strongest and strongest["none"].is_at_chance:
-        text = f"they reach {score.format(row.scores[score.name].mean)}"
+        text = f"they reach {score.format_estimate(row.scores[score.name])}"
     else:
-        text = f"it {_recovers(summary, row)}, where a guess has {score.format(summary.guess)}"
+        text = f"it {_recovers(summary, row)}; a guess has {score.format(summary.guess)}"
         if verdict.standing == "unknown":
-            text += ", though these attackers prove nothing"
-    inferred = [item for item in summary.membership if item.defense == label]
-    if inferred and not any(item.attack == row.attack for item in inferred):
-        most = max(inferred, key=lambda item: item.scores["top1"].mean)
-        text += (
-            f", and membership inference among {most.candidates} candidates identifies "
-            f"{100 * most.scores['top1'].mean:.0f} % of the {score.sample}s "
-            f"({100 * most.chance:.0f} % by chance)"
-        )
-    return text
+            text += ", and its verdict says why this shows nothing yet"
+    most = max(inferred, key=lambda item: item.scores["top1"].mean, default=None)
+    return text if most is None else f"{text}. It {most.recognizes(score.sample)}"
 
 
 def _price(summary: Summary, label: str) -> str:
     reached = summary.audit.settings.get("metrics") or {}
     if label not in reached:
-        return "at a price that was not measured (give metrics, or run gradguard recommend)"
+        return "Its price was not measured: give --metrics, or run gradguard recommend."
     if "none" not in reached:
-        return f"and training reaches {reached[label]:.3g}"
-    return (
-        f"at the price of {reached[label]:.3g} in training, where undefended reaches "
-        f"{reached['none']:.3g}"
-    )
+        return f"Training reaches {reached[label]:.3g}."
+    return f"Training reaches {reached[label]:.3g} with it, and {reached['none']:.3g} without."
 
 
 # --- the table
@@ -200,7 +194,7 @@ def markdown_table(summary: Summary) -> str:
     lines += [f"- **{verdict.defense}**: {verdict.text}" for verdict in summary.verdicts]
     lines += ["", *_score_lines(summary), "", _legend(summary)]
     if summary.membership:
-        header = ["membership inference", "candidates", "knows the defense", "identified"]
+        header = ["membership inference", "candidates", "knows the defense", "recognized"]
         header += ["by chance", "mean rank", "TPR at 1 % FPR", "TPR at 0.1 % FPR"]
         lines += ["", *_table(header, [_membership_entries(item) for item in summary.membership])]
     for heading, reasons in (
@@ -237,10 +231,10 @@ def _score_lines(summary: Summary) -> list[str]:
 
 
 def _membership_entries(item: Membership) -> list[str]:
-    identified, *rates = (show(item.scores[n]) for n in ("top1", "rank", "tpr_1%", "tpr_0.1%"))
+    recognized, *rates = (show(item.scores[n]) for n in ("top1", "rank", "tpr_1%", "tpr_0.1%"))
     knows = "yes" if item.knows_defense else "no"
     return [
-        f"`{item.defense}`", str(item.candidates), knows, identified, f"{item.chance:.2f}", *rates,
+        f"`{item.defense}`", str(item.candidates), knows, recognized, f"{item.chance:.2f}", *rates,
     ]  # fmt: skip
 
 

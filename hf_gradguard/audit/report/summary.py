@@ -59,6 +59,12 @@ class Membership:
     chance: float
     knows_defense: bool
 
+    def recognizes(self, sample: str) -> str:
+        """How many members it recognizes, in words: samples are called so."""
+        share = MAIN_SCORES["text"].format_estimate(self.scores["top1"])  # in percent
+        among = f"among {self.candidates} candidates ({100 * self.chance:.0f} % by chance)"
+        return f"recognizes {share} of the {sample}s {among}"
+
 
 @dataclass(frozen=True)
 class Point:
@@ -203,7 +209,9 @@ def summarize(result: Audit) -> Summary:
     chance = AttackScores("chance", result.settings["chance"], estimates(guesses), len(guesses))
     main_score = MAIN_SCORES[result.settings["kind"]]
     samples = sum(len(message["labels"]) for message in result.messages)
-    membership = [_membership(pair, pair_cells) for pair, pair_cells in cells.items()]
+    inferred = [_membership(pair, pair_cells) for pair, pair_cells in cells.items()]
+    membership = [item for item in inferred if item is not None]
+    recognized = _recognized(membership, rows, main_score)
     defenses = len(result.defenses)
     distinguishability = {label: _distinguishability(result, label) for label in result.defenses}
     return Summary(
@@ -211,7 +219,7 @@ def summarize(result: Audit) -> Summary:
         main_score=main_score,
         rows=rows,
         chance=chance,
-        verdicts=verdicts(rows, chance, main_score, samples, distinguishability),
+        verdicts=verdicts(rows, chance, main_score, samples, distinguishability, recognized),
         shared=_shared_means(result),
         distinguishability=distinguishability,
         labels={
@@ -221,7 +229,7 @@ def summarize(result: Audit) -> Summary:
         },
         chance_labels=labels_by_chance(result),
         correlations=correlate(result),
-        membership=[inferred for inferred in membership if inferred is not None],
+        membership=membership,
         refusals=_grouped({(r.attack, r.defense): r.reasons for r in rows}, defenses),
         crashes=_grouped({(r.attack, r.defense): r.crashes for r in rows}, defenses),
         silent=_silent_estimators(result),
@@ -308,6 +316,19 @@ def _membership(pair: tuple[str, str], cells: Sequence[Cell]) -> Membership | No
         chance=float(np.average(shares, weights=sizes)),
         knows_defense=any(cell.get("knows_defense", False) for cell in cells),
     )
+
+
+def _recognized(
+    membership: Sequence[Membership], rows: Sequence[AttackScores], score: MainScore
+) -> dict[str, tuple[bool, str]]:
+    """By defense, whether members are shown to be recognized, or to rank above others; and how many
+    are, in a sentence, by the attack that recognizes most.
+    """
+    ranked, found = {row.defense for row in rows if PERCENTILE in row.beats_chance}, {}
+    for item in sorted(membership, key=lambda item: item.scores["top1"].mean):
+        is_shown = item.defense in ranked or (item.scores["top1"].low or 0.0) > item.chance
+        found[item.defense] = is_shown, f"A server {item.recognizes(score.sample)}."
+    return found
 
 
 def _percentiles(cells: Sequence[Cell]) -> Values:

@@ -195,14 +195,18 @@ class Verdict:
 
     Args:
         defense: Its label.
-        standing: `"open"` (no different from sharing everything), `"reduced"`, `"chance"` (attacks
-            do no better than guessing), or `"unknown"`.
+        standing: Of reconstruction: `"open"` (no different from sharing everything), `"reduced"`,
+            `"chance"` (attacks do no better than guessing), or `"unknown"`. Where no attack could
+            reconstruct, the same of membership inference.
         text: The same in a sentence or two.
+        recognized: Whether batch members are shown to be recognized among candidates; `None` where
+            there were no candidates.
     """
 
     defense: str
     standing: str
     text: str
+    recognized: bool | None = None
 
 
 STANDINGS = {"open": "Leaks", "reduced": "Leaks less", "chance": "At chance", "unknown": "Unknown"}
@@ -263,19 +267,22 @@ def verdicts(
     score: MainScore,
     samples: int,
     distinguishability: Mapping[str, Distinguishability | None],
+    recognized: Mapping[str, tuple[bool, str]],
 ) -> list[Verdict]:
     """One verdict for each defense. Failing attacks prove nothing, and the words say no more: no
-    defense is at chance whose messages tell a text from one with another word.
+    defense is at chance whose messages tell a text from one with another word. Whether members are
+    recognized among candidates stands beside it, by defense, and in a sentence.
     """
     judge, found = _Judge(rows, chance, score, samples), []
     for defense in dict.fromkeys(row.defense for row in rows):
-        verdict, pairs = judge.verdict(defense), distinguishability.get(defense)
-        if pairs is not None:
-            leaks = verdict.standing == "chance" and not pairs.is_at_chance
-            standing = "reduced" if leaks else verdict.standing
-            text = f"{verdict.text} {told_apart(pairs, score)}"
-            verdict = Verdict(defense, standing, text)
-        found.append(verdict)
+        standing, text = judge.verdict(defense)
+        pairs, (is_recognized, sentence) = distinguishability.get(defense), (None, "")
+        if defense in recognized:
+            is_recognized, sentence = recognized[defense]
+        if pairs is not None and standing == "chance" and not pairs.is_at_chance:
+            standing = "reduced"
+        words = [text, sentence, told_apart(pairs, score) if pairs is not None else ""]
+        found.append(Verdict(defense, standing, " ".join(filter(None, words)), is_recognized))
     return found
 
 
@@ -307,10 +314,13 @@ class _Judge:
         self.names = short_labels(list(dict.fromkeys(row.attack for row in rows)))
         self.data = f"this 1 {score.sample}" if samples == 1 else f"these {samples} {score.sample}s"
 
-    def verdict(self, defense: str) -> Verdict:
-        rows = [row for row in self.scored if row.defense == defense]
-        if not rows:
-            return Verdict(defense, "unknown", "No attack gave anything, so nothing is known.")
+    def verdict(self, defense: str) -> tuple[str, str]:
+        """The standing, and the same in words."""
+        scored = [row for row in self.scored if row.defense == defense]
+        if not scored:
+            return "unknown", "No attack gave anything, so nothing is known."
+        # What membership inference takes for a member is a whole text: it recovered no words.
+        rows = [row for row in scored if PERCENTILE not in row.scores] or scored
         # An attack that works on one message must not outweigh others that work on more.
         measured = [row for row in rows if row.has_interval]
         best = max(measured or rows, key=self._main)
@@ -325,7 +335,7 @@ class _Judge:
             standing, text = self._leaking(best, rows)
         else:
             standing, text = self._at_chance(best, rows)
-        return Verdict(defense, standing, text)
+        return standing, text
 
     def _without_defense(self, best: AttackScores, rows: Sequence[AttackScores]) -> tuple[str, str]:
         recovered = self._recovered(best, rows)
@@ -357,10 +367,7 @@ class _Judge:
         strongest = strongest_undefended(best, self.undefended, self.score.name)
         than = ""
         if strongest is not None:
-            than = (
-                f"where undefended {self.names[strongest.attack]} {self.score.verb} "
-                f"{self._short(strongest)}{self._coverage(strongest)}"
-            )
+            than = f"where undefended {self._does(strongest)}{self._coverage(strongest)}"
         text = f"{self._recovered(best, rows, than)}. {self._leak(rows)}"
         # Another attack fell, and this one recovers as much as before.
         if itself in drops and not itself.above_zero:
@@ -369,18 +376,20 @@ class _Judge:
 
     def _at_chance(self, best: AttackScores, rows: Sequence[AttackScores]) -> tuple[str, str]:
         recovered, over = self._recovered(best, rows), best.over_chance
-        if not any(row.beats_chance for row in self.undefended):
+        undefended = self._undefended_like(best)
+        if not any(row.beats_chance for row in undefended):
             # An attack that recovers nothing undefended has no evidence against a defense.
-            why = "fail" if self.undefended else "may fail"
-            untried = "" if self.undefended else ", which was not tried"
+            why = "fail" if undefended else "may fail"
+            untried = "" if undefended else ", which was not tried"
             return "unknown", (
                 f"{recovered}. These attacks {why} undefended as well{untried}, so this says "
                 "nothing."
             )
         if lacking := self._lacking_evidence(rows):
             return "unknown", f"{recovered}. {lacking}"
-        is_below = over is not None and over.high is not None and over.high < 0
-        luck = "a random draw of candidates" if PERCENTILE in best.scores else "chance"
+        infers_members = PERCENTILE in best.scores
+        is_below = not infers_members and over is not None and (over.high or 0) < 0
+        luck = "a random draw of candidates" if infers_members else "chance"
         standing = "No better than chance" if is_below else f"Not distinguishable from {luck}"
         return "chance", f"{recovered}. {standing} under these attacks on {self.data}."
 
@@ -391,7 +400,7 @@ class _Judge:
         informed = [row for row in rows if row.knows_defense]
         if not informed:
             return "No attacker that knows the defense was tried, so this says nothing."
-        beating = (row for row in self.undefended if row.beats_chance)
+        beating = (row for row in self._undefended_like(rows[0]) if row.beats_chance)
         working = {row.attack for row in beating if self._is_clear(row)}
         telling = [row for row in informed if base_of(row.attack) in working]
         if not telling:
@@ -413,6 +422,11 @@ class _Judge:
                 )
         return ""
 
+    def _undefended_like(self, row: AttackScores) -> list[AttackScores]:
+        """Undefended, what reconstructs as the row does; or what infers members as it does."""
+        infers_members = PERCENTILE in row.scores
+        return [r for r in self.undefended if (PERCENTILE in r.scores) == infers_members]
+
     def _is_clear(self, row: AttackScores) -> bool:
         """Whether an attack is well above chance, by an interval if there is one."""
         over = row.over_chance
@@ -421,10 +435,17 @@ class _Judge:
         return over.above_zero or not row.has_interval
 
     def _main(self, row: AttackScores) -> float:
-        return row.scores[self.score.name].mean
+        return row.scores[PERCENTILE if PERCENTILE in row.scores else self.score.name].mean
 
     def _short(self, row: AttackScores) -> str:
+        if PERCENTILE in row.scores:
+            return f"{100 * self._main(row):.0f} %"
         return self.score.format(self._main(row))
+
+    def _does(self, row: AttackScores) -> str:
+        """What an attack does, and how much."""
+        verb = "ranks members above" if PERCENTILE in row.scores else self.score.verb
+        return f"{self.names[row.attack]} {verb} {self._short(row)}"
 
     def _coverage(self, row: AttackScores) -> str:
         """Of how many messages a row is, if not of all."""
@@ -435,11 +456,13 @@ class _Judge:
 
     def _recovered(self, best: AttackScores, rows: Sequence[AttackScores], than: str = "") -> str:
         """What the attacks recovered, the strongest first, and what a guess has."""
-        value = best.scores[self.score.name]
-        recovered = f"{self.score.verb} {self._short(best)} {self.score.amount}"
-        text = f"{self.names[best.attack]} {recovered}"
+        infers_members = PERCENTILE in best.scores
+        amount = "of the other candidates" if infers_members else self.score.amount
+        value = best.scores[PERCENTILE if infers_members else self.score.name]
+        text = f"{self._does(best)} {amount}"
         if value.low is not None and value.high is not None:
-            text += self.score.format_interval(value.low, value.high, " to ")
+            score = MAIN_SCORES["text"] if infers_members else self.score  # percentiles are shares
+            text += score.format_interval(value.low, value.high)
         weaker = [
             f"{self.names[row.attack]} {self._short(row)}{self._coverage(row)}"
             for row in rows
@@ -447,16 +470,16 @@ class _Judge:
         ]
         text += self._coverage(best) + (f" ({', '.join(weaker)})" if weaker else "")
         text += f", {than}" if than else ""
-        return f"{text}; chance is {self._short(self.chance)}"
+        guess = "50 %" if infers_members else self._short(self.chance)
+        return f"{text}; chance is {guess}"
 
     def _leak(self, rows: Sequence[AttackScores]) -> str:
         """In which score some attack is better than chance."""
-        if any(self.score.name in row.beats_chance for row in rows):
+        if any({self.score.name, PERCENTILE} & {*row.beats_chance} for row in rows):
             return "Better than chance: it still leaks."
         row = next(row for row in rows if row.beats_chance)
         score = row.beats_chance[0]
-        guess = 0.5 if score == PERCENTILE else self.chance.scores[score].mean
-        numbers = f"{row.scores[score].mean:.2f} against {guess:.2f}"
+        numbers = f"{row.scores[score].mean:.2f} against {self.chance.scores[score].mean:.2f}"
         better = f"{self.names[row.attack]} is better than chance ({numbers})"
         return f"In {score} {better}: it still leaks."
 
