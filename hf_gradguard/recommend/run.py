@@ -37,20 +37,8 @@ from .choice import (
 )
 from .outcomes import Server, Stages, is_shown_to_reconstruct, outcome_of
 from .pace import OutOfTime, Pace
-from .page import (
-    TRAIN_FILE,
-    flags_of,
-    html_report,
-    markdown_table,
-    train_command,
-    train_flags,
-)
-from .settings import (
-    DEFAULT_DEFENSES,
-    WARMUP,
-    CommandSettings,
-    TrialSettings,
-)
+from .page import TRAIN_FILE, flags_of, html_report, markdown_table, train_command, train_flags
+from .settings import DEFAULT_DEFENSES, WARMUP, CommandSettings, TrialSettings
 from .trials import MOST_RATES, Split, Trials
 
 logger = logging.get_logger(__name__)
@@ -183,7 +171,7 @@ class _Comparison:
         try:
             screened = self.screen()
         except OutOfTime:
-            minutes = self._training_seconds() / 60
+            minutes = self._training_seconds(*self._defenses) / 60
             raise ValueError(
                 f"budget_minutes={self._settings.budget_minutes:g} ended before one defense was "
                 "compared. The same command goes on where it stopped: run it again, or allow more "
@@ -199,9 +187,10 @@ class _Comparison:
         began = time.monotonic()
         self.untrained = self._trials.untrained()
         self._judging_seconds = time.monotonic() - began
-        self._trials.measure_speed()
+        self._trials.measure_speed(self._defenses)
         # Both ends of two trainings, and of a finalist's on further messages.
-        seconds, began = self._share(rounds=6, trainings=2 * FEWEST_RATES), time.monotonic()
+        first = 2 * FEWEST_RATES * self._training_seconds(*list(self._defenses)[:2])
+        seconds, began = self._share(rounds=6, trainings=first), time.monotonic()
         undefended = self._server.attack_undefended(self._defenses["none"], seconds)
         self.guess, self.score = undefended.guess, undefended.main_score
         self._measure_round(undefended, time.monotonic() - began)
@@ -210,9 +199,9 @@ class _Comparison:
 
     def say_minutes(self) -> None:
         """How long all would take, and what the budget is."""
-        training = self._training_seconds()
         trainings = MIDDLE_RATES * len(self._defenses) + 4 * self._settings.seeds
-        seconds = trainings * training + (len(self._defenses) + 6) * self._attack_seconds
+        seconds = trainings * self._training_seconds(*self._defenses)
+        seconds += (len(self._defenses) + 6) * self._attack_seconds
         limit = self._settings.budget_minutes
         logger.warning(
             f"recommend would take {seconds / 60:.0f} minutes for {len(self._defenses) - 1} "
@@ -220,13 +209,14 @@ class _Comparison:
             "and named. Stop it when you like: the same command goes on."
         )
 
-    def _training_seconds(self) -> float:
-        """Of a training and its evaluation, at the latest speed."""
-        return self._settings.steps * self._pace.step_seconds + self._judging_seconds
+    def _training_seconds(self, *labels: str) -> float:
+        """Of a training and its evaluation at the latest speed, a mean over these defenses."""
+        steps = [self._pace.step_of(label) for label in labels]
+        return self._settings.steps * sum(steps) / len(steps) + self._judging_seconds
 
-    def _share(self, rounds: int, trainings: int = 0) -> float:
-        """Seconds for a round of attacks, the first of so many, beside so many trainings."""
-        return max(0.0, self._pace.left - trainings * self._training_seconds()) / rounds
+    def _share(self, rounds: int, trainings: float = 0.0) -> float:
+        """Seconds for a round of attacks, the first of so many, beside trainings' seconds."""
+        return max(0.0, self._pace.left - trainings) / rounds
 
     @property
     def _shortest_round(self) -> float:
@@ -238,13 +228,14 @@ class _Comparison:
         whole = seconds / defenses * self._messages / len(attacked.audit.messages)
         self._attack_seconds = max(self._attack_seconds, whole)
 
-    def _rates(self, waiting: int) -> int:
-        """How many learning rates of each of so many defenses there is time for."""
+    def _rates(self, *waiting: str) -> int:
+        """How many learning rates of each of these defenses there is time for."""
         if not self._pace.reserved:  # not even for a comparison: first what the next run needs
             return 1
+        count, training = len(waiting), self._training_seconds(*waiting)
         most = int(
-            (self._pace.left - self._pace.reserved - waiting * self._attack_seconds)
-            / (max(1, waiting) * max(self._training_seconds(), 1e-9))
+            (self._pace.left - self._pace.reserved - count * self._attack_seconds)
+            / (count * max(training, 1e-9))
         )
         if most > MIDDLE_RATES:
             return MOST_RATES
@@ -264,9 +255,10 @@ class _Comparison:
             label = waiting.pop(0)
             defense = self._defenses[label]
             try:
-                self._reserve(len(outcomes), label in starts)
+                self._reserve(label, len(outcomes), label in starts)
+                trainings = FEWEST_RATES * self._training_seconds(label)
                 if label not in starts:
-                    seconds = self._share(rounds=4, trainings=FEWEST_RATES)
+                    seconds = self._share(rounds=4, trainings=trainings)
                     starts[label] = self._attack({label: defense}, "start", seconds, label)
                     leaky = [
                         row for row in starts[label].reconstructions(label)
@@ -276,9 +268,9 @@ class _Comparison:
                         self._leaky[label] = leaky[0]
                         waiting.append(label)
                         continue
-                rate = self._trials.best(label, defense, self._rates(1 + len(waiting)))
+                rate = self._trials.best(label, defense, self._rates(label, *waiting))
                 right = self._trials.judging(label, defense, rate)
-                seconds = self._share(3) if outcomes else self._share(5, FEWEST_RATES)
+                seconds = self._share(3) if outcomes else self._share(5, trainings)
                 training = label, defense, rate, None
                 end = self._attack({label: defense}, "end", seconds, label, training)
             except OutOfTime:
@@ -296,7 +288,7 @@ class _Comparison:
             raise OutOfTime
         return outcomes
 
-    def _reserve(self, tried: int, is_attacked: bool) -> None:
+    def _reserve(self, label: str, tried: int, is_attacked: bool) -> None:
         """Time for what comes after the trainings of one more defense, of so many. The first ones
         are compared by short rounds where time is short, and as far as it reaches: the same command
         goes on. Behind them: time for the attacks on a finalist, and for one more seed.
@@ -304,13 +296,14 @@ class _Comparison:
         Raises:
             OutOfTime: If there is none for the defense.
         """
-        training = self._training_seconds()
+        training = self._training_seconds(label)
         attack = self._attack_seconds if tried > 1 else self._shortest_round
         after = attack
         if not tried:
-            after += training + 2 * attack
+            after += self._training_seconds(*list(self._defenses)[1:2]) + 2 * attack
         elif tried > 1:
-            after += 4 * attack + 3 * training + self._judging_seconds
+            judged = 3 * self._training_seconds(*self._stages)
+            after += 4 * attack + judged + self._judging_seconds
         self._pace.reserved = after
         if not self._pace.fits(training + (0.0 if is_attacked else attack)):
             if tried > 1:
@@ -363,8 +356,8 @@ class _Comparison:
         for number, seed in enumerate(self._trials.final_seeds):
             attacks = 2 * len(last) * self._attack_seconds if number == 0 else 0.0
             self._pace.reserved = attacks + self._judging_seconds
-            to_train = sum(not self._has_judged(outcome, seed) for outcome in compared)
-            if to_train and not self._pace.fits(to_train * self._training_seconds()):
+            to_train = [o.defense for o in compared if not self._has_judged(o, seed)]
+            if to_train and not self._pace.fits(len(to_train) * self._training_seconds(*to_train)):
                 break
             try:  # a seed counts if all have it
                 row = [self._judging(outcome, seed) for outcome in compared]
@@ -397,8 +390,9 @@ class _Comparison:
         """
         self._pace.reserved = 0.0
         for count in range(len(last), 1, -1):
-            seconds = (count + 1) * self._training_seconds() + 2 * count * self._attack_seconds
-            if self._pace.fits(seconds):
+            labels = ["none", *(outcome.defense for outcome in last[:count])]
+            seconds = len(labels) * self._training_seconds(*labels)
+            if self._pace.fits(seconds + 2 * count * self._attack_seconds):
                 return last[:count]
         return last[:1]
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from ..audit.cells import Cell, Cells, code_digest, digest
 from ..audit.client import Modality
 from ..data.samples import Sample
 from ..defenses import Defense
-from ..defenses.base import NoDefense
 from ..defenses.dp import DPSGD
 from ..leakage import dp_sgd_noise_multiplier
 from ..train import share_right
@@ -205,11 +204,17 @@ class Trials:
         """Which judging samples the model gets right before any training."""
         return right_shares(copy.deepcopy(self.model), self.modality, self.split.judging)
 
-    def measure_speed(self, steps: int = 4) -> None:
-        """Take a few steps without a defense, for the pace."""
-        model, settings = copy.deepcopy(self.model), dataclasses.replace(self.settings, steps=steps)
-        progress = Progress(self._pace, "measuring speed")
-        self._train(model, NoDefense(), settings.learning_rate, settings.seed, settings, progress)
+    def measure_speed(self, defenses: Mapping[str, Defense], longest: float = 10.0) -> None:
+        """Take four steps under each defense, or as many as begin within so many seconds, for the
+        pace. The first defense is the undefended one.
+        """
+        settings = dataclasses.replace(self.settings, steps=4)
+        for number, (label, defense) in enumerate(defenses.items()):
+            progress = Progress(self._pace, label, f"measuring speed, {label}", longest)
+            rate, model = settings.learning_rate, copy.deepcopy(self.model)
+            self._train(model, defense, rate, settings.seed, settings, progress)
+            record = self._pace.compared if number else self._pace.measured
+            record(label, progress.step_seconds)
 
     def middle_rate(self, defense: Defense) -> float:
         """The first one to try."""
@@ -234,11 +239,11 @@ class Trials:
     def _run(
         self, label: str, defense: Defense, rate: float, path: Path, seed: int | None = None
     ) -> nn.Module:
-        seconds = self.settings.steps * self._pace.step_seconds
+        seconds = self.settings.steps * self._pace.step_of(label)
         if not self._pace.fits(seconds):
             raise OutOfTime
         model, settings = copy.deepcopy(self.model), self.settings
-        progress = Progress(self._pace, f"{label}, rate {rate:.2g}")
+        progress = Progress(self._pace, label, f"{label}, rate {rate:.2g}")
         seed = settings.seed if seed is None else seed
         self._train(model, defense, rate, seed, settings, progress)
         if progress.is_late:

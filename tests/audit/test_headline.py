@@ -19,7 +19,11 @@ from hf_gradguard.defenses import make_defense
 @pytest.mark.parametrize(
     ("scores", "metrics", "words"),
     [
-        ({"none/tag": HIGH}, {}, "Without a defense a server recovers 92 % [86, 99] of the words (tag)."),
+        (
+            {"none/tag": HIGH},
+            {},
+            "Without a defense a server recovers 92 % [86, 99] of the words (tag).",
+        ),
         (
             {"none/tag": HIGH, "a/tag": MIDDLE, "b/tag": LOW},
             {"none": 0.9, "b": 0.85},

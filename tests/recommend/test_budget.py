@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -53,9 +53,10 @@ class Machine:
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, minutes: float, step: float, message: float,
-        slower: Speed = lambda passed: 1.0,
+        slower: Speed = lambda passed: 1.0, costs: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
         self.passed, self.step, self.message, self.slower = 0.0, step, message, slower
+        self.costs = costs or {}  # how many times as long a step takes, by defense
         clock = SimpleNamespace(monotonic=lambda: self.passed)
         for module in (pace_module, run_module):
             monkeypatch.setattr(module, "time", clock)
@@ -71,19 +72,26 @@ class Machine:
         self.spend(5)
         return [0.0, 1.0] * 100
 
-    def measure_speed(self) -> None:
-        self.spend(4 * self.step)
-        self.pace.step_seconds = self.step * self.slower(self.passed)
+    def seconds(self, label: str) -> float:
+        return self.step * self.costs.get(label, 1.0)
 
-    def train(self, *training: Any) -> None:
+    def measure_speed(self, defenses: Mapping[str, Any]) -> None:
+        for label in defenses:
+            self.spend(4 * self.seconds(label))
+            record = self.pace.measured if label == "none" else self.pace.compared
+            record(label, self.seconds(label) * self.slower(self.passed))
+
+    def train(self, label: str, *training: Any) -> None:
+        training = (label, *training)
         if training in self.stored:
             return
-        if not self.pace.fits(self.settings.steps * self.pace.step_seconds):
+        if not self.pace.fits(self.settings.steps * self.pace.step_of(label)):
             raise OutOfTime
         for done in range(self.settings.steps):
-            self.spend(self.step)
-            self.pace.step_seconds = self.step * self.slower(self.passed)
-            if not self.pace.fits((self.settings.steps - done - 1) * self.pace.step_seconds):
+            self.spend(self.seconds(label))
+            self.pace.measured(label, self.seconds(label) * self.slower(self.passed))
+            remaining = (self.settings.steps - done - 1) * self.pace.step_of(label)
+            if not self.pace.fits(remaining):
                 raise OutOfTime
         self.stored.add(training)
 
@@ -175,6 +183,16 @@ def test_where_time_is_short_two_are_compared_on_fewer(monkeypatch: pytest.Monke
     assert "Not tried, for lack of time (--budget_minutes): pruning, gradient_sketch." in limits
     assert "Time ended some attacks on none, gaussian_noise before all 8 messages" in limits
     assert machine.passed < 4 * 60 + 20
+
+
+def test_behind_a_slow_defense_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its speed is its own: it stands neither for the machine's nor for that of other defenses."""
+    machine = Machine(monkeypatch, 15, step=0.2, message=2.0, costs={"pruning": 8.0})
+    judged, limits = machine.compare()
+    assert [one.defense for one in judged] == ["none", "gaussian_noise", "pruning"]
+    assert ("gradient_sketch", 1) in machine.stored
+    assert "Not tried" not in limits
+    assert machine.passed < 15 * 60 + 20
 
 
 def test_a_budget_too_small_goes_on_from_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:

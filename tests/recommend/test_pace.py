@@ -65,15 +65,41 @@ def test_what_fits_leaves_what_is_reserved(clock: Clock) -> None:
 
 def test_a_training_that_gets_slower_is_ended(clock: Clock) -> None:
     pace = Pace(minutes=1)
-    quick = Progress(pace, "quick")
+    quick = Progress(pace, "none", "quick")
     assert steps(quick, clock, [2.0] * 10) == 10
     assert not quick.is_late
     assert pace.step_seconds == pytest.approx(2)
-    slow = Progress(pace, "slow")  # 40 seconds are left
+    slow = Progress(pace, "none", "slow")  # 40 seconds are left
     taken = steps(slow, clock, [1.0] * 5 + [8.0] * 15)
     assert slow.is_late
     assert 5 < taken < 9
     assert pace.left > 0
+
+
+def test_a_slow_defense_makes_no_slow_machine(clock: Clock) -> None:
+    pace = Pace(minutes=60)
+    pace.measured("none", 0.5)
+    pace.compared("sketch", 3.0)
+    assert (pace.step_of("none"), pace.step_of("sketch")) == (0.5, 3.0)
+    steps(Progress(pace, "sketch", "the machine is twice as slow now"), clock, [6.0] * 5)
+    found = [pace.step_of(label) for label in ("none", "sketch", "never measured")]
+    assert found == pytest.approx([1.0, 6.0, 1.0])
+
+
+@pytest.mark.parametrize(("step", "taken"), [(1.0, 4), (4.0, 3), (20.0, 1)])
+def test_measuring_a_slow_defense_ends_soon(clock: Clock, step: float, taken: int) -> None:
+    pace, progress = Pace(minutes=1), Progress(Pace(1), "sketch", "measuring", longest=10)
+    assert steps(progress, clock, [step] * 4) == taken
+    assert progress.step_seconds == pytest.approx(step)
+    assert (progress.is_late, pace.step_seconds) == (False, 0.0)
+
+
+def test_every_defense_is_measured(tmp_path: Path) -> None:
+    pace, defenses = Pace(math.inf), make_defenses(["none", "pruning"])
+    trials_on(tmp_path, pace).measure_speed(defenses)
+    assert pace.step_seconds > 0
+    assert list(pace.costs) == ["pruning"]
+    assert pace.costs["pruning"] > 0
 
 
 def trials_on(folder: Path, pace: Pace) -> Trials:
