@@ -85,7 +85,7 @@ class Progress(TrainerCallback):
         self._bar = logging.tqdm(
             total=state.max_steps, desc=self._title, leave=False, disable=None, mininterval=1
         )
-        self._began = self._first = time.monotonic()
+        self._began = self._training_began = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         now = time.monotonic()
@@ -94,7 +94,7 @@ class Progress(TrainerCallback):
             self._began = now
         self._bar.set_postfix_str(f"{self._pace.left / 60:.1f} minutes left", refresh=False)
         self._bar.update()
-        if now - self._first >= self._longest:
+        if now - self._training_began >= self._longest:
             control.should_training_stop = True
         remaining = (state.max_steps - state.global_step) * self.step_seconds
         if state.global_step >= _SURE and math.isinf(self._longest):

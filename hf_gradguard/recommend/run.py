@@ -189,8 +189,8 @@ class _Comparison:
         self._judging_seconds = time.monotonic() - began
         self._trials.measure_speed(self._defenses)
         # Both ends of two trainings, and of a finalist's on further messages.
-        first = 2 * FEWEST_RATES * self._training_seconds(*list(self._defenses)[:2])
-        seconds, began = self._share(rounds=6, trainings=first), time.monotonic()
+        two_trained = 2 * FEWEST_RATES * self._training_seconds(*list(self._defenses)[:2])
+        seconds, began = self._share(rounds=6, trainings=two_trained), time.monotonic()
         undefended = self._server.attack_undefended(self._defenses["none"], seconds)
         self.guess, self.score = undefended.guess, undefended.main_score
         self._measure_round(undefended, time.monotonic() - began)

@@ -324,11 +324,11 @@ def _recognized(
     """By defense, whether members are shown to be recognized, or to rank above others; and how many
     are, in a sentence, by the attack that recognizes most.
     """
-    ranked, found = {row.defense for row in rows if PERCENTILE in row.beats_chance}, {}
+    ranked, by_defense = {row.defense for row in rows if PERCENTILE in row.beats_chance}, {}
     for item in sorted(membership, key=lambda item: item.scores["top1"].mean):
         is_shown = item.defense in ranked or (item.scores["top1"].low or 0.0) > item.chance
-        found[item.defense] = is_shown, f"A server {item.recognizes(score.sample)}."
-    return found
+        by_defense[item.defense] = is_shown, f"A server {item.recognizes(score.sample)}."
+    return by_defense
 
 
 def _percentiles(cells: Sequence[Cell]) -> Values:

@@ -273,7 +273,7 @@ def verdicts(
     defense is at chance whose messages tell a text from one with another word. Whether members are
     recognized among candidates stands beside it, by defense, and in a sentence.
     """
-    judge, found = _Judge(rows, chance, score, samples), []
+    judge, drawn_up = _Judge(rows, chance, score, samples), []
     for defense in dict.fromkeys(row.defense for row in rows):
         standing, text = judge.verdict(defense)
         pairs, (is_recognized, sentence) = distinguishability.get(defense), (None, "")
@@ -282,8 +282,8 @@ def verdicts(
         if pairs is not None and standing == "chance" and not pairs.is_at_chance:
             standing = "reduced"
         words = [text, sentence, told_apart(pairs, score) if pairs is not None else ""]
-        found.append(Verdict(defense, standing, " ".join(filter(None, words)), is_recognized))
-    return found
+        drawn_up.append(Verdict(defense, standing, " ".join(filter(None, words)), is_recognized))
+    return drawn_up
 
 
 def told_apart(pairs: Distinguishability, score: MainScore) -> str:
