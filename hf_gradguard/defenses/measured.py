@@ -31,6 +31,14 @@ class Recovered(NamedTuple):
     image_members: float | None = None
     searched_words: float | None = None
 
+    def of(self, kind: str | None) -> Recovered:
+        """What concerns texts alone, or images (`"text"`, `"image"`)."""
+        if kind == "text":
+            return self._replace(decibels=None, image_members=None)
+        if kind == "image":
+            return Recovered(decibels=self.decibels, image_members=self.image_members)
+        return self
+
     def __str__(self) -> str:
         texts = (
             "the attack span found {:.0%} of a sentence's words",
@@ -137,10 +145,14 @@ _PUBLISHED_PRUNING = (
 _PROVED = "every row's share is bounded by proof (docs/differential_privacy.md)"
 
 
-def recovered_behind(defense: Defense) -> str:
+def recovered_behind(defense: Defense, kind: str | None = None) -> str:
     """What our attacks recovered behind a defense at its strength, or at the next weaker one that
     was measured, with the page that has conditions and intervals. Empty for a defense of another
     package.
+
+    Args:
+        defense: With its settings.
+        kind: `"text"` or `"image"`, for what concerns these alone.
 
     Example:
         >>> print(recovered_behind(make_defense("gaussian_noise", relative_scale=1.0)))
@@ -157,35 +169,35 @@ def recovered_behind(defense: Defense) -> str:
     if name == "refiner" and settings.objective == "weighted":
         return _WEIGHTED
     if name == "refiner":
-        return _NOT_TRAINED + _at(SKETCH, "samples", -settings.samples, "synthetic.md")
+        return _NOT_TRAINED + _at(SKETCH, "samples", -settings.samples, "synthetic.md", kind)
     if defense.name == "optimal_pruning_published":
         return _PUBLISHED_PRUNING
     if name in ("gradient_sketch", "quantization", "pruning", "optimal_pruning"):
-        return _of_selection(name, settings)
+        return _of_selection(name, settings, kind)
     if name in ("gaussian_noise", "laplace_noise", "optimal_noise", "dp_sgd", "optimal_dp_sgd"):
-        return _of_noise(name, settings)
+        return _of_noise(name, settings, kind)
     return ""
 
 
-def _of_noise(name: str, settings: Any) -> str:
+def _of_noise(name: str, settings: Any, kind: str | None) -> str:
     if settings.relative_scale is None:
         return _NOTHING
     rows: Rows = UNIFORM_NOISE
     if name.startswith("optimal"):
         rows = OWN_SHAPE if settings.shape == "own" else OPTIMAL_NOISE
-    outcome = _at(rows, "relative_scale", settings.relative_scale, "noise.md")
+    outcome = _at(rows, "relative_scale", settings.relative_scale, "noise.md", kind)
     if name in ("laplace_noise", "dp_sgd"):  # clipping by norm keeps the direction
         outcome = f"of Gaussian noise of equal power: {outcome}"
     return f"{outcome}; {_SHAPE}" if rows is OWN_SHAPE else outcome
 
 
-def _of_selection(name: str, settings: Any) -> str:
+def _of_selection(name: str, settings: Any, kind: str | None) -> str:
     if name == "quantization":
         if settings.sign_only or settings.error_feedback:
             return _NOTHING
-        return _at(BITS, "bits", -settings.bits, "pruning.md")
+        return _at(BITS, "bits", -settings.bits, "pruning.md", kind)
     if name == "gradient_sketch":
-        return _at(SKETCH, "samples", -(settings.samples or 4), "synthetic.md")
+        return _at(SKETCH, "samples", -(settings.samples or 4), "synthetic.md", kind)
     if settings.ratio is None:
         return _NOTHING
     rows: Rows = PRUNING if name == "pruning" else OPTIMAL_PRUNING
@@ -195,12 +207,15 @@ def _of_selection(name: str, settings: Any) -> str:
         if name == "optimal_pruning":
             many = settings.min_batches >= 8
             rows = OPTIMAL_PRUNING_OF_EIGHT if many else OPTIMAL_PRUNING_FED_BACK
-    return _at(rows, "ratio", settings.ratio, page)
+    return _at(rows, "ratio", settings.ratio, page, kind)
 
 
-def _at(rows: Rows, setting: str, strength: float, page: str) -> str:
+def _at(rows: Rows, setting: str, strength: float, page: str, kind: str | None) -> str:
     """The strongest row that is no stronger."""
     weaker = [measured for measured in rows if measured <= strength]
     if not weaker:
         return _NOTHING
-    return f"at {setting}={abs(max(weaker)):g}, {rows[max(weaker)]} (docs/findings/{page})"
+    concerned = str(rows[max(weaker)].of(kind))
+    if not concerned:
+        return _NOTHING
+    return f"at {setting}={abs(max(weaker)):g}, {concerned} (docs/findings/{page})"

@@ -21,6 +21,8 @@ SAME_LEAK = 0.2
 SAME_ACCURACY = 0.01
 """So do accuracies."""
 
+_GAP = "\n\n"  # between paragraphs
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -34,8 +36,8 @@ class Outcome:
         leak: Main score of the attack that recovered most, at the stage where it did.
         attack: Which one it was.
         stage: `"start"` or `"end"` of the defense's own training.
-        membership: The share of batch members that membership inference identifies, at the stage
-            where it identifies more; `None` if there were no candidates.
+        membership: The share of batch members that membership inference recognizes, at the stage
+            where it recognizes more; `None` if there were no candidates.
         candidates: How many there were.
         accuracy_by_sample: What the accuracy is a mean of.
         leak_by_message: The mean, for each message, of what `leak` is a mean of.
@@ -72,7 +74,7 @@ class Choice:
     Args:
         outcomes: One for every defense that was tried, the undefended first.
         chosen: The one to train with; `None` if none qualifies.
-        words: The same for a person.
+        words: The same for a person, in short paragraphs.
         untrained: Accuracy of the model before any training, on the samples that judge. A defense
             that loses nothing on a model that knew its task has shown nothing.
         limits: What slower attacks recovered elsewhere behind what is chosen, and what there was no
@@ -105,7 +107,7 @@ def choose(
     then whatever is shown to be less accurate than the most accurate, by margins that matter. If
     several are left, the first in order is chosen, so that chance does not choose. Where no attack
     reconstructs the undefended gradient above a guess, membership inference decides, if it
-    identifies clearly fewer behind a defense than undefended. Where the undefended training taught
+    recognizes clearly fewer behind a defense than undefended. Where the undefended training taught
     nothing, no price was measured, and nothing is chosen.
 
     Args:
@@ -136,26 +138,23 @@ def choose(
     if untrained is not None and budget < plain.accuracy.mean and not _taught(plain, untrained):
         return Choice(list(outcomes), None, _untaught_words(plain, untrained))
     affordable = [outcome for outcome in defended if outcome.lost.mean <= budget + SAME_ACCURACY]
-    undefended = f"{plain.attack} {score.verb} {_amount(plain, score)}"
+    undefended = f"a server {score.verb} {_amount(plain, score)}"
     if affordable and low_end(plain.leak) <= chance:
         undefended += f" undefended, and a guess {score.format(chance)}"
-        return _by_membership(list(outcomes), affordable, undefended, budget)
+        return _by_membership(list(outcomes), affordable, undefended, untrained)
     private = [outcome for outcome in defended if is_shown_private(outcome, chance, score)]
     qualified = [outcome for outcome in affordable if outcome in private]
     if not qualified:
         words = _none_words(plain, affordable, private, budget, chance, score)
-        return Choice(list(outcomes), None, words)
+        return Choice(list(outcomes), None, f"Unprotected: {undefended}.{_GAP}{words}")
     chosen = _equals(qualified, chance, score)[0]
-    words = f"Unprotected: {undefended}. {_chosen_words(chosen, plain, chance, score)}"
-    return Choice(list(outcomes), chosen, words)
-
-
-def _chosen_words(chosen: Outcome, plain: Outcome, chance: float, score: MainScore) -> str:
-    return (
-        f"With {chosen.defense} at a learning rate of {chosen.learning_rate:.2g}: {chosen.attack} "
-        f"{score.verb} {_amount(chosen, score)}; a guess has {score.format(chance)}. "
-        f"{_cost(chosen, plain)}{_membership_words(chosen)}"
-    )
+    paragraphs = [
+        f"Unprotected: {undefended}.",
+        f"With {chosen.defense}: {_amount(chosen, score)}; a guess has {score.format(chance)}.",
+        _cost(chosen, plain, untrained),
+        _membership_words(chosen),
+    ]
+    return Choice(list(outcomes), chosen, _GAP.join(filter(None, paragraphs)))
 
 
 def _taught(plain: Outcome, untrained: Sequence[float]) -> bool:
@@ -330,15 +329,15 @@ def _membership_words(chosen: Outcome) -> str:
     if chosen.membership is None:
         return ""
     words = (
-        f" Membership inference among {chosen.candidates} candidates identifies "
-        f"{percent(chosen.membership)} of the batch members."
+        f"Of the members of a message it recognizes {percent(chosen.membership)} among "
+        f"{chosen.candidates} candidates."
     )
-    if low_end(chosen.membership) > MANY_MEMBERS:
-        words += (
-            " Where that matters, a classifier can share its linear head alone, under dp_sgd by "
-            "samples: recipes/head.py and image_head.py, docs/choose.md."
-        )
-    return words
+    if low_end(chosen.membership) <= MANY_MEMBERS:
+        return words
+    return (
+        f"Not hidden is who was in it. {words} Where that matters, a classifier can share its "
+        "linear head alone, under dp_sgd by samples: docs/head.md."
+    )
 
 
 def _exceeds(x: Mapping[int, float], y: Mapping[int, float], margin: float) -> bool:
@@ -363,33 +362,35 @@ def _none_words(
     """Why nothing is recommended, with what comes nearest."""
     limit = score.format(chance + score.clear_margin)
     words = (
-        f"Unprotected: {plain.attack} {score.verb} {_amount(plain, score)}. None of these: no "
-        f"defense tried keeps accuracy within {100 * budget:g} points of the undefended "
-        f"{percent(plain.accuracy)} and is shown to leave the best attack at most {limit}."
+        f"None of these: no defense tried keeps accuracy within {100 * budget:g} points of the "
+        f"undefended {percent(plain.accuracy)} and is shown to leave a server at most {limit}."
     )
     if affordable:
         least = min(affordable, key=lambda outcome: outcome.leak.mean)
         words += (
-            f" Within the budget {least.defense} leaks least: {least.attack} at the {least.stage} "
+            f"{_GAP}Within the budget {least.defense} leaks least: at the {least.stage} a server "
             f"{score.verb} {_amount(least, score)}."
         )
     more = ""
     if private:
         best = min(private, key=lambda outcome: outcome.lost.mean)
         words += (
-            f" Of those that leak less than that limit {best.defense} at a learning rate of "
-            f"{best.learning_rate:.2g} costs least: {_points(best.lost)}."
+            f"{_GAP}Of those that leak less than that limit {best.defense} costs least: "
+            f"{_points(best.lost)}."
         )
         # The least one that this defense would keep.
         more = f" {math.ceil(100 * (best.lost.mean - SAME_ACCURACY)) / 100:g}"
     return (
-        f"{words} Train longer (--steps), attack more samples (--attacked), try others, or allow "
-        f"more (--budget{more})."
+        f"{words}{_GAP}Allow more (--budget{more}: the same command goes on with what it has), "
+        "train longer (--steps), attack more samples (--attacked), or try others (--defense)."
     )
 
 
 def _by_membership(
-    outcomes: list[Outcome], affordable: list[Outcome], undefended: str, budget: float
+    outcomes: list[Outcome],
+    affordable: list[Outcome],
+    undefended: str,
+    untrained: Sequence[float] | None,
 ) -> Choice:
     """Where no attack reconstructs even the undefended gradient: by membership inference, if it can
     tell.
@@ -397,15 +398,15 @@ def _by_membership(
     plain = outcomes[0]
     words = (
         f"No attack that was tried reconstructs data of this model even undefended ({undefended}), "
-        "so none says how private a defense is. "
+        "so none says how private a defense is."
     )
-    identified = plain.membership or Estimate(0, 0, 0)
-    limit = low_end(identified)
+    recognized = plain.membership or Estimate(0, 0, 0)
+    limit = low_end(recognized)
     inferred = [(outcome.membership, outcome) for outcome in affordable if outcome.membership]
     fewer = [(share.mean, outcome) for share, outcome in inferred if (share.high or 0) < limit]
     if not fewer:
         words += (
-            "Nothing is recommended. Attack more samples (--attacked), with other attacks "
+            " Nothing is recommended. Attack more samples (--attacked), with other attacks "
             "(--attack), or a model that was trained further: adapters leak little in their first "
             "step."
         )
@@ -413,21 +414,22 @@ def _by_membership(
     _, chosen = min(fewer, key=lambda pair: pair[0])
     assert chosen.membership is not None
     words += (
-        f"Membership inference among {chosen.candidates} candidates identifies "
-        f"{percent(identified)} of the batch members undefended, and least under "
-        f"{chosen.defense}: {percent(chosen.membership)}. At a learning rate of "
-        f"{chosen.learning_rate:.2g}. {_cost(chosen, plain)}"
+        f"{_GAP}Membership inference among {chosen.candidates} candidates recognizes "
+        f"{percent(recognized)} of a message's members undefended, and least under "
+        f"{chosen.defense}: {percent(chosen.membership)}.{_GAP}{_cost(chosen, plain, untrained)}"
     )
     return Choice(outcomes, chosen, words)
 
 
-def _cost(chosen: Outcome, plain: Outcome) -> str:
+def _cost(chosen: Outcome, plain: Outcome, untrained: Sequence[float] | None) -> str:
     lost, count = chosen.lost, len(chosen.accuracy_by_sample)
     trainings = f"{len(chosen.trainings)} trainings"
     if len(chosen.trainings) < 2:
         trainings = "1 training, so that other seeds may differ by more"
     change = f"{100 * plain.accuracy.mean:.1f} to {100 * chosen.accuracy.mean:.1f} %"
-    return f"Cost: {_points(lost)} ({change}; {count} samples, {trainings})."
+    if untrained is not None:
+        change += f"; {100 * float(np.mean(untrained)):.1f} % before training"
+    return f"Cost: {_points(lost)} of accuracy ({change}; {count} samples, {trainings})."
 
 
 def _points(lost: Estimate) -> str:

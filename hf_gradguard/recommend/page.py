@@ -30,7 +30,7 @@ def markdown_table(choice: Choice, score: MainScore, command: str) -> str:
     """The words, what to type, and a line for every defense."""
     header = [
         "defense", "learning rate", "accuracy", "points lost", f"best attack {score.verb}", "by",
-        "members identified",
+        "members recognized",
     ]  # fmt: skip
     entries = [_entries(outcome, score) for outcome in choice.outcomes]
     if choice.untrained is not None:
@@ -77,7 +77,9 @@ def train_flags(
         "max_length": settings.max_length,
         "seed": settings.seed,
     }
-    words = "\n".join(f"# {line}" for line in textwrap.wrap(choice.words + _AS_MEASURED, 96))
+    paragraphs = (choice.words + _AS_MEASURED).split("\n\n")
+    lines = [line for paragraph in paragraphs for line in textwrap.wrap(paragraph, 96)]
+    words = "\n".join(f"# {line}" for line in lines)
     return f"{words}\n{yaml.safe_dump(values, sort_keys=False)}"
 
 

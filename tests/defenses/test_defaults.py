@@ -95,6 +95,17 @@ def test_a_weaker_strength_says_what_comes_back() -> None:
     assert "gradient_sketch" in recovered_behind(make_defense("refiner"))
 
 
+def test_what_concerns_texts_says_nothing_of_images() -> None:
+    defense = make_defense("gaussian_noise", relative_scale=20)
+    of_texts, of_images = (recovered_behind(defense, kind) for kind in ("text", "image"))
+    assert "words" in of_texts
+    assert "image" not in of_texts
+    assert "12.1 dB" in of_images
+    assert "sentence" not in of_images
+    never = recovered_behind(make_defense("gradient_sketch", samples=256), "text")
+    assert "nothing was measured at this strength" in never
+
+
 TABLES: dict[str, tuple[dict[float, Recovered], dict[str, Any]]] = {
     "gaussian_noise": (measured.UNIFORM_NOISE, {}),
     "optimal_noise": (measured.OPTIMAL_NOISE, {}),

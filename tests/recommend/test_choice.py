@@ -54,10 +54,10 @@ def test_a_leaky_defense_is_never_chosen() -> None:
     tried = [PLAIN, outcome("a", 0.2, 0.0), outcome("b", 0.0, 0.33)]
     choice = choose(tried, 0.02, chance=0.05)
     assert choice.chosen is None
-    assert choice.words.startswith("Unprotected: span recovers 100 % [79, 100] of the words (16 ")
-    assert ". None of these: no defense tried keeps" in choice.words
+    assert choice.words.startswith("Unprotected: a server recovers 100 % [79, 100] of the words (")
+    assert "\n\nNone of these: no defense tried keeps" in choice.words
     assert "Within the budget b leaks least" in choice.words
-    assert "a at a learning rate of 0.001 costs least: 20.0 points [19.0, 21.0]" in choice.words
+    assert "a costs least: 20.0 points [19.0, 21.0]" in choice.words
 
 
 def test_few_messages_show_nothing() -> None:
@@ -117,19 +117,23 @@ def test_nothing_is_recommended_that_costs_more() -> None:
     tried = [PLAIN, outcome("a", 0.06, 0.0), outcome("b", 0.05, 0.0)]
     choice = choose(tried, 0.02, 0.05)
     assert choice.chosen is None
-    assert "None of these: no defense tried keeps accuracy within 2 points" in choice.words
-    assert "b at a learning rate of 0.001 costs least: 5.0 points [4.0, 6.0]" in choice.words
-    assert choice.words.endswith("or allow more (--budget 0.04).")
+    paragraphs = choice.words.split("\n\n")
+    assert paragraphs[0].startswith("Unprotected: a server recovers 100 % [79, 100] of the words")
+    assert paragraphs[1].startswith("None of these: no defense tried keeps accuracy within 2 point")
+    assert paragraphs[2].endswith("b costs least: 5.0 points [4.0, 6.0].")
+    assert paragraphs[3].startswith("Allow more (--budget 0.04: the same command goes on")
     assert choose(tried, 0.04, 0.05).chosen is tried[2]
 
 
 def test_three_sentences() -> None:
-    words = choose([PLAIN, outcome("a", 0.01, 0.0)], 0.02, chance=0.05).words
-    unprotected, protected, cost = words.split(". ", 2)
-    assert unprotected == "Unprotected: span recovers 100 % [79, 100] of the words (16 messages)"
-    assert protected.startswith("With a at a learning rate of 0.001: span recovers 0 % [0, 17]")
-    assert protected.endswith("a guess has 5 %")
-    assert cost.startswith("Cost: 1.0 points [0.0, 2.0] (90.0 to 89.0 %")
+    tried, untrained = [PLAIN, outcome("a", 0.01, 0.0)], [0.0, 1.0] * 50
+    words = choose(tried, 0.02, chance=0.05, untrained=untrained).words
+    unprotected, protected, cost = words.split("\n\n")
+    assert unprotected == (
+        "Unprotected: a server recovers 100 % [79, 100] of the words (16 messages)."
+    )
+    assert protected == "With a: 0 % [0, 17] of the words (16 messages); a guess has 5 %."
+    assert cost.startswith("Cost: 1.0 points [0.0, 2.0] of accuracy (90.0 to 89.0 %; 50.0 % before")
     assert cost.endswith("100 samples, 1 training, so that other seeds may differ by more).")
 
 
@@ -172,16 +176,19 @@ def test_much_membership_inference_names_a_defense_against_it() -> None:
     for named, said in ((0.5, True), (0.08, False)):  # of the latter 0.03 to 0.13
         tried = [listed(PLAIN, 1.0), listed(outcome("a", 0.0, 0.1), named)]
         words = choose(tried, 0.02, chance=0.2).words
-        assert "Membership inference among 54 candidates identifies" in words
-        assert ("share its linear head alone" in words) == said
+        last = words.split("\n\n")[-1]
+        assert "Of the members of a message it recognizes" in last
+        assert "among 54 candidates." in last
+        assert ("share its linear head alone" in last) == said
+        assert last.startswith("Not hidden") == said
 
 
 def test_attacks_that_recover_nothing_undefended_say_nothing() -> None:
     blind = outcome("none", 0.0, 0.17, width=0.04)  # a guess has 0.2
     choice = choose([blind, outcome("a", 0.0, 0.0)], 0.02, chance=0.2)
     assert choice.chosen is None
-    assert "reconstructs data of this model even undefended (span recovers 17 %" in choice.words
-    # Nor does membership inference that identifies as many.
+    assert "reconstructs data of this model even undefended (a server recovers 17 %" in choice.words
+    # Nor does membership inference that recognizes as many.
     tried = [listed(blind, 1.0), listed(outcome("a", 0.0, 0.0), 0.95)]
     assert choose(tried, 0.02, chance=0.2).chosen is None
 
