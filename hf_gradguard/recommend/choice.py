@@ -148,13 +148,10 @@ def choose(
         words = _none_words(plain, affordable, private, budget, chance, score)
         return Choice(list(outcomes), None, f"Unprotected: {undefended}.{_GAP}{words}")
     chosen = _equals(qualified, chance, score)[0]
-    paragraphs = [
-        f"Unprotected: {undefended}.",
-        f"With {chosen.defense}: {_amount(chosen, score)}; a guess has {score.format(chance)}.",
-        _cost(chosen, plain, untrained),
-        _membership_words(chosen),
-    ]
-    return Choice(list(outcomes), chosen, _GAP.join(filter(None, paragraphs)))
+    protected = f"{_amount(chosen, score)}; a guess has {score.format(chance)}"
+    words = f"Unprotected: {undefended}.{_GAP}With {chosen.defense}: {protected}.{_GAP}"
+    words += _cost(chosen, plain, untrained) + _membership_words(chosen)
+    return Choice(list(outcomes), chosen, words)
 
 
 def _taught(plain: Outcome, untrained: Sequence[float]) -> bool:
@@ -333,10 +330,10 @@ def _membership_words(chosen: Outcome) -> str:
         f"{chosen.candidates} candidates."
     )
     if low_end(chosen.membership) <= MANY_MEMBERS:
-        return words
+        return _GAP + words
     return (
-        f"Not hidden is who was in it. {words} Where that matters, a classifier can share its "
-        "linear head alone, under dp_sgd by samples: docs/head.md."
+        f"{_GAP}Not hidden is who was in it. {words} Where that matters, a classifier can share "
+        "its linear head alone, under dp_sgd by samples: docs/head.md."
     )
 
 

@@ -106,12 +106,11 @@ def recommend(
     choice = choose(judged, trial_settings.budget, guess, score, untrained)
     final = {outcome.defense: outcome for outcome in judged}
     outcomes = [final.get(outcome.defense, outcome) for outcome in screened]
-    kind = domain_of_model(model).name
     by_tokens = server.modality.labels in ("text", "token")
     choice = dataclasses.replace(
         choice, outcomes=outcomes, words=choice.words + _TOKEN_ACCURACY * by_tokens,
         untrained=accuracy_over_seeds([untrained]),
-        limits=f"{_known_of(choice, to_compare, kind)} {comparison.limits_words()}".strip(),
+        limits=f"{_known_of(choice, to_compare, model)} {comparison.limits_words()}".strip(),
     )  # fmt: skip
     return _write(choice, flags, guess, trial_settings, folder, score, source)
 
@@ -130,11 +129,12 @@ def _to_compare(model: nn.Module, defenses: Spec | Sequence[Spec] | None) -> dic
     return to_compare
 
 
-def _known_of(choice: Choice, defenses: Mapping[str, Defense], kind: str) -> str:
+def _known_of(choice: Choice, defenses: Mapping[str, Defense], model: nn.Module) -> str:
     """What slower attacks recovered behind the chosen one than there is time for here."""
     if choice.chosen is None:
         return ""
     links = chained_defenses(defenses[choice.chosen.defense])
+    kind = domain_of_model(model).name
     known = filter(None, (recovered_behind(link, kind) for link in links))
     return " ".join(f"Measured elsewhere: {text}. Stronger attacks find more." for text in known)
 

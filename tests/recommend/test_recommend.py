@@ -115,7 +115,7 @@ def test_the_file_names_what_is_recommended(found: tuple[Path, Choice], tmp_path
     file = folder / "train.yaml"
     text = file.read_text()
     assert text.startswith("# Unprotected: a server recovers 100 %")
-    assert "gaussian_noise:relative_scale=20 at a learning rate of" in text.replace("\n# ", " ")
+    assert "\n# With gaussian_noise:relative_scale=20: 0 % [0, " in text
     kinds = TrainSettings, TrainArguments
     needed = ["--model", "m", "--dataset", "d", "--output", str(tmp_path), "--use_cpu"]
     parser = FlagParser("gradguard train", "", "", *kinds)
