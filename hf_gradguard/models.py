@@ -395,18 +395,18 @@ def _load(name: str, task: Task, **head: Any) -> tuple[nn.Module, Any]:
         model = task.auto_class.from_pretrained(
             name, trust_remote_code=False, ignore_mismatched_sizes=bool(head), **head
         )
-    return model, _processing(name, task)
+    processing_class = _processing(name, task)
+    if task.name == "text-classification" and model.config.pad_token_id is None:
+        model.config.pad_token_id = processing_class.pad_token_id  # a decoder's head looks for it
+    return model, processing_class
 
 
 def _own_task(config: Any, name: str) -> Task:
     """That of the class which a configuration names, or of a classifier on top of a bare model."""
     architecture = _architecture(config)
     by_head = [task for task in TASKS.values() if architecture in task.classes]
-    classifiers = [
-        TASKS[task]
-        for task in ("text-classification", "image-classification")
-        if config.model_type in TASKS[task].models
-    ]
+    usual = TASKS["text-classification"], TASKS["image-classification"]
+    classifiers = [task for task in usual if config.model_type in task.models]
     is_bare = "For" not in architecture or "ForPreTraining" in architecture
     if not is_bare and not by_head:
         raise ValueError(
@@ -432,8 +432,7 @@ def _adapted(name: str, task: Task) -> tuple[nn.Module, Any]:
 
     base, peft_type = _base_of(name)
     model, processing_class = _load(base, task, **_classes_of(name, peft_type))
-    with explain_missing_model(name):
-        # PEFT hands the last to the download, which takes no code either.
+    with explain_missing_model(name):  # PEFT hands the last to the download, which takes no code
         adapted = PeftModel.from_pretrained(model, name, is_trainable=True, trust_remote_code=False)
     if os.path.exists(os.path.join(name, "tokenizer_config.json")):
         processing_class = _processing(name, task)
@@ -482,8 +481,7 @@ def load_tokenizer(name: str) -> Any:
     """A model's tokenizer, with a token to pad with.
 
     Raises:
-        ModelError: If there is none. Transformers makes an empty one then, to which every word is
-            unknown.
+        ModelError: If there is none: Transformers makes an empty one, to which all is unknown.
 
     Example:
         >>> _ = tokenizer.save_pretrained("folder")
@@ -496,5 +494,5 @@ def load_tokenizer(name: str) -> Any:
             f"{name} has no tokenizer: save it there, by tokenizer.save_pretrained({name!r})."
         )
     if tokenizer.pad_token is None:  # as recipes for decoders do
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return tokenizer

@@ -294,7 +294,10 @@ def _count_arrow_rows(path: Path, builder: str) -> int:
     from pyarrow import ipc, parquet
 
     if builder == "parquet":
-        return int(parquet.ParquetFile(path).metadata.num_rows)
+        file = parquet.ParquetFile(path)
+        if len(set(names := file.schema_arrow.names)) < len(names):
+            raise DataError(f"{path}: two columns have one name. Rename one.")
+        return int(file.metadata.num_rows)
     with pa.memory_map(str(path)) as file:
         try:
             reader = ipc.open_stream(file)

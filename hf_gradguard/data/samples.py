@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 import shutil
 import sys
@@ -253,13 +254,14 @@ class Labeled:
 
                 yield read_image(stored, row_name, Path(self.dataset).parent)
                 continue
-            is_sequence = isinstance(stored, list | dict | bytes)
-            if is_sequence and not (self.labels == "token" and isinstance(stored, list)):
+            is_number = isinstance(stored, numbers.Number)
+            is_words = self.labels == "token" and isinstance(stored, list)
+            if not (isinstance(stored, str) or is_number or is_words):
                 raise DataError(
                     f"{row_name}: column {self.input_column!r} holds {type(stored).__name__} and "
                     "no text. Choose with --column."
                 )
-            yield str(stored) if isinstance(stored, int | float) else stored
+            yield str(stored) if is_number else stored
 
     def _cells(self, column: str, rows: Sequence[int]) -> Iterator[Any]:
         is_array = isinstance(self.rows, Arrays)

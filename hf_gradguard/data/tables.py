@@ -119,6 +119,8 @@ def _unmarked_utf_16(content: bytes) -> str | None:
 def _decode_latin(name: str, content: bytes, error: UnicodeDecodeError) -> tuple[str, str]:
     from charset_normalizer import from_bytes
 
+    if not content.translate(None, _ASCII + _MARKS):
+        return content.decode("cp1252"), "Windows-1252 (Latin-1), as it is not UTF-8"
     lines = [line for line in content.split(b"\n") if not line.isascii()]
     matches = from_bytes(b"\n".join(lines)[:100_000])
     if {"cp1252", "latin_1"} & {c for m in matches for c in (m.encoding, *m.could_be_from_charset)}:
@@ -131,6 +133,11 @@ def _decode_latin(name: str, content: bytes, error: UnicodeDecodeError) -> tuple
         f"{name} is not UTF-8 (line {line_number}), perhaps {source}: convert it by "
         f"`iconv -f {source} -t utf-8`."
     )
+
+
+_ASCII = bytes(range(128))
+_MARKS = b"\x85\x91\x92\x93\x94\x95\x96\x97\xa0"
+"""Dots, quotation marks and dashes, the same in all code pages of Windows'."""
 
 
 def _separated(name: str, text: str, usual: str = ",") -> tuple[dict[str, list[Any]], str]:

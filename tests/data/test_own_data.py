@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bz2
+import datetime
 import gzip
+import io
 import json
 import lzma
 import os
@@ -24,7 +26,7 @@ import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from pyarrow import ipc
+from pyarrow import ipc, parquet
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -222,6 +224,14 @@ def test_latin_letters(read: Callable[..., Read], tmp_path: Path) -> None:
     assert "Latin-1" in got["shown"]
 
 
+def test_marks_of_windows(read: Callable[..., Read], tmp_path: Path) -> None:
+    """No letter says which language it is, and a detector takes them for Chinese."""
+    (tmp_path / "a.csv").write_bytes(
+        "text,label\nit’s a film…,0\n“fine” – good,1\n".encode("cp1252")
+    )
+    assert set(read("named", "a.csv")["samples"]) == {("it’s a film…", 0), ("“fine” – good", 1)}
+
+
 # Content, and what the line says beside the file's name.
 TABLES: dict[str, tuple[str, str | bytes, str]] = {
     "a comma in one row": (
@@ -281,6 +291,28 @@ TABLES: dict[str, tuple[str, str | bytes, str]] = {
     "an empty parquet": ("a.parquet", b"", " .*cut or damaged"),
     "two columns of a name": ("a.csv", "text,label,text\na,1,b\n", ": two columns of its first"),
     "a class too many": ("a.csv", "text,label\nword1,2\nword1,1\n", ", row 1: .*no class of the"),
+}  # fmt: skip
+
+
+def parquet_of(columns: dict[str, Any]) -> bytes:
+    """May have two columns of a name: `text2` is written as `text`."""
+    table = pa.Table.from_arrays(
+        [pa.array(values) for values in columns.values()], [name.rstrip("2") for name in columns]
+    )
+    parquet.write_table(table, buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+DAYS = [datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)]
+TABLES |= {
+    "days as texts": (
+        "a.parquet", parquet_of({"text": DAYS, "label": [1, 0]}),
+        ", row 1: column 'text' holds date and no text",
+    ),
+    "two columns of a name in parquet": (
+        "a.parquet", parquet_of({"text": [SECRET, "a"], "text2": ["b", "c"], "label": [1, 0]}),
+        ": two columns have one name",
+    ),
 }  # fmt: skip
 
 
