@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .guard import STATISTICS, TABLES, UNCHANGED, Guard, GuardSettings, Withheld, listed
+from .guard import STATISTICS, UNCHANGED, Guard, GuardSettings, Withheld
 from .packing import is_added, is_packed, unpack_update
+from .tables import TABLES, listed
 
 try:
     from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from .guard import PREFIX, Guard, GuardSettings, listed, tied_names
+from .guard import Guard, GuardSettings, tied_names
 from .packing import is_packed, unpack_update
+from .tables import PREFIX, listed
 
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord

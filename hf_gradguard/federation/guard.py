@@ -6,7 +6,6 @@ got and those that it wants to send; what is no such difference, it refuses to s
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -26,17 +25,12 @@ from ..gradient_map.views import PrecomputedGradient
 from ..randomness import Stream
 from ..registry import DEFENSES
 from .packing import pack
+from .tables import PREFIX, TABLES, check_tables, matches
 
 logger = logging.get_logger(__name__)
 
-PREFIX = "gradguard."
 STATISTICS = "*running_mean, *running_var, *num_batches_tracked"
 """Of batch normalization: averages of a client's data."""
-TABLES = (
-    "*embed*, *emb.weight, *wte.weight, *wpe.weight, shared.weight, *.shared.weight, "
-    "*relative_attention_bias*"
-)
-"""What matrices are called whose rows the data looks up."""
 UNCHANGED = "unchanged"
 Withheld = Literal["zeros", "left out"]
 Sends = Literal["weights", "difference"]
@@ -139,7 +133,7 @@ class GuardSettings:
 
     def is_withheld(self, name: str) -> bool:
         """Whether a name is not sent."""
-        return _matches(name, self.withhold)
+        return matches(name, self.withhold)
 
 
 class Guard:
@@ -241,7 +235,7 @@ class Guard:
 
     def _frozen(self, change: Mapping[str, Tensor]) -> set[str]:
         if self.settings.frozen != UNCHANGED:
-            return {name for name in change if _matches(name, self.settings.frozen)}
+            return {name for name in change if matches(name, self.settings.frozen)}
         unchanged = {name for name, tensor in change.items() if not tensor.any()}
         return unchanged if len(unchanged) < len(change) else set()
 
@@ -350,52 +344,6 @@ def tied_names(received: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> 
     return aliases
 
 
-def check_tables(received: Mapping[str, Tensor], change: Mapping[str, Tensor], tables: str) -> None:
-    """Refuse a change of a table that the data looks up: its rows name the words.
-
-    Names decide, since a client knows its model; a second name of the same values (a tied output
-    head) counts as well. Under the usual names alone (`TABLES`) a matrix of another name is refused
-    too if some of its rows did not change at all and others did. Weight decay changes every row, so
-    that this finds no table behind it: list the tables of a model that names them otherwise.
-
-    Args:
-        received: The weights that the client got.
-        change: Their change.
-        tables: Patterns of names, with commas between them.
-
-    Raises:
-        ValueError: With the table's name and the way out.
-
-    Example:
-        >>> received, change = {"embed": torch.ones(5, 8)}, {"embed": torch.zeros(5, 8)}
-        >>> change["embed"][:3] = 0.1
-        >>> check_tables(received, change, TABLES)
-        Traceback (most recent call last):
-        ValueError: Nothing was sent: 'embed' is a table that the data looks up, ...
-    """
-    named = [name for name, t in received.items() if t.dim() == 2 and _matches(name, tables)]
-    for name in [name for name, tensor in change.items() if tensor.dim() == 2 and tensor.any()]:
-        if len(change[name]) < 3:
-            continue  # which of two rows changed says whether a text has a second segment
-        # Also a head that is tied to a table which is withheld.
-        if any(torch.equal(received[name], received[table]) for table in named):
-            raise ValueError(
-                f"Nothing was sent: {name!r} is a table that the data looks up, and which of its "
-                "rows changed names the words whatever is done to the others. Do not train it, "
-                f"name it in {PREFIX}withhold, or set {PREFIX}share_input_embeddings to send it "
-                f"all the same. If it is no table, list your model's tables in {PREFIX}tables."
-            )
-        # A row of zeros that stays one is padding, or a factor of LoRA's that starts so.
-        changed = change[name].any(1)
-        idle = ~changed & received[name].any(1)
-        if tables == TABLES and idle.any():
-            raise ValueError(
-                f"Nothing was sent: {name!r} changed in {int(changed.sum())} of {len(changed)} "
-                f"rows, as a table does that the data looks up. If it is one, name it in "
-                f"{PREFIX}withhold; if not, list your model's tables in {PREFIX}tables (none: '-')."
-            )
-
-
 def check_difference(
     received: Mapping[str, Tensor], trained: Mapping[str, Tensor], sends: Sends
 ) -> None:
@@ -449,20 +397,6 @@ def _cosine(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> flo
     norms = [sum(float(pair[k].square().sum()) for pair in pairs) ** 0.5 for k in (0, 1)]
     product = sum(float((a * b).sum()) for a, b in pairs)
     return product / (norms[0] * norms[1]) if all(norms) else 0.0
-
-
-def listed(names: str) -> list[str]:
-    """Names with commas between them.
-
-    Example:
-        >>> listed("a, b,")
-        ['a', 'b']
-    """
-    return [name.strip() for name in names.split(",") if name.strip()]
-
-
-def _matches(name: str, patterns: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in listed(patterns))
 
 
 def _check_precision(name: str, start: Tensor) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from hf_gradguard.defenses.factorization import make_factor, sensitivity
-from hf_gradguard.federation.guard import TABLES, Guard, GuardSettings, check_tables
+from hf_gradguard.federation.guard import Guard, GuardSettings
+from hf_gradguard.federation.tables import TABLES, check_tables
 from hf_gradguard.leakage import gaussian_epsilon
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int]] = {
@@ -96,6 +97,32 @@ def test_a_tied_head_counts_as_its_table() -> None:
         check_tables(received, change, TABLES)
     with pytest.raises(ValueError, match="'head'"):
         check_tables(received, {"head": change["head"], "embed": change["embed"] * 0}, "embed")
+
+
+DENSE = {
+    "albert.encoder.embedding_hidden_mapping_in": True,
+    "electra.embeddings_project": True,
+    "bert.embeddings.word_embeddings": False,
+    "model.embed_tokens": False,
+    "own.embed": False,  # a table with a bias for each word, as tied heads have
+}
+
+
+@pytest.mark.parametrize("module", DENSE)
+def test_a_dense_layer_behind_a_table_is_sent(module: str) -> None:
+    """It has a bias, and is only named after the table."""
+    shapes = {f"{module}.weight": (9, 4), f"{module}.bias": (9,)}
+    received = {name: torch.rand(shape) for name, shape in shapes.items()}
+    change = {name: torch.full(shape, 0.1) for name, shape in shapes.items()}
+    if DENSE[module]:
+        check_tables(received, change, TABLES)
+        del received[f"{module}.bias"]
+    with pytest.raises(ValueError, match="is a table"):
+        check_tables(received, change, TABLES)
+    change[f"{module}.weight"][3:] = 0
+    received = {name: torch.rand(shape) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match="Nothing was sent"):
+        check_tables(received, change, TABLES)
 
 
 @pytest.mark.parametrize("sends", ["weights", "difference"])

@@ -1,0 +1,99 @@
+"""Which matrices of an update are tables that the data looks up: by names, since a server's update
+is all that is seen of a model.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+PREFIX = "gradguard."
+TABLES = (
+    "*embed*, *emb.weight, *wte.weight, *wpe.weight, shared.weight, *.shared.weight, "
+    "*relative_attention_bias*"
+)
+"""What matrices are called whose rows the data looks up."""
+_TABLE = re.compile(r"(.*[._])?(embed(der|dings?)?|emb|wte|wpe|shared|tokens|positions)")
+"""What their modules are called. What stands behind a table has a name of its own beside its bias:
+ALBERT's `embedding_hidden_mapping_in`, ELECTRA's `embeddings_project`.
+"""
+
+
+def check_tables(received: Mapping[str, Tensor], change: Mapping[str, Tensor], tables: str) -> None:
+    """Refuse a change of a table that the data looks up: its rows name the words.
+
+    Names decide, since a client knows its model; a second name of the same values (a tied output
+    head) counts as well, and a dense layer behind a table does not. Under the usual names alone
+    (`TABLES`) a matrix of another name is refused too if some of its rows did not change at all and
+    others did. Weight decay changes every row, so that this finds no table behind it: list the
+    tables of a model that names them otherwise.
+
+    Args:
+        received: The weights that the client got.
+        change: Their change.
+        tables: Patterns of names, with commas between them.
+
+    Raises:
+        ValueError: With the table's name and the way out.
+
+    Example:
+        >>> received, change = {"embed": torch.ones(5, 8)}, {"embed": torch.zeros(5, 8)}
+        >>> change["embed"][:3] = 0.1
+        >>> check_tables(received, change, TABLES)
+        Traceback (most recent call last):
+        ValueError: Nothing was sent: 'embed' is a table that the data looks up, ...
+    """
+    named = [name for name, t in received.items() if t.dim() == 2 and matches(name, tables)]
+    if tables == TABLES:
+        named = [name for name in named if not _is_dense(name, received)]
+    for name in [name for name, tensor in change.items() if tensor.dim() == 2 and tensor.any()]:
+        if len(change[name]) < 3:
+            continue  # which of two rows changed says whether a text has a second segment
+        # Also a head that is tied to a table which is withheld.
+        if any(torch.equal(received[name], received[table]) for table in named):
+            raise ValueError(
+                f"Nothing was sent: {name!r} is a table that the data looks up, and which of its "
+                "rows changed names the words whatever is done to the others. Do not train it, "
+                f"name it in {PREFIX}withhold, or set {PREFIX}share_input_embeddings to send it "
+                f"all the same. If it is no table, list your model's tables in {PREFIX}tables."
+            )
+        # A row of zeros that stays one is padding, or a factor of LoRA's that starts so.
+        changed = change[name].any(1)
+        idle = ~changed & received[name].any(1)
+        if tables == TABLES and idle.any():
+            raise ValueError(
+                f"Nothing was sent: {name!r} changed in {int(changed.sum())} of {len(changed)} "
+                f"rows, as a table does that the data looks up. If it is one, name it in "
+                f"{PREFIX}withhold; if not, list your model's tables in {PREFIX}tables (none: '-')."
+            )
+
+
+def _is_dense(name: str, weights: Mapping[str, Tensor]) -> bool:
+    """Whether a matrix is of a layer with a bias, and only named after the table before it."""
+    module = name.rpartition(".")[0]
+    bias = weights.get(f"{module}.bias")
+    return bias is not None and len(bias) == len(weights[name]) and not _TABLE.fullmatch(module)
+
+
+def matches(name: str, patterns: str) -> bool:
+    """Whether one of some patterns with commas between them is a name's.
+
+    Example:
+        >>> matches("model.embed_tokens.weight", TABLES)
+        True
+    """
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in listed(patterns))
+
+
+def listed(names: str) -> list[str]:
+    """Names with commas between them.
+
+    Example:
+        >>> listed("a, b,")
+        ['a', 'b']
+    """
+    return [name.strip() for name in names.split(",") if name.strip()]
