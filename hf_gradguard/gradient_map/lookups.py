@@ -327,7 +327,7 @@ def vary(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], se
 
     Token ids become other ids of the vocabulary; special tokens stay, since positions are counted
     from padding. Other whole numbers are taken from the batch itself (a row's from the next one),
-    or halved, so that none is outside a table's range.
+    all but the largest, or halved, so that none is outside a table's range.
 
     Args:
         model: The model, whose configuration names special tokens.
@@ -411,12 +411,15 @@ def _next_row(value: Tensor, special: set[int]) -> Tensor:
 
 
 def _rolled(value: Tensor, special: set[int]) -> Tensor:
-    """Ordinary values in another order."""
+    """Ordinary values in another order, and one of them no more: counts of words tell no order."""
     free = value >= 0
     for special_id in special if value.dim() > 1 else ():
         free &= value != special_id
     changed = value.clone()
     changed[free] = value[free].roll(1)
+    if free.any():
+        least, most = value[free].aminmax()
+        changed[free & (changed == most)] = least
     return changed
 
 

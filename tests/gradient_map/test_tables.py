@@ -223,6 +223,38 @@ def test_own_tables(look: str) -> None:
     assert set(gradient) == {"position.weight", "head.weight", "head.bias"}
 
 
+class CountsOfWords(nn.Module):
+    """No embeddings, so that nothing says how many words there are."""
+
+    def __init__(self, count: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.words, self.head, self.count = nn.Linear(VOCABULARY, 4), nn.Linear(4, 3), count
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.words(self.count(input_ids)).relu())
+        return {"loss": nn.functional.cross_entropy(logits, labels)}
+
+
+COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "one_hot": lambda ids: counts(ids).sum(1),
+    "bincount": lambda ids: torch.stack([ids.bincount(minlength=VOCABULARY).float()
+                                         for ids in ids]),
+    "scatter": lambda ids: torch.zeros(len(ids), VOCABULARY).scatter_add(
+        1, ids, torch.ones(ids.shape)),
+    "equal": lambda ids: (ids[..., None] == torch.arange(VOCABULARY)).float().mean(1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ids", [[[4, 9, 2, 7], [5, 9, 3, 8]], [[5, 5], [5, 5]], [[3]]], ids=str)
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_layer_of_counts_is_a_table(count: str, ids: list[list[int]]) -> None:
+    """Counts of the same words in another order are the same: one word has to go."""
+    torch.manual_seed(0)
+    batch = {"input_ids": torch.tensor(ids), "labels": torch.arange(len(ids))}
+    model = CountsOfWords(COUNTS[count])
+    assert find_tables(model, batch, model_loss) == {"words.weight"}
+
+
 NOT_TABLES: dict[str, Callable[[Own, Tensor], Tensor]] = {
     "positions": lambda m, ids: m.table[torch.arange(ids.shape[1])],
     "positions of padding": lambda m, ids: m.table[(ids != 0).long().cumsum(1)],
