@@ -25,6 +25,7 @@ from ..defenses.dp import DPSGD
 from ..leakage import dp_sgd_noise_multiplier
 from ..train import share_right
 from ..training.config import GradGuardConfig
+from ..training.exchange.start import SaysRanks
 from ..training.learning_rate import LearningRateUnderNoise
 from ..training.trainer import GradGuardTrainer
 from .pace import OutOfTime, Pace, Progress
@@ -299,6 +300,7 @@ def train(
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(LearningRateUnderNoise)  # rates are what is tried
+        trainer.remove_callback(SaysRanks)  # this process simulates one client of many
         if progress is not None:
             trainer.add_callback(progress)
         trainer.train()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
 from ..defenses import Defense
@@ -30,11 +31,13 @@ from .checkpoints.complete import (
 from .clients.batches import PlainRows
 from .clients.partition import is_of_datasets
 from .config import setting
+from .exchange.start import SaysRanks
 from .guards.batch_statistics import freeze_statistics
 from .guards.watch import AgreedTables, Ledger
 from .learning_rate import LearningRateUnderNoise
+from .logs import PoolingHandler, pooled_logs, without_rows
 from .message import MessageMaker, SharedMessages
-from .metrics import losses_of_many, without_private_metrics
+from .metrics import without_private_metrics
 from .weights import Loss, LossWeights, Normalization
 
 
@@ -69,6 +72,7 @@ class TrainerAdapter(Trainer):
     _has_own_loss: bool = False  # and not the Trainer's, which holds nothing
     _loss_state: HeldState | None = None  # when the message began
     accelerator: GuardedAccelerator
+    callback_handler: CallbackHandler
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ledger = Ledger()
@@ -77,6 +81,22 @@ class TrainerAdapter(Trainer):
         senders = self.accelerator.num_senders
         self.add_callback(LearningRateUnderNoise(lambda: self.defense, senders, self.optimizer))
         self.add_callback(self.ledger)
+        self.add_callback(SaysRanks(senders))
+        self.callback_handler = PoolingHandler(
+            self.callback_handler,
+            lambda: self.shared_messages.total * self.accelerator.num_senders,
+            lambda: self.messages_per_step,
+            lambda: self.defense.name == "none",
+        )
+
+    def add_model_card_callback(self, *args: Any, **kwargs: Any) -> None:
+        """As in sentence-transformers, without rows of data: its cards, which are pushed, show
+        some.
+        """
+        card = self.model.model_card_data
+        widget, examples = list(card.widget), card.usage_examples
+        super().add_model_card_callback(*args, **kwargs)
+        without_rows(card, widget, examples)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in `Trainer`, which makes a new one for every trial of a search."""
@@ -135,7 +155,7 @@ class TrainerAdapter(Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_state(self) -> None:
-        """As in `Trainer`, without metrics of true gradients and with losses of many messages: a
+        """As in `Trainer`, without metrics of true gradients and with figures of many messages: a
         push uploads that file.
         """
         super().save_state()
@@ -144,10 +164,23 @@ class TrainerAdapter(Trainer):
             keeps_metrics = setting(self.args, "private_metrics") == "log"
             without_private_metrics(path, self.messages_per_step, keeps_metrics)
 
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """As in `Trainer`, with figures of many messages: a push uploads that file, too."""
+        logged = [entry for entry in self.state.log_history if "train_loss" in entry]
+        if logged and "train_loss" in metrics:
+            history = pooled_logs(self.state.log_history, self.messages_per_step)
+            public = [e for e in history if "train_runtime" in e][-1]
+            metrics = {
+                n: public.get(n, v)
+                for n, v in metrics.items()
+                if n in public or n not in logged[-1]
+            }
+        super().save_metrics(split, metrics, combined)
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """As in `Trainer`, with losses of many messages."""
+        """As in `Trainer`, with figures of many messages."""
         history = self.state.log_history
-        self.state.log_history = losses_of_many(history, self.messages_per_step)
+        self.state.log_history = pooled_logs(history, self.messages_per_step)
         try:
             super().create_model_card(*args, **kwargs)
         finally:

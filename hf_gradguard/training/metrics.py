@@ -8,24 +8,22 @@ Who asks for them in the log (`private_metrics="log"`) gets two digits of means 
 least. Two digits alone do not do: under noise of a known strength, ‖noise‖/‖g‖ of one message says
 how large its gradient was.
 
-The training loss is logged as ever. Of one text it names the text; in what a push uploads it is a
-mean over as many messages.
+What a training logs of its batches, as the loss, is logs.py's task.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerState
 
 from .config import setting
+from .logs import LEAST_MESSAGES, pooled_logs
 
 DIGITS = 2
-LEAST_MESSAGES = 50
-"""Messages that a metric which leaves the rank is a mean of, at least."""
 _OF_NO_GRADIENT = (
     "defense/seconds",
     "defense/noise_scale",
@@ -116,7 +114,7 @@ class PrivateMetrics:
 def without_private_metrics(
     trainer_state: Path, messages_per_step: int, keeps_metrics: bool = False
 ) -> None:
-    """Rewrite a saved state without metrics of true gradients, and with losses of many messages.
+    """Rewrite a saved state without metrics of true gradients, and with figures of many messages.
 
     Args:
         trainer_state: The file.
@@ -124,7 +122,10 @@ def without_private_metrics(
         keeps_metrics: Whether its metrics are means of many messages already.
     """
     saved = json.loads(trainer_state.read_text(encoding="utf-8"))
-    history = losses_of_many(saved["log_history"], messages_per_step)
+    history = pooled_logs(saved["log_history"], messages_per_step)
+    for name in ("total_flos", "num_input_tokens_seen"):
+        shown = [entry[name] for entry in history if name in entry]
+        saved[name] = shown[-1] if shown else 0
     if not keeps_metrics:
         history = [
             {name: value for name, value in entry.items() if not _is_private(name)}
@@ -132,41 +133,6 @@ def without_private_metrics(
         ]
     saved["log_history"] = [entry for entry in history if entry.keys() != {"step"}]
     trainer_state.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def losses_of_many(
-    history: Iterable[Mapping[str, Any]], messages_per_step: int
-) -> list[dict[str, Any]]:
-    """A log whose training losses are means over 50 messages at least: an entry of fewer has none,
-    and counts for the next one.
-
-    Args:
-        history: As `trainer.state.log_history`.
-        messages_per_step: Of all ranks.
-
-    Example:
-        >>> log = [{"loss": 2.0, "step": 20}, {"loss": 1.0, "step": 60}]
-        >>> losses_of_many(log, messages_per_step=1)
-        [{'step': 20}, {'loss': 1.333, 'step': 60}]
-        >>> losses_of_many(log, messages_per_step=4) == log
-        True
-    """
-    pooled, total, steps, last = [], 0.0, 0, 0
-    for logged in history:
-        entry = dict(logged)
-        if "loss" in entry:
-            more, last = entry["step"] - last, entry["step"]
-            total, steps = total + more * entry["loss"], steps + more
-            if steps * messages_per_step < LEAST_MESSAGES:
-                del entry["loss"]
-            else:
-                if more < steps:
-                    entry["loss"] = float(f"{total / steps:.4g}")
-                total, steps = 0.0, 0
-        if entry.get("step", 0) * messages_per_step < LEAST_MESSAGES:
-            entry.pop("train_loss", None)
-        pooled.append(entry)
-    return pooled
 
 
 def _is_private(name: str) -> bool:

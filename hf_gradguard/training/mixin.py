@@ -47,7 +47,7 @@ from .clients.batches import (
 from .clients.empty import EmptyClients, is_summed
 from .config import GradGuardConfig, setting
 from .exchange.average import any_rank, average, secure_sum_of
-from .exchange.start import StartAlike, warn_about_ranks
+from .exchange.start import StartAlike
 from .guards.batch_statistics import average_statistics, warn_of_statistics
 from .guards.checks import (
     check_arguments,
@@ -187,7 +187,6 @@ class GradGuardMixin(TrainerAdapter):
         self._batch_statistics: str = setting(self.args, "batch_statistics")
         if self.is_world_process_zero():
             log_protection(self.defense)
-            warn_about_ranks(self.accelerator.num_senders)
             warn_of_statistics(self.model, self._batch_statistics)
         self._withhold = setting(self.args, "withhold") or []
         self._tables = self.agreed_tables()

@@ -26,6 +26,7 @@ from transformers import (
     ViTImageProcessor,
     set_seed,
 )
+from transformers.utils import logging
 
 from hf_gradguard import DEFENSES as REGISTERED
 from hf_gradguard import chain, make_defense
@@ -43,7 +44,7 @@ from hf_gradguard.recommend import Choice, recommend
 from hf_gradguard.recommend import choice as choice_module
 from hf_gradguard.recommend.page import flags_of
 from hf_gradguard.recommend.settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, TrialSettings
-from hf_gradguard.recommend.trials import Split, Trials, share_right
+from hf_gradguard.recommend.trials import Split, Trials, share_right, train
 from hf_gradguard.testing.small import WORDS, small_text_task
 from hf_gradguard.train import TrainArguments, TrainSettings
 
@@ -200,6 +201,16 @@ def test_a_target_is_met_in_the_trainings_and_in_the_attacks(tmp_path: Path) -> 
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("cells/*")}
     assert run(tmp_path, PRIVATE) == choice
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("cells/*")} == kept
+
+
+def test_trials_are_not_told_that_they_are_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """The model that is to be trained will not be: a trial is one client of many."""
+    model, _, tokenizer = small_text_task()
+    logging.warning_once.cache_clear()
+    terms, modality = TrialSettings(steps=1), modality_of(model, tokenizer, AuditSettings())
+    train(model, make_defense("gaussian_noise"), TEXTS, modality, terms, rate=1e-4, seed=0)
+    assert "Known of gaussian_noise" in caplog.text  # what a training says else
+    assert "nothing leaves it" not in caplog.text
 
 
 @pytest.mark.long

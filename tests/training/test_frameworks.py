@@ -258,7 +258,11 @@ def test_parts_of_a_loss_are_averaged_and_not_gathered(
             assert found["near"] == pytest.approx(expected["near"], abs=2e-4)
 
 
-OVERRIDDEN = {"__init__", "_checkpoint_push_skip_names"}  # on purpose, with a call of theirs
+OVERRIDDEN = {
+    "__init__",
+    "_checkpoint_push_skip_names",
+    "add_model_card_callback",
+}  # on purpose, with a call of theirs
 
 
 @pytest.mark.parametrize("library", ["trl", "sentence_transformers"])

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.training.metrics import PrivateMetrics, losses_of_many
+from hf_gradguard.training.logs import pooled_logs
+from hf_gradguard.training.metrics import PrivateMetrics
 
 OF_GRADIENTS = ("defense/relative_error", "defense/cosine", "leakage/dfil_max", "leakage/mse_bound")
 
@@ -75,7 +76,7 @@ def test_no_file_and_no_tracker_gets_them(
         assert not names & set(OF_GRADIENTS)
         assert not any(name.startswith("leakage/") for name in names)
         assert "defense/seconds" in names
-    assert "loss" in tracker.names
+        assert not names & {"loss", "train_loss"}
     printed = capsys.readouterr().out
     for name in OF_GRADIENTS:
         assert name in printed
@@ -165,7 +166,8 @@ def test_pushed_losses_are_of_many_messages(tmp_path: Path, private_metrics: str
     few = {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
     few |= {"private_metrics": private_metrics, "per_device_train_batch_size": 1}
     trainer, tracker = train(tmp_path, **few)
-    assert "loss" in tracker.names
+    assert not tracker.names & {"loss", "train_loss"}
+    assert "learning_rate" in tracker.names
     assert sum("loss" in entry for entry in trainer.state.log_history) == 4
     assert not names_in(tmp_path) & {"loss", "train_loss"}
     trainer.create_model_card()
@@ -177,12 +179,13 @@ def test_pushed_losses_are_of_many_messages(tmp_path: Path, private_metrics: str
 def test_losses_of_many_messages_are_as_logged() -> None:
     log = [{"step": step, "loss": float(step), "grad_norm": 1.0} for step in range(10, 130, 10)]
     log += [{"step": 120, "train_loss": 2.0}]
-    assert losses_of_many(log, messages_per_step=5) == log
-    pooled = losses_of_many(log, messages_per_step=1)
+    assert pooled_logs(log, messages_per_step=5) == log
+    pooled = pooled_logs(log, messages_per_step=1)
     assert {entry["step"]: entry["loss"] for entry in pooled if "loss" in entry} == {
         50: 30.0, 100: 80.0,
     }  # fmt: skip
-    assert pooled[-1] == log[-1]
+    # of the losses above: else the difference would be the mean of the last 20
+    assert pooled[-1] == {"step": 120, "train_loss": 55.0}
     assert all(entry["grad_norm"] == 1.0 for entry in pooled[:-1])
 
 

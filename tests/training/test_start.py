@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers import make_task
 from torch import Tensor, nn
+from transformers.utils import logging
 
-from hf_gradguard import GradGuardConfig, make_defense
+from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.training.exchange import start as starting
 from hf_gradguard.training.exchange.start import (
+    ALONE,
     BATCHES,
     OPTIMIZER,
     ROWS,
     STEPS,
     SUMMED,
+    SaysRanks,
     agreed_upon,
 )
 
@@ -176,3 +181,19 @@ def test_ranks_that_add_up_other_noise_do_not_train(monkeypatch: pytest.MonkeyPa
     callback = starting.StartAlike(lambda: None, lambda: own)
     with pytest.raises(ValueError, match=r"Ranks differ in the defense.*noise_for='sum'"):
         callback.on_train_begin(args, model=model)
+
+
+def test_one_process_is_told_that_it_is_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When it trains, and not before: what simulates a client of many takes the callback away."""
+    model, batch = make_task("bert", dtype=torch.float32)
+    rows = [{name: entry[0] for name, entry in batch.items()}] * 2
+    logging.warning_once.cache_clear()
+    for simulates in (True, False):
+        args = GradGuardConfig(str(tmp_path), max_steps=1, use_cpu=True, report_to=[])
+        trainer = GradGuardTrainer(model, args, defense="pruning", train_dataset=rows)
+        if simulates:
+            trainer.remove_callback(SaysRanks)
+        trainer.train()
+        assert (ALONE in caplog.text) == (not simulates)

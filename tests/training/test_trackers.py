@@ -45,6 +45,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], dict[str, Any], tuple[str, ...]]] 
     ),
     "dvclive": ("DVCLiveCallback", {}, {"_log_model": "all"}, ("log_model=True",)),
     "flyte": ("FlyteCallback", {}, {"sync_checkpoints": True}, ("sync_checkpoints=False",)),
+    "flyte, log": ("FlyteCallback", {}, {"save_log_history": True}, ("save_log_history=False",)),
 }  # fmt: skip
 TAKEN: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "wandb": ("WandbCallback", {}, {}),
@@ -58,7 +59,7 @@ TAKEN: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "clearml, off": ("ClearMLCallback", {"CLEARML_LOG_MODEL": "false"}, {}),
     "neptune": ("NeptuneCallback", {}, {"_log_checkpoints": None}),
     "dvclive, model alone": ("DVCLiveCallback", {}, {"_log_model": True}),
-    "flyte": ("FlyteCallback", {}, {"sync_checkpoints": False}),
+    "flyte": ("FlyteCallback", {}, {"sync_checkpoints": False, "save_log_history": False}),
 }
 
 

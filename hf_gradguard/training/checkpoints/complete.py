@@ -224,4 +224,5 @@ def _checksum(path: Path) -> str:
 
 
 _PREFIX, _SUFFIXES = "checkpoint-", (".safetensors", ".bin", ".pt", ".pth")
-_PRIVATE_PATTERNS = (f"*/{_PREFIX}*", f"{OURS}*", f"*/{OURS}*")  # `*` goes over slashes, too
+# `*` goes over slashes, too. metrics.json is train.write_metrics', for the rank itself.
+_PRIVATE_PATTERNS = (f"*/{_PREFIX}*", f"{OURS}*", f"*/{OURS}*", "metrics.json")

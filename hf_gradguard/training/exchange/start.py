@@ -300,13 +300,23 @@ def _settings(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield name, repr(value.tolist() if isinstance(value, Tensor) else value)
 
 
-def warn_about_ranks(ranks: int) -> None:
-    """Warn, once, of a rank that is alone.
+class SaysRanks(TrainerCallback):
+    """Says, when training begins, how many ranks there are: warns of one that is alone, once.
 
     Example:
-        >>> warn_about_ranks(2)
+        >>> from hf_gradguard import GradGuardTrainer
+        >>> trainer = GradGuardTrainer(model, defense="pruning")
+        >>> trainer.remove_callback(SaysRanks)  # where one process simulates a client of many
     """
-    if ranks == 1:
-        logger.warning_once(ALONE)
-    else:
-        logger.info(f"{ranks} ranks share protected gradients.")
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """On one rank for all."""
+        if not state.is_world_process_zero:
+            return
+        if self._ranks == 1:
+            logger.warning_once(ALONE)
+        else:
+            logger.info(f"{self._ranks} ranks share protected gradients.")

@@ -111,4 +111,9 @@ _UPLOADS = [
         "FlyteCallback", _argument("sync_checkpoints", (True,)), _CHECKPOINTS,
         "Use sync_checkpoints=False",
     ),
+    Upload(
+        "FlyteCallback", _argument("save_log_history", (True,)),
+        "the history in memory, with figures of single messages and true gradients",
+        "Use save_log_history=False",
+    ),
 ]  # fmt: skip
