@@ -28,10 +28,13 @@ class Kink(NamedTuple):
     Args:
         side: Of its arguments where they are: regions by number, or indices of what is selected.
         on_side: What it returns on that side, from the side and the same arguments.
+        returns_both: Whether `side` gives a pair, the side and what the operation returns, so that
+            it need not be computed once more.
     """
 
-    side: Callable[..., Tensor]
+    side: Callable[..., Any]
     on_side: Callable[..., Any]
+    returns_both: bool = False
 
 
 class Sides:
@@ -78,9 +81,14 @@ class _Noting(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (kink := _kink_of(func, args)) is not None:  # before it writes in place
-            with torch.no_grad():
-                self.noted.append((kink, kink.side(*args, **kwargs)))
+        if (kink := _kink_of(func, args)) is None:
+            return func(*args, **kwargs)
+        if kink.returns_both:
+            side, output = kink.side(*args, **kwargs)
+            self.noted.append((kink, side))
+            return output
+        with torch.no_grad():  # before it writes in place
+            self.noted.append((kink, kink.side(*args, **kwargs)))
         return func(*args, **kwargs)
 
 
@@ -302,22 +310,23 @@ def _sort(side: Tensor, x: Tensor, dim: int = -1, *_: Any, **__: Any) -> Any:
 def _pooled(function: Any, dimensions: int) -> Kink:
     """Of a function that also says where the largest entries lie in the last dimensions."""
 
-    def side(*args: Any, return_indices: bool = False, **kwargs: Any) -> Tensor:
-        index: Tensor = function(*args, return_indices=True, **kwargs)[1]
-        return index
+    def side(*args: Any, return_indices: bool = False, **kwargs: Any) -> tuple[Tensor, Any]:
+        values, indices = function(*args, return_indices=True, **kwargs)
+        return indices, ((values, indices) if return_indices else values)
 
     def on_side(indices: Tensor, x: Tensor, *_: Any, **kwargs: Any) -> Any:
         chosen = x.flatten(-dimensions).gather(-1, indices.flatten(-dimensions))
         values = chosen.view_as(indices)
         return (values, indices) if kwargs.get("return_indices") else values
 
-    return Kink(side, on_side)
+    return Kink(side, on_side, returns_both=True)
 
 
 _MAX = Kink(_largest_side, _at_with_index)
 _MIN = Kink(_smallest_side, _at_with_index)
 _MAXIMUM, _MINIMUM = Kink(_greater, _chosen), Kink(_greater, _other_chosen)
-_RELU = Kink(_sign_side, lambda side, x, *_, **__: x * side)
+# Floats and truth values multiply slowly.
+_RELU = Kink(_sign_side, lambda side, x, *_, **__: x * side.to(x.dtype))
 _CLAMP = Kink(_clamp_side, _clamp)
 _CLAMP_MIN = Kink(lambda x, min: _clamp_side(x, min), lambda side, x, min: _clamp(side, x, min))
 _CLAMP_MAX = Kink(

@@ -6,7 +6,7 @@ weight has as its gradient is a sum over samples of products of what went into t
 features a) with the loss's derivative by what came out (its slopes δ). Both passes' a and δ give
 the difference sample by sample,
 
-    δ'ᵀa' - δᵀa = (δ' - δ)ᵀ (a' + a)/2 + (δ' + δ)ᵀ/2 (a' - a),
+    δ'ᵀa' - δᵀa = (δ' - δ)ᵀ a' + δᵀ (a' - a),
 
 with what nearly cancels taken before any sum.
 """
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import grad
 from transformers.pytorch_utils import Conv1D
 
@@ -30,6 +31,7 @@ from .types import ClientMap, Tensors
 
 LINEAR, _CONVOLUTIONS = (nn.Linear, Conv1D), (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ENTRIES = 2**24  # of several samples' weight gradients, written out at once
+_CACHED_ENTRIES, _LONG_ROW = 2**19, 8  # of patches of images
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,7 @@ class Layer:
         """The matrices `(B, n, rows)` and `(B, n, columns)` of that product, from rows of both."""
         m: Any = self.module
         if isinstance(self.module, nn.Conv2d):  # what the kernel covers at each of n places
-            patches = nn.functional.unfold(features, m.kernel_size, m.dilation, m.padding, m.stride)
-            return slopes.flatten(2).mT, patches.mT
+            return slopes.flatten(2).mT, _patches(features, self.module).mT
         # Conv1D is (in, out), where nn.Linear has (out, in).
         return (features, slopes) if isinstance(m, Conv1D) else (slopes, features)
 
@@ -102,6 +103,21 @@ class Layer:
         if isinstance(self.module, _CONVOLUTIONS):
             return slopes.flatten(2).sum(2)
         return slopes.sum(1)
+
+
+def _patches(features: Tensor, convolution: nn.Conv2d) -> Tensor:
+    """What the kernel covers, `(B, covered entries, places)`. Long rows of places are copied in a
+    seventh of `unfold`'s time.
+    """
+    m: Any = convolution
+    windows = nn.functional.pad(features, (m.padding[1],) * 2 + (m.padding[0],) * 2)
+    for dimension in (0, 1):
+        extent = m.dilation[dimension] * (m.kernel_size[dimension] - 1) + 1
+        windows = windows.unfold(2 + dimension, extent, m.stride[dimension])
+    if windows.shape[3] < _LONG_ROW:
+        return nn.functional.unfold(features, m.kernel_size, m.dilation, m.padding, m.stride)
+    windows = windows[..., :: m.dilation[0], :: m.dilation[1]]
+    return windows.permute(0, 1, 4, 5, 2, 3).flatten(1, 3).flatten(2)
 
 
 def layers_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Layer]:
@@ -144,9 +160,16 @@ class Pass:
 
     @classmethod
     def evaluate(
-        cls, gmap: ClientMap, x: Tensor, layers: Mapping[str, Layer], sides: Sides | None = None
+        cls,
+        gmap: ClientMap,
+        x: Tensor,
+        layers: Mapping[str, Layer],
+        sides: Sides | None = None,
+        needs_slope: bool = True,
     ) -> Pass:
-        """At an input x, with the map's own random draws and, if given, on these sides of kinks."""
+        """At an input x, with the map's own random draws and, if given, on these sides of kinks.
+        Without its slope the backward pass ends at the layers' outputs.
+        """
         evaluated = cls(layers, sides=sides)
         if not layers:
             with gmap.replay.full_precision(), evaluated.kept_sides():
@@ -154,12 +177,14 @@ class Pass:
             return evaluated
         split = {name for layer in layers.values() for name in (layer.weight, layer.bias)}
         unsplit = {name: p for name, p in gmap.parameters.items() if name not in split}
+        outputs: list[GradientEdge] = []
         with gmap.replay.run(), gmap.replay.full_precision():
             x = x.detach().requires_grad_()
-            with evaluated.listening(), evaluated.kept_sides():
+            with evaluated.listening(outputs), evaluated.kept_sides():
                 loss = gmap.evaluate(x)
-            evaluated.unsplit = differentiate(loss, {**unsplit, "": x})
-        evaluated.loss, evaluated.slope = loss.detach(), evaluated.unsplit.pop("")
+            leaves = {**unsplit, "": x} if needs_slope or not outputs else unsplit
+            evaluated.unsplit = differentiate(loss, leaves, outputs)
+        evaluated.loss, evaluated.slope = loss.detach(), evaluated.unsplit.pop("", None)
         return evaluated
 
     def kept_sides(self) -> AbstractContextManager[None]:
@@ -186,38 +211,42 @@ class Pass:
         return rows
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take down what layers take in meanwhile, and then the slopes that they get."""
+    def listening(self, outputs: list[GradientEdge] | None = None) -> Iterator[None]:
+        """Take down what layers take in meanwhile, and then the slopes that they get; and where in
+        the graph they put it out.
+        """
         with hooked(
-            layer.module.register_forward_hook(self._hook(name, layer), prepend=True)
+            layer.module.register_forward_hook(self._hook(name, layer, outputs), prepend=True)
             for name, layer in self.layers.items()
         ):
             yield
 
-    def _hook(self, name: str, layer: Layer) -> Any:
+    def _hook(self, name: str, layer: Layer, outputs: list[GradientEdge] | None) -> Any:
         def called(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             calls = self.features.setdefault(name, [])
             slopes, number = self.slopes.setdefault(name, {}), len(calls)
             calls.append(layer.features(args[0].detach()))
             if output.requires_grad:
                 output.register_hook(lambda slope: slopes.__setitem__(number, slope))
+                if outputs is not None:
+                    outputs.append(get_gradient_edge(output))
 
         return called
 
 
 class Change(NamedTuple):
-    """What a step changes of a layer's calls, and the means of both ends, as rows of samples.
+    """What a step changes of a layer's calls, and what it is multiplied with, as rows of samples.
 
     Args:
         slopes: δ' - δ over the step, of each call.
-        mean_features: (a' + a)/2.
-        mean_slopes: (δ' + δ)/2.
+        later_features: a'.
+        earlier_slopes: δ.
         features: a' - a over the step.
     """
 
     slopes: list[Tensor]
-    mean_features: list[Tensor]
-    mean_slopes: list[Tensor]
+    later_features: list[Tensor]
+    earlier_slopes: list[Tensor]
     features: list[Tensor]
 
     @classmethod
@@ -235,8 +264,8 @@ class Change(NamedTuple):
             if slopes.shape != later_slopes.shape or features.shape != later_features.shape:
                 return None
             change.slopes.append(torch.sub(later_slopes, slopes).div_(step))
-            change.mean_features.append(torch.lerp(features, later_features, 0.5))
-            change.mean_slopes.append(torch.lerp(slopes, later_slopes, 0.5))
+            change.later_features.append(later_features)
+            change.earlier_slopes.append(slopes)
             change.features.append(torch.sub(later_features, features).div_(step))
         return change
 
@@ -246,12 +275,15 @@ class Change(NamedTuple):
 
     def factors(self, layer: Layer) -> tuple[Tensor, Tensor]:
         """The matrices of all calls whose product is J_bᵀv of the weight; see `Layer.factors`."""
-        pairs = [
-            *map(layer.factors, self.slopes, self.mean_features),
-            *map(layer.factors, self.mean_slopes, self.features),
-        ]
-        left_factors, right_factors = zip(*pairs, strict=True)
+        left_factors, right_factors = zip(*self._pairs(layer), strict=True)
         return torch.cat(left_factors, 1), torch.cat(right_factors, 1)
+
+    def _pairs(self, layer: Layer) -> list[tuple[Tensor, Tensor]]:
+        """Those of one product for each call and each of its two changes."""
+        return [
+            *map(layer.factors, self.slopes, self.later_features),
+            *map(layer.factors, self.earlier_slopes, self.features),
+        ]
 
     def weight(self, layer: Layer) -> Iterator[Tensor]:
         """J_bᵀv of the weight, `(*weight.shape)`, of one sample after the other. Each is gone when
@@ -259,22 +291,42 @@ class Change(NamedTuple):
         """
         if not self.slopes:
             return
-        if layer.is_product:  # one product, into memory that a cache holds
-            left_factor, right_factor = self.factors(layer)
-            product = left_factor.new_empty(left_factor.shape[2], right_factor.shape[2])
-            shape = layer.module.weight.shape
-            for left, right in zip(left_factor, right_factor, strict=True):
-                yield torch.mm(left.mT, right, out=product).view(shape)  # type: ignore[arg-type]
-            return
-        samples_at_once = max(1, _ENTRIES // layer.module.weight.numel())  # type: ignore[operator]
-        for start in range(0, len(self.slopes[0]), samples_at_once):
-            chosen = slice(start, start + samples_at_once)
-            total: Tensor | float = 0.0
-            for tensors in zip(*self, strict=True):
-                slopes, mean_features, mean_slopes, features = (
-                    tensor[chosen] for tensor in tensors
-                )
-                total = total + layer.weight_gradients(slopes, mean_features)
-                total = total + layer.weight_gradients(mean_slopes, features)
-            assert isinstance(total, Tensor)
-            yield from total
+        size: torch.Size = layer.module.weight.shape  # type: ignore[assignment]
+        if not layer.is_product:
+            for part in self._parts(_ENTRIES // size.numel()):
+                yield from part._written_out(layer)
+        elif isinstance(layer.module, nn.Conv2d):  # what a kernel covers is much, written out
+            places = sum(slopes[0, 0].numel() for slopes in self.slopes)
+            for part in self._parts(_CACHED_ENTRIES // (2 * places * size.numel() // size[0])):
+                yield from _products(part._pairs(layer), size)
+        else:
+            yield from _products(self._pairs(layer), size)
+
+    def _parts(self, samples: int) -> Iterator[Change]:
+        """Of so many samples at a time, of one at least."""
+        samples = max(samples, 1)
+        for start in range(0, len(self.slopes[0]), samples):
+            yield Change(*([t[start : start + samples] for t in tensors] for tensors in self))
+
+    def _written_out(self, layer: Layer) -> Tensor:
+        """J_bᵀv of the weight, `(B, *weight.shape)`."""
+        total = torch.zeros((), dtype=self.slopes[0].dtype, device=self.slopes[0].device)
+        for slopes, later_features, earlier_slopes, features in zip(*self, strict=True):
+            total = total + layer.weight_gradients(slopes, later_features)
+            total = total + layer.weight_gradients(earlier_slopes, features)
+        return total
+
+
+def _products(pairs: list[tuple[Tensor, Tensor]], size: torch.Size) -> Iterator[Tensor]:
+    """Sums of the products of each sample's factors, in one and the same memory."""
+    left, right = pairs[0]
+    product = left.new_empty(left.shape[2], right.shape[2])
+    length = sum(left.shape[1] for left, _ in pairs)
+    if length * sum(product.shape) < product.numel():  # written once: factors are joined instead
+        lefts, rights = zip(*pairs, strict=True)
+        pairs = [(torch.cat(lefts, 1), torch.cat(rights, 1))]
+    for sample in range(len(left)):
+        for number, (lefts_of, rights_of) in enumerate(pairs):
+            factors = lefts_of[sample].mT, rights_of[sample]
+            torch.addmm(product, *factors, beta=min(number, 1), out=product)
+        yield product.view(size)

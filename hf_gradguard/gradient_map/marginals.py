@@ -98,7 +98,7 @@ def own_pass(gmap: GradientMap) -> Pass | None:
     plan = known_plan(gmap) or plan_of(gmap)
     if plan.error > TOLERANCE or not plan.split_layers:
         return None
-    return first_pass(gmap, split_layers(gmap, plan), plan)
+    return first_pass(gmap, split_layers(gmap, plan), plan, needs_slope=False)
 
 
 def power_sums(

@@ -425,10 +425,11 @@ class RunWithin(nn.Module):
 
 
 def differentiate(
-    loss: Tensor, leaves: Mapping[str, Tensor], *, retain_graph: bool = False,
-    create_graph: bool = False,
+    loss: Tensor, leaves: Mapping[str, Tensor], inner: Any = (), *,
+    retain_graph: bool = False, create_graph: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The derivatives of a loss by leaves, zeros by those that it does not use.
+    """The derivatives of a loss by leaves, zeros by those that it does not use. By `inner`
+    edges of the graph, too, for the hooks that are there.
 
     Raises:
         ValueError: If it uses none of them, and was differentiated before.
@@ -436,7 +437,7 @@ def differentiate(
             differentiated twice.
     """
     graph: Any = {"retain_graph": retain_graph or create_graph, "create_graph": create_graph}
-    gradients = torch.autograd.grad(loss, list(leaves.values()), **graph, allow_unused=True)
+    gradients = torch.autograd.grad(loss, [*leaves.values(), *inner], **graph, allow_unused=True)
     if all(gradient is None for gradient in gradients) and _was_differentiated(loss):
         raise ValueError(
             "The loss is not computed from any shared parameter, so there is no gradient of it. "
@@ -445,7 +446,7 @@ def differentiate(
         )
     if create_graph:
         check_whole(gradient for gradient in gradients if gradient is not None)
-    pairs = zip(leaves.items(), gradients, strict=True)
+    pairs = zip(leaves.items(), gradients, strict=False)
     return {n: torch.zeros_like(p.detach()) if g is None else g for (n, p), g in pairs}
 
 

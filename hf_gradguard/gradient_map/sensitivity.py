@@ -73,9 +73,12 @@ def split_layers(gmap: ClientMap, plan: DifferencePlan) -> dict[str, Layer]:
     return {name: layer for name, layer in layers.items() if name in plan.split_layers}
 
 
-def first_pass(gmap: ClientMap, layers: Mapping[str, Layer], plan: DifferencePlan) -> Pass:
+def first_pass(
+    gmap: ClientMap, layers: Mapping[str, Layer], plan: DifferencePlan, needs_slope: bool = True
+) -> Pass:
     """At the map's own input: where differences start from."""
-    return Pass.evaluate(gmap, gmap.input, layers, Sides() if plan.keeps_sides else None)
+    sides = Sides() if plan.keeps_sides else None
+    return Pass.evaluate(gmap, gmap.input, layers, sides, needs_slope)
 
 
 def _key(gmap: ClientMap) -> Hashable:
@@ -347,10 +350,10 @@ def _differences(
     layers = split_layers(gmap, plan)
     has_sides = start is not None and start.sides is not None
     if start is None or start.layers.keys() != layers.keys() or has_sides != plan.keeps_sides:
-        start = first_pass(gmap, layers, plan)
+        start = first_pass(gmap, layers, plan, needs_slope=False)
     for _ in range(num_probes):
         moved = x + step * normal(generator, x.shape, x.device, x.dtype)
-        end = Pass.evaluate(gmap, moved, layers, start.sides)
+        end = Pass.evaluate(gmap, moved, layers, start.sides, needs_slope=False)
         for name, gradient in end.unsplit.items():
             yield name, ((gradient - start.unsplit[name]) / step).square_()
         del end.unsplit
