@@ -293,16 +293,16 @@ class Change(NamedTuple):
             return
         size: torch.Size = layer.module.weight.shape  # type: ignore[assignment]
         if not layer.is_product:
-            for part in self._parts(_ENTRIES // size.numel()):
-                yield from part._written_out(layer)
+            for chunk in self._chunks(_ENTRIES // size.numel()):
+                yield from chunk._written_out(layer)
         elif isinstance(layer.module, nn.Conv2d):  # what a kernel covers is much, written out
             places = sum(slopes[0, 0].numel() for slopes in self.slopes)
-            for part in self._parts(_CACHED_ENTRIES // (2 * places * size.numel() // size[0])):
-                yield from _products(part._pairs(layer), size)
+            for chunk in self._chunks(_CACHED_ENTRIES // (2 * places * size.numel() // size[0])):
+                yield from _products(chunk._pairs(layer), size)
         else:
             yield from _products(self._pairs(layer), size)
 
-    def _parts(self, samples: int) -> Iterator[Change]:
+    def _chunks(self, samples: int) -> Iterator[Change]:
         """Of so many samples at a time, of one at least."""
         samples = max(samples, 1)
         for start in range(0, len(self.slopes[0]), samples):
