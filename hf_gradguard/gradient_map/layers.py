@@ -110,7 +110,9 @@ def _patches(features: Tensor, convolution: nn.Conv2d) -> Tensor:
     seventh of `unfold`'s time.
     """
     m: Any = convolution
-    windows = nn.functional.pad(features, (m.padding[1],) * 2 + (m.padding[0],) * 2)
+    windows = features
+    if any(m.padding):
+        windows = nn.functional.pad(features, (m.padding[1],) * 2 + (m.padding[0],) * 2)
     for dimension in (0, 1):
         extent = m.dilation[dimension] * (m.kernel_size[dimension] - 1) + 1
         windows = windows.unfold(2 + dimension, extent, m.stride[dimension])

@@ -78,6 +78,7 @@ TEXT_MODELS: dict[str, Callable[[int], nn.Module]] = {
 }  # fmt: skip
 IMAGE_MODELS: dict[str, Callable[[int], nn.Module]] = {
     "ResNet-18": resnet18, "LeNet with ReLU": lambda _: LeNet(),
+    "LeNet with ReLU, 64 images": lambda _: LeNet(),
 }  # fmt: skip
 
 
@@ -97,7 +98,8 @@ def measure(args) -> dict:
         report[name] = _measured(model, batch, rounds)
     for name, make in IMAGE_MODELS.items():
         torch.manual_seed(0)
-        count, width = (2, 32) if args.quick or name.startswith("LeNet") else (IMAGES, 64)
+        small = args.quick or name.startswith("LeNet")
+        count, width = (64 if "64" in name else 2, 32) if small else (IMAGES, 64)
         batch = {
             "pixel_values": torch.randn(count, 3, width, width),
             "labels": torch.arange(count) % 10,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.benchmarks.growth import _exponents, _slope
 from recipes.benchmarks.measuring import run as run_benchmark
 
 
@@ -155,6 +156,44 @@ def test_mesh(measure):
     shown = {row[0]: row[1:] for row in rows}
     assert shown["protect, none"] == [f"{found['protect, none']:.1f}" for found in (whole, sharded)]
     assert whole["plain backward"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_shards(measure):
+    """Two clients of two devices end where two of one device do, to rounding."""
+    report, rows = measure("shards")
+    assert [row[0] for row in rows] == list(report["cases"])
+    for row, kinds in zip(rows, report["cases"].values(), strict=True):
+        for place, apart in enumerate(kinds.values()):
+            counts = f"{apart['farther']:,} of {apart['entries']:,}"
+            assert row[1 + 2 * place : 3 + 2 * place] == [f"{apart['largest']:.1e}", counts]
+    ours = {label: kinds["`none`"]["largest"] for label, kinds in report["cases"].items()}
+    assert ours.pop("encoder, AdamW, float64") < 1e-12
+    for label, largest in ours.items():
+        assert largest < 1e-6, label
+
+
+def test_growth(measure):
+    report, rows = measure("growth")
+    assert list(report["axes"]) == ["tokens of a text", "clients"]
+    shown = iter(rows)
+    for axis, measured in report["axes"].items():
+        assert next(shown)[0].startswith(f"**{axis}**")
+        for row, found in measured["exponents"].items():
+            (label, exponent, _, above, _, memory) = next(shown)
+            assert label == row
+            assert exponent == f"{found['exponent']['median']:.2f}"
+            assert above == ("" if row == "stock" else f"{found['above stock']['median']:.2f}")
+            assert memory == f"{measured['memory'][row]:.2f}"
+        assert len(measured["seconds"]["stock"]) == len(measured["sizes"]) == 2
+
+
+def test_slopes_are_those_of_powers():
+    sizes = [2, 4, 8]
+    assert _slope(sizes, [3 * n**1.5 for n in sizes]) == 1.5
+    found = _exponents(sizes, {"stock": [[n] for n in sizes], "own": [[n**2] for n in sizes]})
+    assert found["own"]["above stock"]["median"] == 1
 
 
 def test_models(measure):
