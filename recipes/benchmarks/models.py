@@ -16,6 +16,8 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
     LlamaConfig,
@@ -58,6 +60,12 @@ def encoder(name: str, quick: bool) -> tuple[nn.Module, dict]:
     return model, texts(config.vocab_size, *((2, 8) if quick else (16, 128)))
 
 
+def distilbert(_name: str, quick: bool) -> tuple[nn.Module, dict]:
+    sizes = {"n_layers": 1, "dim": 24, "hidden_dim": 24, "n_heads": 2, "vocab_size": 99}
+    config = DistilBertConfig(**(sizes if quick else {}))
+    return DistilBertForSequenceClassification(config), texts(config.vocab_size, 16, 16)
+
+
 def gpt2(_name: str, quick: bool) -> tuple[nn.Module, dict]:
     sizes = {"n_layer": 1, "n_embd": 24, "n_head": 2, "vocab_size": 99} if quick else {}
     config = GPT2Config(num_labels=2, pad_token_id=0, **sizes)
@@ -93,6 +101,7 @@ def llama(_name: str, quick: bool) -> tuple[nn.Module, dict]:
 
 MODELS: dict[str, Callable[[str, bool], tuple[nn.Module, dict]]] = {
     "MiniLM's shape, 16 × 128 tokens": encoder,
+    "DistilBERT's, 16 × 16 tokens": distilbert,
     "GPT-2 small's, 4 × 64 tokens": gpt2,
     "ViT-small's, 2 images at 224": vit,
     "ResNet-18's, 8 images at 32": resnet,

@@ -3,9 +3,10 @@ by Opacus, which takes every phrase's own gradient, and with each defense.
 
 All train the same model on the same phrases, 16 at a time, AdamW included; rows take turns, the
 stock Trainer around each. Tokens without padding, over seconds of one thread's processor time,
-after 10 steps in which models are tried out. Opacus takes no positions that rows share, so there
-embeddings are frozen. Soteria is left out, which takes a pass for each of a layer's neurons, and so
-is Refiner as published, which needs an evaluation network.
+after 6 steps in which models are tried out; one of the ten that count feeds averages. Opacus takes
+no positions that rows share, so there embeddings are frozen. Soteria is left out, which takes a
+pass for each of a layer's neurons, and so is Refiner as published, which needs an evaluation
+network.
 
 Opacus is no dependency: `pip install --no-deps opacus opt-einsum` into an environment of your own;
 `--without_opacus` leaves its row out.
@@ -42,7 +43,7 @@ ARGUMENTS: dict[str, dict] = {
     "data_dir": {"help": "folder of train.tsv"},
     "without_opacus": {"action": "store_true", "help": "leave its row out"},
 }
-BATCH, LENGTH, WARMUP, STEPS, ROUNDS = 16, 64, 10, 20, 3
+BATCH, LENGTH, WARMUP, STEPS, ROUNDS = 16, 64, 6, 10, 3
 STOCK, OPACUS = "stock Trainer", "Opacus, DP-SGD"
 PRIVATE = {"per_sample": True, "clip": 1.0, "noise_multiplier": 1.0}
 DEFENSES: list[tuple[str, dict]] = [

@@ -198,7 +198,7 @@ def test_slopes_are_those_of_powers():
 
 def test_models(measure):
     report, rows = measure("models")
-    assert len(report["models"]) == 5
+    assert len(report["models"]) == 6
     shown = iter(rows)
     for label, model in report["models"].items():
         assert next(shown)[0].startswith(f"**{label}**")
