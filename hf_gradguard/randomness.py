@@ -219,14 +219,14 @@ class Stream:
         if not stds.numel():
             return values.clone()
         least, most = stds.aminmax()
-        spacing = grid_spacing(float(least), float(most), entries)
+        fineness = 1 / grid_spacing(float(least), float(most), entries)  # dividing would be slower
         make, words, per = _MAKERS[noise]
 
         def add(start: int, unit_noise: Tensor) -> None:
             part = slice(start, start + len(unit_noise))
             std = deviation[part] if deviation.dim() else deviation
-            on_grid = values[part].to(torch.float64, copy=True).div_(spacing).round_()
-            on_grid.add_(unit_noise.mul_(std).div_(spacing).round_()).mul_(spacing)
+            on_grid = values[part].to(torch.float64, copy=True).mul_(fineness).round_()
+            on_grid.add_(unit_noise.mul_(std).mul_(fineness).round_()).mul_(1 / fineness)
             noisy[part] = torch.where(is_bare[part], values[part], on_grid) if any_bare else on_grid
 
         self._draw_chunks(words, len(values), values.device, make, add, per)
