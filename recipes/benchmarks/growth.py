@@ -11,6 +11,7 @@ then is a step of as many accumulated batches. One thread, processor time.
 import math
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -83,7 +84,6 @@ def measure(args) -> dict:
             "exponents": _exponents(list(sizes), seconds),
             "memory": {row: _slope(list(sizes), highest) for row, highest in memory.items()},
         }
-    plot(report, f"{args.output}.png")
     return {"threads": 1, "axes": report}
 
 
@@ -165,10 +165,11 @@ def _exponents(sizes: list[int], seconds: dict[str, list[list[float]]]) -> dict[
     }
 
 
-def plot(report: dict, path: str) -> None:
+def plot(report: dict, path: Path) -> None:
     """Seconds over sizes, one picture an axis."""
-    figure, places = plt.subplots(1, len(report), figsize=(4 * len(report), 3.6), squeeze=False)
-    for place, (axis, measured) in zip(places[0], report.items(), strict=True):
+    axes = report["axes"]
+    figure, places = plt.subplots(1, len(axes), figsize=(4 * len(axes), 3.6), squeeze=False)
+    for place, (axis, measured) in zip(places[0], axes.items(), strict=True):
         for row, seconds in measured["seconds"].items():
             place.loglog(measured["sizes"], seconds, marker="o", ms=3, lw=1.2, label=row)
         place.set_xlabel(axis)

@@ -31,7 +31,8 @@ RATIO = ("median", "range")  # what `cells` holds
 
 def run(name: str, argv: Sequence[str]) -> None:
     """A benchmark: its `measure` makes a report of the arguments, its `table` a header and rows of
-    the report. Its `ARGUMENTS` are further ones, as keywords of `add_argument`.
+    the report, its `plot`, if it has one, a picture. Its `ARGUMENTS` are further ones, as keywords
+    of `add_argument`.
     """
     module = importlib.import_module(f"recipes.benchmarks.{name}")
     parser = command_line(module.__doc__)
@@ -48,7 +49,10 @@ def run(name: str, argv: Sequence[str]) -> None:
         report = module.measure(args) | {"torch": torch.__version__}
         text = json.dumps(report, indent=1, ensure_ascii=False)
         path.write_text(text + "\n", encoding="utf-8")
-    write_table(args.output, *module.table(json.loads(path.read_text(encoding="utf-8"))))
+    report = json.loads(path.read_text(encoding="utf-8"))
+    write_table(args.output, *module.table(report))
+    if hasattr(module, "plot"):
+        module.plot(report, named(args.output, ".png"))
 
 
 def classifier(name: str) -> PreTrainedModel:
