@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -188,16 +187,11 @@ def _parser(group: str) -> argparse.ArgumentParser:
 
 def _demo(flags: Mapping[str, Any]) -> None:
     from .demo import run_demo
+    from .logs import errors_alone
 
-    loggers = [logging.getLogger(name) for name in ("transformers", __package__)]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:  # it prints progress, a table and sentences, and nothing else
-        logger.setLevel(logging.ERROR)
-    try:
+    # It prints progress, a table and sentences, and nothing else.
+    with errors_alone("transformers", __package__):
         run_demo(**asdict(fill(DemoSettings, flags)))
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _list_defenses(_: Mapping[str, Any]) -> None:

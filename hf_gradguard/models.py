@@ -31,6 +31,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from .logs import load_weights
+
 ADAPTER = "adapter_config.json"
 _WAY_OUT = (
     "Give the folder that `save_pretrained` wrote, with its config.json, or a name on the Hugging "
@@ -392,9 +394,7 @@ def _architecture(config: Any) -> str:
 
 def _load(name: str, task: Task, **head: Any) -> tuple[nn.Module, Any]:
     with explain_missing_model(name):
-        model = task.auto_class.from_pretrained(
-            name, trust_remote_code=False, ignore_mismatched_sizes=bool(head), **head
-        )
+        model = load_weights(task.auto_class, name, head)
     processing_class = _processing(name, task)
     if task.name == "text-classification" and model.config.pad_token_id is None:
         model.config.pad_token_id = processing_class.pad_token_id  # a decoder's head looks for it

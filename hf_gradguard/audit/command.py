@@ -95,13 +95,14 @@ def load(
         head.domain, head.labels, source.column, source.label_column,
     )  # fmt: skip
     new_head = None if head.is_saved else columns.new_head()
+    rows = columns.draw(count, decoys, seed)
+    columns.check(rows)  # before weights are loaded
     model, processing_class = load_model(source.model, source.task, new_head)
     if new_head is not None:
         columns.labels = label_kind(model)  # of numbers or lists, where the data has these
     classes: Any = model.config.label2id  # type: ignore[union-attr]
     show_rows(columns, classes)
-    samples = columns.samples(classes, columns.draw(count, decoys, seed))
-    return model.to(device), processing_class, samples
+    return model.to(device), processing_class, columns.samples(classes, rows)
 
 
 def _load_candidates(source: AttackedSettings, model: nn.Module, dataset: str) -> list[Any]:

@@ -229,13 +229,16 @@ class Labeled:
         order: list[int] = np.random.default_rng(seed).permutation(len(self)).tolist()
         return order[: count + spare]
 
-    def check(self) -> None:
-        """Look at all rows but the images, which are read when they are needed.
+    def check(self, rows: Sequence[int] | None = None) -> None:
+        """Look at rows, but not at images, which are read when they are needed.
+
+        Args:
+            rows: Which. Default: all.
 
         Raises:
             DataError: If a text or a label is empty.
         """
-        rows = range(len(self))
+        rows = range(len(self)) if rows is None else rows
         if self.kind == "text":
             deque(self.inputs(rows), maxlen=0)
         if self.label_column:

@@ -267,7 +267,7 @@ def _token_embeddings(model: nn.Module) -> set[int]:
 def _say_withheld(tables: Mapping[str, list[str]], embeddings: set[str]) -> None:
     """Once for the token embeddings, and once for other tables."""
     for which, why in (
-        (tables.keys() & embeddings, "Its gradient is non-zero on exactly the batch's tokens."),
+        (tables.keys() & embeddings, "Its gradient alone would list the batch's words."),
         (tables.keys() - embeddings, "The input says which rows of it are looked up, and its "
          "gradient is non-zero on exactly these."),
     ):  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers.utils import logging
 
-from ..audit.cells import write_json, write_text
+from ..audit.cells import Cells, write_json, write_text
 from ..audit.command import check_specs, load
 from ..audit.loop import FEWEST_MESSAGES
 from ..audit.report.summary import Summary
@@ -24,6 +24,7 @@ from ..defenses import Defense
 from ..defenses.measured import recovered_behind
 from ..flags import SourceSettings, fill
 from ..gradient_map.domain import domain_of_model
+from ..logs import errors_alone
 from ..models import label_kind
 from ..training.privacy.private_rows import chained_defenses
 from .choice import (
@@ -475,18 +476,17 @@ def run_recommend(flags: Mapping[str, Any]) -> None:
         OSError: If a file cannot be read or the output folder not be written to.
     """
     settings = fill(CommandSettings, flags)
-    check_specs(settings.defense, settings.attack)  # a misspelt name is refused before a download
+    # Refused before a download: an output that cannot be written to, or a misspelt name.
+    Cells(Path(settings.output) / "cells")
+    check_specs(settings.defense, settings.attack)
     model, processing_class, samples = load(settings, 1, settings.rows - 1, settings.seed)
-    recommend(
-        model,
-        processing_class,
-        samples,
-        settings.defense,
-        settings.attack,
-        output=settings.output,
-        source=settings,
-        **{f.name: getattr(settings, f.name) for f in dataclasses.fields(TrialSettings)},
-    )
+    # A Trainer's notices are for who trains: of the chosen defense the page has them.
+    with errors_alone(*(f"hf_gradguard.{room}" for room in ("training", "gradient_map"))):
+        recommend(
+            model, processing_class, samples, settings.defense, settings.attack,
+            output=settings.output, source=settings,
+            **{f.name: getattr(settings, f.name) for f in dataclasses.fields(TrialSettings)},
+        )  # fmt: skip
     folder = Path(settings.output)
     print((folder / "recommend.md").read_text(encoding="utf-8"))
     print(f"{folder / 'recommend.html'} (the audits beside it hold private samples)")

@@ -110,3 +110,10 @@ class CommandSettings(AttackedSettings, TrialSettings):
     rows: int = option(6000, "rows of the data to use at most, drawn at random")
     defense: Any = option(None, "as for `gradguard audit`. Default: noise and pruning")  # noqa: RUF009
     attack: Any = option(None, "as for `gradguard audit`. Default: the strongest that are quick")  # noqa: RUF009
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rows <= self.attacked:
+            raise ValueError(
+                f"rows must be more than the {self.attacked} that are attacked, but is {self.rows}."
+            )

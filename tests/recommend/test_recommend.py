@@ -132,7 +132,7 @@ def test_the_file_names_what_is_recommended(found: tuple[Path, Choice], tmp_path
 
 @pytest.mark.long
 def test_what_is_recommended_is_trained_by_the_command_on_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The accuracy that was promised, on other held-out texts of the same kind."""
     monkeypatch.chdir(tmp_path)
@@ -153,6 +153,9 @@ def test_what_is_recommended_is_trained_by_the_command_on_the_page(
         "--defense", "gaussian_noise:relative_scale=2", "--decoys", "0", "--steps", "40",
         "--learning_rate", "5e-3", "--seeds", "2",
     ])  # fmt: skip
+    notices = "Known of", "Withheld", "There is one process"  # a Trainer's, for who trains
+    assert not [line for line in caplog.messages if line.startswith(notices)]
+    assert any(line.startswith("recommend would take") for line in caplog.messages)
     chosen = json.loads(Path("found/recommend.json").read_text())["chosen"]
     command = "gradguard train --config found/train.yaml"
     assert all(command in Path(f"found/recommend.{kind}").read_text() for kind in ("md", "html"))
@@ -375,3 +378,28 @@ def test_the_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) ->
         main(["recommend", "--model", "nowhere"])
     assert stopped.value.code == 1
     assert "gradguard recommend: --output, --dataset must be given." in capsys.readouterr().err
+
+
+def test_the_command_refuses_before_weights_are_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line each: too few rows, an output that is a file, an empty text."""
+    model, _, tokenizer = small_text_task()
+    model.base_model.save_pretrained(tmp_path / "encoder")
+    tokenizer.save_pretrained(tmp_path / "encoder")
+    table, full = tmp_path / "rows.csv", tmp_path / "full"
+    table.write_text("text,label\n" + "a film,good\nno film,bad\n" * 40 + ",good\n")
+    full.write_text("")
+    capsys.readouterr()  # of saving
+    usual = ["recommend", "--model", str(tmp_path / "encoder"), "--dataset", str(table)]
+    for flags, line in (
+        (["--output", str(tmp_path / "out"), "--rows", "0"], "rows must be more than the 16"),
+        (["--output", str(full)], "full"),
+        (["--output", str(tmp_path / "out")], "rows.csv, row 81: column 'text' is empty."),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main([*usual, *flags])
+        assert stopped.value.code == 1
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith("gradguard recommend: ")
+        assert line in said

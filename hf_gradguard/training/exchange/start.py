@@ -20,8 +20,8 @@ from ..config import setting
 from ..guards.checks import check_loader
 
 ALONE = (
-    "There is one process, so nothing leaves it: the defense changes what is trained on, and "
-    "protects nobody from anybody. Clients are apart only on ranks of their own."
+    "There is one process, so nothing leaves it: this trains as protected clients would, and hides "
+    "nothing from anybody here. Start a process for each client (accelerate launch): docs/train.md."
 )
 _MOST = 10  # findings that are listed
 

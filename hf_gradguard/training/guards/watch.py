@@ -284,10 +284,10 @@ class RowGuard:
             # Once, where several trainings run: gradguard recommend's.
             logger.warning_once(
                 f"Zero rows of {', '.join(new_names[:5])}{unlisted} differ from message to "
-                "message, so they tell something about a batch whatever is in the other rows: "
-                "which experts its tokens were routed to, which units were active, how long a "
-                "text is. A defense that adds noise everywhere (gaussian_noise) fills them; "
-                "withhold=[...] with patterns of these names leaves them out."
+                "message. They say which rows a batch used: of position embeddings how long its "
+                "texts are, else which units were active, or which experts its tokens went to. "
+                "Noise on all entries (gaussian_noise) fills them; withhold=[...] with patterns of "
+                "these names leaves them out."
             )
         return new_names
 
