@@ -27,7 +27,7 @@ ROOMS = [
     "secure", "sharded",
     "leakage", "attacks", "defenses", "metrics", "networks",
     "gradient_map", "data",
-    "randomness", "registry", "models", "flags",
+    "randomness", "registry", "models", "flags", "logs",
 ]  # fmt: skip
 """From the top. A room imports rooms that come later, and nothing that comes earlier."""
 

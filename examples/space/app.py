@@ -40,7 +40,7 @@ def look(sentence: str, name: str, strength: str):
         raise gr.Error(str(error), print_exception=False) from error
     rows = "".join(
         f"- **{shown}**: {leak.recovered[label]:.0%} of the words reconstructed, "
-        f"{leak.told_apart[label][0]:g} of {leak.told_apart[label][1]} told apart{cost}\n"
+        f"{leak.told_apart[label][0]:g} of {leak.told_apart[label][1]} words told apart{cost}\n"
         for label, shown, cost in (
             (UNPROTECTED, "Unprotected", "."),
             (defense, defense, f". It costs {price(defense)}."),
@@ -56,9 +56,8 @@ def build() -> gr.Blocks:
     with gr.Blocks(title="What a gradient gives away") as page:
         gr.Markdown(INTRODUCTION)
         sentence = gr.Textbox(EXAMPLE, label="Your sentence", max_length=LONGEST)
-        with gr.Row():
-            name = gr.Radio(list(NAMES), value=first, label="Defense")
-            strength = gr.Radio(strengths[first], value=NAMES[first], label="Strength")
+        name = gr.Radio(list(NAMES), value=first, label="Defense")
+        strength = gr.Radio(strengths[first], value=NAMES[first], label="Strength")
         share = gr.Button("Share its gradient", variant="primary")
         with gr.Row():
             shown = [

@@ -368,6 +368,8 @@ def _none_words(
             f"{_GAP}Within the budget {least.defense} leaks least: at the {least.stage} a server "
             f"{score.verb} {_amount(least, score)}."
         )
+        if least.leak.mean <= chance + score.clear_margin:
+            words += f" That is below {limit}, but so few messages do not show it."
     more = ""
     if private:
         best = min(private, key=lambda outcome: outcome.lost.mean)
@@ -376,10 +378,11 @@ def _none_words(
             f"{_points(best.lost)}."
         )
         # The least one that this defense would keep.
-        more = f" {math.ceil(100 * (best.lost.mean - SAME_ACCURACY)) / 100:g}"
+        least_budget = math.ceil(100 * (best.lost.mean - SAME_ACCURACY)) / 100
+        more = f"For it allow more (--budget {least_budget:g}; the same command has it at once). "
     return (
-        f"{words}{_GAP}Allow more (--budget{more}: the same command goes on with what it has), "
-        "train longer (--steps), attack more samples (--attacked), or try others (--defense)."
+        f"{words}{_GAP}{more}Train longer (--steps), attack more samples (--attacked), try others "
+        "(--defense), or give more time (--budget_minutes; the same command goes on)."
     )
 
 

@@ -121,8 +121,17 @@ def test_nothing_is_recommended_that_costs_more() -> None:
     assert paragraphs[0].startswith("Unprotected: a server recovers 100 % [79, 100] of the words")
     assert paragraphs[1].startswith("None of these: no defense tried keeps accuracy within 2 point")
     assert paragraphs[2].endswith("b costs least: 5.0 points [4.0, 6.0].")
-    assert paragraphs[3].startswith("Allow more (--budget 0.04: the same command goes on")
+    assert paragraphs[3].startswith("For it allow more (--budget 0.04; the same command has it")
     assert choose(tried, 0.04, 0.05).chosen is tried[2]
+
+
+def test_too_few_messages_are_said_where_nothing_else_is_wrong() -> None:
+    few = dataclasses.replace(outcome("a", 0.0, 0.0), leak_by_message={0: 0.0, 1: 0.0})
+    paragraphs = choose([PLAIN, few], 0.02, chance=0.05).words.split("\n\n")
+    assert paragraphs[2].startswith("Within the budget a leaks least: at the end a server recovers")
+    assert paragraphs[2].endswith("That is below 30 %, but so few messages do not show it.")
+    assert "--budget " not in paragraphs[3]
+    assert "give more time (--budget_minutes; the same command goes on)" in paragraphs[3]
 
 
 def test_three_sentences() -> None:
