@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from hf_gradguard.randomness import Stream
+from recipes.benchmarks.exact_noise import float_noise
 from recipes.benchmarks.measuring import run as run_benchmark
 
 
@@ -85,6 +88,26 @@ def test_randomness(measure):
         *steps,
     ]
     assert report["tensors"] > 30
+
+
+def test_exact_noise(measure):
+    report, rows = measure("exact_noise")
+    assert list(report["ratios"]) == ["2 x 4 tokens"]
+    for row, (label, ratio) in zip(rows, report["ratios"].items(), strict=True):
+        low, high = ratio["interval"]
+        assert ratio["min"] <= low <= ratio["median"] <= high <= ratio["max"]
+        assert row == [label, *cells(ratio, 2), f"{low:.2f} to {high:.2f}"]
+
+
+def test_the_unit_of_exact_noise_is_a_float_times_the_deviation():
+    zeros, std = torch.zeros(1000), torch.tensor(0.3, dtype=torch.float64)
+    exact = Stream.from_seeds(0).noisy(zeros, std, 1000)
+    with float_noise():
+        former = Stream.from_seeds(0).noisy(zeros, std, 1000)
+    assert torch.equal(former, Stream.from_seeds(0).normal((1000,)) * 0.3)
+    assert not torch.equal(former, exact)
+    assert torch.equal(Stream.from_seeds(0).noisy(zeros, std, 1000), exact)  # put back
+    assert float(former.std() / exact.std()) == pytest.approx(1, abs=0.1)
 
 
 def test_memory(measure):
