@@ -37,6 +37,9 @@ def test_it_prints_one_table_three_sentences_and_a_path(
     assert [line.split()[0] for line in lines[2:4]] == list(demo.DEFENSES)
     assert lines[4].startswith(demo.HEAD)
     assert "≤ 5%, proved" in lines[4]
+    meanings = [line.partition(":")[0] for line in lines if ": " in line]
+    assert [name for name in demo.HEADER if name in meanings] == list(demo.HEADER[1:5])
+    assert "of the sentences shared, found in a list of 19;" in said.out
     undefended = re.split(r"\s{2,}", lines[2])
     assert len(undefended) == len(demo.HEADER)
     assert undefended[2] == "100%"  # every word, and no more than every word
