@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
-from huggingface_hub import ModelCard
+from huggingface_hub import EvalResult, ModelCard
 
 from ..defenses import Defense
 from ..defenses.measured import recovered_behind
 from ..gradient_map.parameters import withheld_by_name, withheld_parameters
+from ..models import TASKS
 from .adapter import TrainerAdapter
 from .config import setting
 from .guards.batch_statistics import tracking_layers
@@ -43,6 +45,9 @@ def complete_card(trainer: TrainerAdapter) -> None:
     figures = _evaluated(trainer)
     if figures:
         card.data.metrics = card.data.metrics or sorted(figures)
+        if not card.data.eval_results:
+            card.data.eval_results = _indexed(trainer.model, figures)
+            card.data.model_name = card.data.model_name or _title(text)
         lines = "\n".join(f"- {name}: {value:.4g}" for name, value in figures.items())
         text = f"{text.rstrip()}\n\n## Evaluation\n\n{lines}"
     card.text = f"{text.rstrip()}\n\n{privacy_section(trainer)}"
@@ -60,6 +65,24 @@ def _evaluated(trainer: TrainerAdapter) -> dict[str, float]:
         for name, value in logged[-1].items()
         if name.startswith("eval_") and not name.endswith(about) and isinstance(value, int | float)
     }
+
+
+def _indexed(model: Any, figures: Mapping[str, float]) -> list[EvalResult]:
+    """For the `model-index`, which Transformers leaves empty for data that is not on the Hub."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    tasks = [task.name for task in TASKS.values() if type(base).__name__ in task.classes]
+    return [
+        EvalResult(
+            tasks[0], "private", "evaluation data of the training", metric_type=name,
+            metric_name=name, metric_value=float(f"{value:.4g}"),
+        )
+        for name, value in figures.items()
+        if tasks
+    ]  # fmt: skip
+
+
+def _title(text: str) -> str:
+    return next((line[2:] for line in text.splitlines() if line.startswith("# ")), "model")
 
 
 def privacy_section(trainer: TrainerAdapter) -> str:

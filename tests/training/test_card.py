@@ -258,6 +258,10 @@ def test_card_has_tag_start_and_figures(tmp_path: Path) -> None:
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert "gradguard" in card.data.tags
     assert card.data.metrics == ["accuracy"]
+    (result,) = card.data.eval_results  # the model-index
+    assert (result.task_type, result.metric_type) == ("text-classification", "accuracy")
+    assert result.metric_value == 0.625
+    assert card.data.model_name == "tiny"
     assert "## Evaluation\n\n- accuracy: 0.625" in card.text
     assert "fine-tuned from `start`" in card.text
     assert "from scratch" not in card.text
