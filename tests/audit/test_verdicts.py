@@ -75,6 +75,20 @@ def test_reconstruction_is_compared_with_reconstruction() -> None:
     assert "Against span, not distinguishable from no defense." in verdict.text
 
 
+def test_who_ranks_above_others_is_not_recognized_yet() -> None:
+    """Always the second of ten: that is no chance, and not the first."""
+    result = made({"none/candidates": [1.0] * 8, "d/candidates": [0.0] * 8})
+    for cell in result.cells:
+        member = int(cell["defense"] == "d")
+        cell["membership"] = {"scores": [-float(k) for k in range(10)], "members": [member]}
+    _, verdict = summarize(result).verdicts
+    assert verdict.recognized is False
+    assert verdict.text.endswith(
+        "A server recognizes 0 % [0, 37] of the texts among 10 candidates (10 % by chance), and "
+        "ranks them above others."
+    )
+
+
 @pytest.mark.parametrize(("recovered", "standing"), [(LOW, "chance"), (MIDDLE, "reduced")])
 def test_what_is_recognized_is_not_what_is_recovered(recovered: list[float], standing: str) -> None:
     """Its best candidates are whole texts. They grade no defense that hides the words, which would

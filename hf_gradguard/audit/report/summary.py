@@ -321,13 +321,14 @@ def _membership(pair: tuple[str, str], cells: Sequence[Cell]) -> Membership | No
 def _recognized(
     membership: Sequence[Membership], rows: Sequence[AttackScores], score: MainScore
 ) -> dict[str, tuple[bool, str]]:
-    """By defense, whether members are shown to be recognized, or to rank above others; and how many
-    are, in a sentence, by the attack that recognizes most.
+    """By defense, whether an interval shows that members are recognized; and how many are, by the
+    attack that recognizes most, and whether they rank above others at least.
     """
     ranked, by_defense = {row.defense for row in rows if PERCENTILE in row.beats_chance}, {}
     for item in sorted(membership, key=lambda item: item.scores["top1"].mean):
-        is_shown = item.defense in ranked or (item.scores["top1"].low or 0.0) > item.chance
-        by_defense[item.defense] = is_shown, f"A server {item.recognizes(score.sample)}."
+        is_shown = (item.scores["top1"].low or 0.0) > item.chance
+        also = "" if is_shown or item.defense not in ranked else ", and ranks them above others"
+        by_defense[item.defense] = is_shown, f"A server {item.recognizes(score.sample)}{also}."
     return by_defense
 
 
