@@ -132,6 +132,8 @@ def run_train(flags: Mapping[str, Any]) -> None:
 
 def _check(settings: TrainSettings, args: TrainArguments) -> None:
     """Before anything is loaded."""
+    if Path(settings.output).is_file():
+        raise ValueError(f"{settings.output} is a file: give a folder as --output.")
     defense = resolve_defense(None, args)
     check_arguments(args)
     if settings.from_scratch:

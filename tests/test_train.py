@@ -152,6 +152,7 @@ def test_an_npz_of_images(models: Path, tmp_path: Path) -> None:
 MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "a mistyped model": ({"--model": "./nowhere"}, "There is no folder ./nowhere"),
     "a file as model": ({"--model": "rows.csv"}, "is a file, not the folder of a model"),
+    "a file as output": ({"--output": "rows.csv"}, "rows.csv is a file: give a folder"),
     "no model": ({"--model": ""}, "--model must be given"),
     "a mistyped file": ({"--dataset": "rwos.csv"}, "no file or folder rwos.csv"),
     "an unknown defense": ({"--defense": "gausian_noise"}, "Did you mean 'gaussian_noise'"),
