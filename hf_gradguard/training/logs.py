@@ -16,9 +16,9 @@ from transformers.trainer_callback import CallbackHandler
 
 LEAST_MESSAGES = 50
 """Messages that a figure which leaves the rank is a mean of, at least."""
-MESSAGES = "defense/messages"
+MESSAGES = "shared_messages"
 """In the history in memory: of all ranks, since the last entry of a training."""
-MESSAGES_OF_RUN = "defense/messages_of_run"
+MESSAGES_OF_RUN = "shared_messages_of_run"
 """Beside the summary: since training began or was resumed, as its loss is."""
 _CONSOLES = frozenset(
     {"PrinterCallback", "ProgressCallback", "NotebookProgressCallback", "RichProgressCallback"}
