@@ -150,7 +150,7 @@ def choose(
     chosen = _equals(qualified, chance, score)[0]
     protected = f"{_amount(chosen, score)}; a guess has {score.format(chance)}"
     words = f"Unprotected: {undefended}.{_GAP}With {chosen.defense}: {protected}.{_GAP}"
-    words += _cost(chosen, plain, untrained) + _membership_words(chosen)
+    words += _cost(chosen, plain, untrained) + _membership_words(chosen, score)
     return Choice(list(outcomes), chosen, words)
 
 
@@ -322,18 +322,18 @@ def _is_less_accurate(outcome: Outcome, best: Outcome, margin: float) -> bool:
     )
 
 
-def _membership_words(chosen: Outcome) -> str:
+def _membership_words(chosen: Outcome, score: MainScore) -> str:
     if chosen.membership is None:
         return ""
     words = (
-        f"Of the members of a message it recognizes {percent(chosen.membership)} among "
+        f"It recognizes {percent(chosen.membership)} of a message's {score.sample}s among "
         f"{chosen.candidates} candidates."
     )
     if low_end(chosen.membership) <= MANY_MEMBERS:
-        return _GAP + words
+        return f"{_GAP}Which {score.sample}s a server was sent: {words[0].lower()}{words[1:]}"
     return (
-        f"{_GAP}Not hidden is who was in it. {words} Where that matters, a classifier can share "
-        "its linear head alone, under dp_sgd by samples: docs/head.md."
+        f"{_GAP}Not hidden: which {score.sample}s a server was sent. {words} Where that matters, a "
+        "classifier can share its linear head alone, under dp_sgd by samples: docs/head.md."
     )
 
 

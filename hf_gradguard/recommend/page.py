@@ -22,7 +22,7 @@ TRAIN_FILE = "train.yaml"
 _SOURCE = ("model", "task", "dataset", "dataset_config", "split", "column", "label_column")
 _AS_MEASURED = " These are the steps that it was measured with. Train longer, and audit the result."
 
-_WIDTH, _HEIGHT, _MARGIN, _BOTTOM, _TOP, _RIGHT = 480, 340, 56, 50, 20, 34
+_WIDTH, _HEIGHT, _MARGIN, _BOTTOM, _TOP, _RIGHT = 480, 340, 68, 50, 20, 34
 _NUMBER_WIDTH, _NUMBER_HEIGHT = 20, 15  # of a point's number
 
 

@@ -186,7 +186,7 @@ def test_much_membership_inference_names_a_defense_against_it() -> None:
         tried = [listed(PLAIN, 1.0), listed(outcome("a", 0.0, 0.1), named)]
         words = choose(tried, 0.02, chance=0.2).words
         last = words.split("\n\n")[-1]
-        assert "Of the members of a message it recognizes" in last
+        assert f"t recognizes {100 * named:.0f} %" in last
         assert "among 54 candidates." in last
         assert ("share its linear head alone" in last) == said
         assert last.startswith("Not hidden") == said
