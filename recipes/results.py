@@ -100,6 +100,7 @@ RUNS = [
     Run("kinks_speed", "kinks", MODEL, 0.1),
     Run("memory", "memory", MODEL, 0.1),
     Run("mesh_memory", "mesh", MODEL, 0.1),
+    Run("growth_speed", "growth", MODEL, 0.1),
     Run("mesh_equality", "shards", MODEL, 0.05),
     Run("refiner_speed", "refiner", MODEL, 0.1),
     Run("exchange_cost", "exchange", MODEL, 0.1),

@@ -13,6 +13,7 @@ import torch
 
 from hf_gradguard.randomness import Stream
 from recipes.benchmarks.exact_noise import float_noise
+from recipes.benchmarks.growth import _exponents, _slope
 from recipes.benchmarks.measuring import run as run_benchmark
 
 
@@ -194,6 +195,28 @@ def test_shards(measure):
     assert ours.pop("encoder, AdamW, float64") < 1e-12
     for label, largest in ours.items():
         assert largest < 1e-6, label
+
+
+def test_growth(measure):
+    report, rows = measure("growth")
+    assert list(report["axes"]) == ["tokens of a text", "clients"]
+    shown = iter(rows)
+    for axis, measured in report["axes"].items():
+        assert next(shown)[0].startswith(f"**{axis}**")
+        for row, found in measured["exponents"].items():
+            (label, exponent, _, above, _, memory) = next(shown)
+            assert label == row
+            assert exponent == f"{found['exponent']['median']:.2f}"
+            assert above == ("" if row == "stock" else f"{found['above stock']['median']:.2f}")
+            assert memory == f"{measured['memory'][row]:.2f}"
+        assert len(measured["seconds"]["stock"]) == len(measured["sizes"]) == 2
+
+
+def test_slopes_are_those_of_powers():
+    sizes = [2, 4, 8]
+    assert _slope(sizes, [3 * n**1.5 for n in sizes]) == 1.5
+    found = _exponents(sizes, {"stock": [[n] for n in sizes], "own": [[n**2] for n in sizes]})
+    assert found["own"]["above stock"]["median"] == 1
 
 
 def test_models(measure):
