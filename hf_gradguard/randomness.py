@@ -214,8 +214,8 @@ class Stream:
             noise: Its distribution.
         """
         noisy, deviation = torch.empty_like(values), deviation.to(values.device)
-        is_bare = deviation == 0
-        stds = deviation[~is_bare] if (any_bare := bool(is_bare.any())) else deviation
+        is_bare = None if deviation.numel() and deviation.amin() > 0 else deviation == 0
+        stds = deviation if is_bare is None else deviation[~is_bare]
         if not stds.numel():
             return values.clone()
         least, most = stds.aminmax()
@@ -227,10 +227,10 @@ class Stream:
             std = deviation[part] if deviation.dim() else deviation
             on_grid = values[part].to(torch.float64, copy=True).mul_(fineness).round_()
             on_grid.add_(unit_noise.mul_(std).mul_(fineness).round_()).mul_(1 / fineness)
-            noisy[part] = torch.where(is_bare[part], values[part], on_grid) if any_bare else on_grid
+            noisy[part] = on_grid
 
         self._draw_chunks(words, len(values), values.device, make, add, per)
-        return noisy
+        return noisy if is_bare is None else torch.where(is_bare, values, noisy)
 
     def _draw_numbers(
         self,

@@ -421,10 +421,10 @@ def add_noise(
         (torch.Size([4, 3]), torch.Size([4]))
     """
     for group in _neighbors(tensors):
-        sizes = [tensor.numel() for tensor in group.values()]
+        rows = [tensor.flatten() for tensor in group.values()]
         stds = [deviations(name) for name in group]
-        values = torch.cat([tensor.flatten() for tensor in group.values()])
-        noisy = stream.noisy(values, _joined(stds), entries, noise).split(sizes)
+        values = torch.cat(rows) if len(rows) > 1 else rows[0]  # joining would copy a large one
+        noisy = stream.noisy(values, _joined(stds), entries, noise).split([*map(len, rows)])
         for (name, tensor), noisy_tensor in zip(group.items(), noisy, strict=True):
             yield name, noisy_tensor.view(tensor.shape)
 
@@ -451,4 +451,4 @@ def _joined(stds: Sequence[Tensor]) -> Tensor:
     numbers = {None if (n := single_number(std)) is None else float(n) for std in stds}
     if len(numbers) == 1 and None not in numbers:
         return torch.tensor(numbers.pop(), dtype=torch.float64)
-    return torch.cat([std.flatten() for std in stds])
+    return torch.cat([std.flatten() for std in stds]) if len(stds) > 1 else stds[0].flatten()
