@@ -42,6 +42,7 @@ from .measuring import RATIO, cells, row_title, seconds_now, spread
 ARGUMENTS: dict[str, dict] = {
     "data_dir": {"help": "folder of train.tsv"},
     "without_opacus": {"action": "store_true", "help": "leave its row out"},
+    "rows": {"nargs": "+", "metavar": "ROW", "help": "defenses' rows; default: all"},
 }
 BATCH, LENGTH, WARMUP, STEPS, ROUNDS = 16, 64, 6, 10, 2
 STOCK, OPACUS = "stock Trainer", "Opacus, DP-SGD"
@@ -115,6 +116,7 @@ def measure(args: argparse.Namespace) -> dict:
     runs: dict[str, Run] = {
         row_title(name, settings): protected(name, settings)
         for name, settings in (DEFENSES[:2] if args.quick else DEFENSES)
+        if args.rows is None or row_title(name, settings) in args.rows
     }
     if not args.without_opacus:
         runs = {OPACUS: lambda: by_opacus(args.model, rows, clock(), warmup, steps)} | runs
@@ -126,6 +128,7 @@ def measure(args: argparse.Namespace) -> dict:
             rates[name].append(run())
             plain.append(stock())
             shares[name].append((plain[-2] + plain[-1]) / 2 / rates[name][-1])
+            print(f"{name}: {shares[name][-1]:.2f} stock steps", flush=True)
     return {
         "threads": 1,
         "batch": BATCH,
