@@ -64,7 +64,7 @@ class SampleSpan:
 
     def __init__(self, gmap: GradientMap, x: Tensor | None = None) -> None:
         count, layers = len(gmap.input), layers_of(gmap.model, gmap.parameters)
-        evaluated = Pass.evaluate(gmap, gmap.input if x is None else x, layers)
+        evaluated = Pass.evaluate(gmap, gmap.input if x is None else x, layers, needs_slope=False)
         self._count = count
         self._parameters = {name: p.detach() for name, p in gmap.parameters.items()}
         self._factors: dict[str, _Outer] = {}
