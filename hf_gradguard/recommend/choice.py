@@ -214,7 +214,10 @@ def mean_over_seeds(values: Any, are_shares: bool = False) -> Estimate:
         spread = float(np.std(trainings, ddof=1)) / math.sqrt(len(trainings))
         half = math.hypot(half, float(t.ppf(0.975, len(trainings) - 1)) * spread)
     mean = float(values.mean())
-    return Estimate(mean, mean - half, mean + half)
+    low, high = mean - half, mean + half
+    return (
+        Estimate(mean, max(-1.0, low), min(1.0, high)) if are_shares else Estimate(mean, low, high)
+    )
 
 
 def accuracy_over_seeds(values: Any) -> Estimate:

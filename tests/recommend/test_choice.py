@@ -169,6 +169,13 @@ def test_equal_samples_have_an_interval() -> None:
     assert accuracy_over_seeds([[0.0] * 20]).high == pytest.approx(lost.high)
 
 
+def test_no_share_is_beyond_one() -> None:
+    """Of two trainings the interval by Student's t is wider than what can be lost."""
+    lost = mean_over_seeds([[0.0] * 20, [0.4] * 20], are_shares=True)
+    assert (lost.low, lost.high) == (-1.0, 1.0)
+    assert mean_over_seeds([[0.0] * 20, [0.4] * 20]).high > 2
+
+
 @pytest.mark.parametrize("tried", [[PLAIN], [outcome("a", 0.0, 0.1), PLAIN]])
 def test_the_undefended_comes_first(tried: list[Outcome]) -> None:
     with pytest.raises(ValueError, match="the undefended outcome first"):
