@@ -73,6 +73,10 @@ PREDICTS = f"{IMAGES} --sst2 $SST2 {TOKENIZER}"
 ALLOCATOR = (
     "MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TOP_PAD_=500000000"
 )
+EXACT = (  # rows since noise is exact
+    "none gaussian_noise optimal_noise gradient_sketch "
+    "'dp_sgd, per_sample=True, clip=1.0, noise_multiplier=1.0'"
+)
 NETWORK = (  # what $NETWORK names, if it is not there
     "python -m recipes.studies.train_evaluation_network image --data $TINY_IMAGENET "
     "--filters 32 64 128 --output $NETWORK"
@@ -194,6 +198,7 @@ RUNS = [
     Run("private_sgd", "private_sgd", MODEL, 0.1),
     Run("models_speed", "models", MODEL, 0.2),
     Run("training_speed", "training", TEXT, 0.2),
+    Run("training_exact", "training", f"{TEXT} --rows {EXACT}", 0.2),
     Run("meter_speed", "meter", MODEL, 0.2),
     Run("attack_speed", "attacks", MODEL, 0.2),
     Run("attack_speed_kept", "attacks", MODEL, 0.2, ALLOCATOR),
