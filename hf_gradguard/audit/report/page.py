@@ -250,8 +250,8 @@ def _legend(summary: Summary) -> str:
         f"{summary.main_score.legend}: mean over {summary.samples} samples, with 95 % bootstrap "
         f"intervals over messages of {settings['batch_size']}. Chance: {settings['chance']}. "
         f"{informed}{pairs_legend(summary)}"
-        "Labels recovered: the share that is read off the last layer's gradient, also where"
-        "  attacks are granted the labels; chance draws classes at random. Relative error and "
+        "Labels recovered: the share that is read off the last layer's gradient, also where "
+        "attacks are granted the labels; chance draws classes at random. Relative error and "
         "cosine: of what was shared, to the true gradient. "
         f"{' '.join([summary.estimators_note, *summary.estimator_meanings])}"
     )
