@@ -98,8 +98,11 @@ class Row(NamedTuple):
         return f"{name}, {size}"
 
 
-ROWS = [Row(1590), Row(4209, [NONE, CORRELATED]), Row(200, directions=200)]
-MORE_ROWS = [Row(1590, [STRICTEST]), Row(4209, [STRICTEST])]  # with --all
+ROWS = [
+    Row(1590, [*ONE_AND_A_HALF, STRICTEST]),
+    Row(4209, [NONE, CORRELATED, STRICTEST]),
+    Row(200, directions=200),
+]
 
 
 class HeadTask(FeaturesTask):
@@ -283,7 +286,8 @@ class Texts(Study):
             "--public": "a public text, WikiText-2's training part, a paragraph a line",
         }
     )
-    ROWS, MORE_ROWS, QUICK_ROW = ROWS, MORE_ROWS, Row(2, [NONE, CORRELATED])
+    ROWS, QUICK_ROW = ROWS, Row(2, [NONE, CORRELATED])
+    MORE_ROWS: Sequence[Row] = ()
     FEATURES = "all layers"
     SEEDS = SEEDS
     FASTER = 0  # by how many steps of the grid its rates are higher
