@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from .lib.text import load_classifier, load_tokenizer, sst2
 STRENGTHS = (20.0, 5.0, 100.0)
 STRENGTHS_OF_SEVERAL = (5.0, 20.0)
 STATES = ("start", "trained")
-SEVERAL = 4  # sentences of a message
+SENTENCES, SEVERAL = 20, 4  # of a row, and of a message
+GUESS = ("no message: the most frequent tokens", "", "00")  # the place of a guess's cell
 POPULATIONS, EVALUATIONS_OF_THESE = 6, 16_000
 EVALUATIONS_OF_SEVERAL = 16_000
 TRAINING = {"rows": 8000, "batch": 16, "learning_rate": 5e-5}
@@ -35,7 +37,7 @@ class LikelihoodSearches(Study):
     ARGUMENTS: dict[str, Any] = Study.ALL | {
         "--model": "an encoder",
         "--data_dir": "folder with dev.tsv and train.tsv",
-        "--sentences": {"type": int, "default": 20, "help": "of each row"},
+        "--sentences": {"type": int, "default": SENTENCES, "help": "of each row"},
     }
 
     def cells(self) -> dict:
@@ -68,7 +70,8 @@ class LikelihoodSearches(Study):
             }
             for (_, strength, number), settings in ended.items()
         }  # fmt: skip
-        return self.published(single | restarted | ended | several)
+        guessed = {} if self.quick else {GUESS: {"guess": GUESS[0], "sentences": SENTENCES}}
+        return self.published(single | restarted | ended | several | guessed)
 
     def load(self) -> None:
         logging.set_verbosity_error()
@@ -86,7 +89,9 @@ class LikelihoodSearches(Study):
         set_seed(0)
         self.models = {"start": load_classifier(self.args.model)}
 
-    def measure(self, cell: dict) -> dict[str, float]:
+    def measure(self, cell: dict) -> dict[str, Any]:
+        if "guess" in cell:
+            return {"guessed": self._guessed(cell["sentences"])}
         if cell["state"] not in self.models:
             self.models["trained"] = self._train()
         model = self.models[cell["state"]]
@@ -130,6 +135,21 @@ class LikelihoodSearches(Study):
             "processor_seconds": round(seconds, 1),
         }
 
+    def _guessed(self, count: int) -> list[float]:
+        """The token F1 of each sentence if as many of the most frequent public tokens are said."""
+        counts = Counter(
+            token
+            for text in self.public
+            for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        )
+        scores = []
+        for row in self.sentences[:count]:
+            true = self.tokenizer(row["sentence"], add_special_tokens=False)["input_ids"]
+            guess = [token for token, _ in counts.most_common(len(true))]
+            mean = score_text([guess], [true], tokenizer=self.tokenizer).mean
+            scores.append(round(mean["token_f1"], 4))
+        return scores
+
     def _best_public(self, true: list[int]) -> float:
         """The mean token F1 of public sentences of that length: what knows no message has."""
         ids = [self.tokenizer(text)["input_ids"] for text in self.public[:4000]]
@@ -154,7 +174,7 @@ class LikelihoodSearches(Study):
         return model.eval()
 
     def report(self, metrics: dict) -> None:
-        rows = []
+        guess, rows = metrics.pop(GUESS[0], None), []
         for state, strengths in metrics.items():
             for strength, sentences in strengths.items():
                 cells = list(sentences.values())
@@ -172,6 +192,11 @@ class LikelihoodSearches(Study):
                      ", ".join(f"{c['score']:.0f} of {c['expected']:.0f}" for c in cells),
                      f"{mean['processor_seconds']:.0f}"]
                 )  # fmt: skip
+        if guess is not None:
+            scores = guess[GUESS[1]][GUESS[2]]["guessed"]
+            each = ", ".join(f"{score:.2f}" for score in scores)
+            mean = f"{sum(scores) / len(scores):.2f}"
+            rows.append([GUESS[0], "", len(scores), mean, "", "", each, "", ""])
         write_table(
             self.output,
             ("model", "noise", "messages", "token F1", "words at their place", "public sentences",
