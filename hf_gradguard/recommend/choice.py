@@ -297,6 +297,25 @@ def finalists(
     return _equals(possible, chance, score, 2 * SAME_ACCURACY)[:most]
 
 
+def promising_first(
+    outcomes: Sequence[Outcome], budget: float, chance: float, score: MainScore
+) -> list[Outcome]:
+    """Those first that keep the budget so far, of them those that are shown to leak little, and
+    equals in their order.
+
+    Example:
+        >>> promising_first([], budget=0.02, chance=0.1, score=MAIN_SCORES["text"])
+        []
+    """
+    return sorted(
+        outcomes,
+        key=lambda outcome: (
+            outcome.lost.mean > budget + SAME_ACCURACY,
+            not is_shown_private(outcome, chance, score),
+        ),
+    )
+
+
 def _equals(
     outcomes: list[Outcome], chance: float, score: MainScore, same_accuracy: float = SAME_ACCURACY
 ) -> list[Outcome]:

@@ -34,6 +34,7 @@ from .choice import (
     choose,
     finalists,
     percent,
+    promising_first,
     shown_leak,
 )
 from .outcomes import Server, Stages, is_shown_to_reconstruct, outcome_of
@@ -164,6 +165,7 @@ class _Comparison:
         self._stages = dict[str, list[Stages]]()
         self._omitted = dict[str, str]()  # with why
         self._leaky = dict[str, AttackScores]()
+        self._not_judged = list[str]()
         self._messages = settings.attacked // (2 * settings.message_size)  # of a round
         self._attack_seconds = self._judging_seconds = 0.0
 
@@ -353,7 +355,7 @@ class _Comparison:
         is time for; finalists on the other half of the messages too.
         """
         right = dict[str, list[list[float]]]()
-        last = self._affordable(last)
+        possible, last = last, self._affordable(last)
         compared = [plain, *last]
         for number, seed in enumerate(self._trials.final_seeds):
             attacks = 2 * len(last) * self._attack_seconds if number == 0 else 0.0
@@ -373,9 +375,11 @@ class _Comparison:
                 for outcome in compared:
                     defense, rate = self._defenses[outcome.defense], outcome.learning_rate
                     self._trials.drop(outcome.defense, defense, rate, seed)
-        if not right:
+        if not right:  # then the first trials judge, also those that are attacked no further
             self._attack_finalists(last, None)
+            compared = [plain, *possible]
             right = {outcome.defense: [self._judging(outcome, None)] for outcome in compared}
+        self._not_judged = [o.defense for o in possible if o.defense not in right]
         self._seeds = len(right["none"])
         return [
             judged
@@ -387,16 +391,16 @@ class _Comparison:
         ]  # fmt: skip
 
     def _affordable(self, last: list[Outcome]) -> list[Outcome]:
-        """As many finalists as there is time for: each is attacked twice, and trained once more
-        beside the undefended one.
-        """
+        """As many as there is time to train once more and attack, promising ones first."""
         self._pace.reserved = 0.0
-        for count in range(len(last), 1, -1):
-            labels = ["none", *(outcome.defense for outcome in last[:count])]
+        by_promise = promising_first(last, self._settings.budget, self.guess, self.score)
+        for count in range(len(last), 0, -1):
+            kept = [outcome for outcome in last if outcome in by_promise[:count]]
+            labels = ["none", *(outcome.defense for outcome in kept)]
             seconds = len(labels) * self._training_seconds(*labels)
             if self._pace.fits(seconds + 2 * count * self._attack_seconds):
-                return last[:count]
-        return last[:1]
+                break
+        return kept
 
     def _judging(self, outcome: Outcome, seed: int | None) -> list[float]:
         defense = self._defenses[outcome.defense]
@@ -430,6 +434,10 @@ class _Comparison:
         if self._omitted:
             omitted = ", ".join(label + why for label, why in self._omitted.items())
             words.append(f"Not tried, for lack of time (--budget_minutes): {omitted}.")
+        if self._not_judged:
+            words.append(
+                f"Trained on one seed alone, so not judged: {', '.join(self._not_judged)}."
+            )
         if fewer:
             words.append(_FEWER.format(", ".join(fewer), whole))
         if words:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -191,8 +192,31 @@ def test_behind_a_slow_defense_others_are_tried(monkeypatch: pytest.MonkeyPatch)
     judged, limits = machine.compare()
     assert [one.defense for one in judged] == ["none", "gaussian_noise", "pruning"]
     assert ("gradient_sketch", 1) in machine.stored
-    assert "Not tried" not in limits
+    assert limits.startswith("Trained on one seed alone, so not judged: gradient_sketch.")
     assert machine.passed < 15 * 60 + 20
+
+
+def test_time_that_is_short_is_for_finalists_that_qualify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one of three can be attacked further, it is the one within the budget; and if none is
+    trained once more, the others are judged by their first trial.
+    """
+    machine = Machine(monkeypatch, 15, step=0.1, message=2.0)
+    judge = _Comparison.judge
+
+    def judge_at_the_end(self: _Comparison, plain: Outcome, last: list[Outcome]) -> list[Outcome]:
+        assert [outcome.defense for outcome in last] == SPECS[1:]
+        dear = [replace(o, lost=replace(o.lost, mean=0.045, low=0.01)) for o in last[:2]]
+        self._pace._end = machine.passed + 40.0
+        return judge(self, plain, [*dear, last[2]])
+
+    monkeypatch.setattr(_Comparison, "judge", judge_at_the_end)
+    judged, limits = machine.compare()
+    assert [one.defense for one in judged] == SPECS
+    assert [len(one.trainings) for one in judged] == [1] * 4
+    attacked = [len(one.leak_by_message) for one in judged]
+    assert attacked[3] > MESSAGES
+    assert attacked[:3] == [MESSAGES] * 3
+    assert "not judged" not in limits
 
 
 def test_a_budget_too_small_goes_on_from_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
