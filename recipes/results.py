@@ -128,6 +128,7 @@ RUNS = [
     Run("frontier_batches", "frontier_texts:Batches", TEXT, 0.5),
     Run("words_apart", "words_apart:WordsApart", TEXT, 0.5),
     Run("attributes", "attributes:Attributes", TEXT, 1),
+    Run("learned_inversion", "learned_inversion:LearnedInversion", TEXT, 1),
     Run("bare_names", "bare_names:BareNames", TEXT, 0.5),
     Run("bare_names_words", "bare_names:Words", TEXT, 0.2),
     Run("frontier_heads", "frontier_heads:Texts", f"{TEXT} --public {WIKI}/train.txt {STORED}", 1),
