@@ -70,7 +70,8 @@ class LikelihoodSearches(Study):
             }
             for (_, strength, number), settings in ended.items()
         }  # fmt: skip
-        guessed = {} if self.quick else {GUESS: {"guess": GUESS[0], "sentences": SENTENCES}}
+        count = self.args.sentences if self.quick else SENTENCES
+        guessed = {GUESS: {"guess": GUESS[0], "sentences": count}}
         return self.published(single | restarted | ended | several | guessed)
 
     def load(self) -> None:

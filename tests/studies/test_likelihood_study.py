@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.studies.likelihood_search import LikelihoodSearches
+from recipes.studies.likelihood_search import GUESS, LikelihoodSearches
 
 
 @pytest.fixture
@@ -28,7 +28,12 @@ def test_sentences_are_searched_and_summarized(encoder, sentences, quick, tmp_pa
     found = study.figures["start"]["20"]
     assert list(found) == ["00", "01"]
     scores = [cell["token_f1"] for cell in found.values()]
-    row, several = study.rows()
+    guessed = study.figures[GUESS[0]][GUESS[1]][GUESS[2]]["guessed"]
+    assert len(guessed) == 2
+    assert all(0 <= score < 1 for score in guessed)
+    row, several, guess = study.rows()
+    assert guess[0] == GUESS[0]
+    assert guess[3] == f"{sum(guessed) / 2:.2f}"
     assert several[:3] == ["start, 4 in a message", "5", "1"]
     assert study.figures["start, 4 in a message"]["5"]["00"]["evaluated"] <= 800
     assert row[:3] == ["start", "20", "2"]
@@ -39,8 +44,8 @@ def test_sentences_are_searched_and_summarized(encoder, sentences, quick, tmp_pa
 def test_all_cells_are_strengths_of_both_models():
     flags = ["--all", "--model", "m", "--data_dir", "d", "--output", "o", "--sentences", "3"]
     cells = LikelihoodSearches.parse(flags).cells()
-    assert len(cells) == 2 * 3 * 3 + 2 + 3 + 3
+    assert len(cells) == 2 * 3 * 3 + 2 + 3 + 3 + 1
     assert {state for state, _, _ in cells} == {
         "start", "trained", "start, 4 in a message", "start, ends by the whole likelihood",
-        "start, 6 populations",
+        "start, 6 populations", GUESS[0],
     }  # fmt: skip
