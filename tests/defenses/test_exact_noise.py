@@ -25,6 +25,7 @@ from hf_gradguard.randomness import GRID, Distribution, Stream
 
 ENTRIES = 200_000
 STRENGTHS = (20.0, 1_000.0, 100_000.0)
+ALIKE = 64  # entries whose noise is about as wide
 
 
 def noise_in_floats(values: Tensor, deviation: float) -> Tensor:
@@ -33,8 +34,15 @@ def noise_in_floats(values: Tensor, deviation: float) -> Tensor:
 
 
 def excess(shared: Tensor, gradient: Tensor, deviation: Tensor | float) -> float:
-    """How much more often the right guess is reached than a wrong one of equal law."""
-    wrong = gradient[torch.randperm(len(gradient), generator=torch.manual_seed(1))]
+    """How much more often the right guess is reached than a wrong one of equal law: entries in
+    another order, each in the place of one whose noise is as wide.
+    """
+    order = torch.argsort(torch.as_tensor(deviation).expand_as(gradient), stable=True)
+    blocks = torch.arange(len(order)) // ALIKE
+    shuffled = torch.randperm(len(order), generator=torch.manual_seed(1))
+    within = shuffled[blocks[shuffled].argsort(stable=True)]
+    wrong = torch.empty_like(gradient)
+    wrong[order] = gradient[order[within]]
     right, other = (reachable(shared, guess, deviation) for guess in (gradient, wrong))
     return float(right.double().mean() - other.double().mean())
 

@@ -268,7 +268,7 @@ def test_what_no_flags_name_is_recommended_in_words(tmp_path: Path) -> None:
     assert "No flags name a chain or an object of your own" in choice.words
     assert not (tmp_path / "train.yaml").exists()
     for name in ("recommend.md", "recommend.html"):
-        text = (tmp_path / name).read_text().replace("\N{NO-BREAK SPACE}", " ")
+        text = html.unescape((tmp_path / name).read_text()).replace("\N{NO-BREAK SPACE}", " ")
         assert all(paragraph in text for paragraph in choice.words.split("\n\n"))
 
 
