@@ -446,7 +446,7 @@ def differentiate(
         )
     if create_graph:
         check_whole(gradient for gradient in gradients if gradient is not None)
-    pairs = zip(leaves.items(), gradients, strict=False)
+    pairs = zip(leaves.items(), gradients[: len(leaves)], strict=True)
     return {n: torch.zeros_like(p.detach()) if g is None else g for (n, p), g in pairs}
 
 

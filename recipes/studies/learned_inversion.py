@@ -24,7 +24,7 @@ from hf_gradguard.randomness import Stream
 from ..study import Study
 from .lib.intervals import student
 from .lib.tables import write_table
-from .lib.text import load_classifier, load_tokenizer, sst2
+from .lib.text import batch_of, load_classifier, load_tokenizer, sst2, token_counts
 
 DEFENSES: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("none", {}),
@@ -118,8 +118,7 @@ class LearnedInversion(Study):
         return ids
 
     def _batch(self, row: dict) -> dict[str, Tensor]:
-        entries = dict(self.tokenizer(row["sentence"], truncation=True, return_tensors="pt"))
-        return entries | {"labels": torch.tensor([row["label"]])}
+        return batch_of(self.tokenizer, [row], truncation=True)
 
     def _message(self, row: dict, cell: dict, seed: int) -> dict[str, Tensor]:
         """The first of a client."""
@@ -133,7 +132,7 @@ class LearnedInversion(Study):
             yield [token for token, _ in counts[: len(self._tokens(row))]]
 
     def _counts(self) -> Counter:
-        return Counter(token for row in self.public for token in self._tokens(row))
+        return token_counts(self.tokenizer, [row["sentence"] for row in self.public])
 
     def _by_span(self, rows: Sequence[dict], cell: dict) -> Iterable[list[int]]:
         for number, row in enumerate(rows):

@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections import Counter
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from hf_gradguard.randomness import Stream
 
 from ..study import Study
 from .lib.tables import write_table
-from .lib.text import load_classifier, load_tokenizer, sst2
+from .lib.text import load_classifier, load_tokenizer, sst2, token_counts
 
 STRENGTHS = (20.0, 5.0, 100.0)
 STRENGTHS_OF_SEVERAL = (5.0, 20.0)
@@ -138,11 +137,7 @@ class LikelihoodSearches(Study):
 
     def _guessed(self, count: int) -> list[float]:
         """The token F1 of each sentence if as many of the most frequent public tokens are said."""
-        counts = Counter(
-            token
-            for text in self.public
-            for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        )
+        counts = token_counts(self.tokenizer, self.public)
         scores = []
         for row in self.sentences[:count]:
             true = self.tokenizer(row["sentence"], add_special_tokens=False)["input_ids"]

@@ -1,5 +1,6 @@
 """Sentences of GLUE SST-2, and models that read them."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -68,3 +69,10 @@ def batch_of(tokenizer, rows: Iterable[dict], **settings) -> dict[str, Tensor]:
         tokenizer([row["sentence"] for row in rows], padding=True, return_tensors="pt", **settings)
     )
     return batch | {"labels": torch.tensor([row["label"] for row in rows])}
+
+
+def token_counts(tokenizer, texts: Iterable[str]) -> Counter:
+    """How often each token is in texts, without the special ones around them."""
+    return Counter(
+        token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]
+    )
