@@ -214,13 +214,13 @@ class Stream:
             noise: Its distribution.
         """
         noisy, deviation = torch.empty_like(values), deviation.to(values.device)
-        is_bare = None if deviation.numel() and deviation.amin() > 0 else deviation == 0
-        stds = deviation if is_bare is None else deviation[~is_bare]
-        if not stds.numel():
+        least, most = deviation.aminmax() if deviation.numel() else (deviation, 0)
+        if not most > 0:
             return values.clone()
-        least, most = stds.aminmax()
+        is_bare = None if least > 0 else deviation == 0
+        if is_bare is not None:
+            least = deviation[~is_bare].amin()
         fineness = 1 / grid_spacing(float(least), float(most), entries)  # dividing would be slower
-        make, words, per = _MAKERS[noise]
 
         def add(start: int, unit_noise: Tensor) -> None:
             part = slice(start, start + len(unit_noise))
@@ -229,7 +229,7 @@ class Stream:
             on_grid.add_(unit_noise.mul_(std).mul_(fineness).round_()).mul_(1 / fineness)
             noisy[part] = on_grid
 
-        self._draw_chunks(words, len(values), values.device, make, add, per)
+        self._draw_chunks(*_MAKERS[noise], len(values), values.device, add)
         return noisy if is_bare is None else torch.where(is_bare, values, noisy)
 
     def _draw_numbers(
@@ -247,17 +247,17 @@ class Stream:
         def write(start: int, numbers: Tensor) -> None:
             drawn[start : start + len(numbers)] = numbers
 
-        self._draw_chunks(words_per_number, len(drawn), drawn.device, make, write, per)
+        self._draw_chunks(make, words_per_number, per, len(drawn), drawn.device, write)
         return drawn.view(tuple(shape))
 
     def _draw_chunks(
         self,
+        make: _Maker,
         words_per_number: int,
+        per: int,
         size: int,
         device: torch.device,
-        make: _Maker,
         write: Callable[[int, Tensor], None],
-        per: int,
     ) -> None:
         """One draw, whose chunks `write` gets with the place of their first number."""
         draw, count = self._next_draw(), -(-size // per)

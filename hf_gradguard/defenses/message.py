@@ -336,9 +336,11 @@ def scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:
     return tensor.mul_(factor).add_(offset) if offset else tensor.mul_(factor)
 
 
-def root(variances: Mapping[str, Tensor], name: str) -> Tensor:
-    """Standard deviations of variances, one number for one, in place where those were just made."""
-    variance = variances[name]
+def root(variances: Mapping[str, Tensor], squares: dict[str, Tensor], name: str) -> Tensor:
+    """Standard deviations of variances, one number for one, in place where those were just made;
+    the sum of the variances' squares goes to `squares`, so that they need not be made once more.
+    """
+    squares[name] = _square_sum(variance := variances[name])
     if (number := single_number(variance)) is not None:
         return number.sqrt().expand_as(variance)
     return variance.sqrt_() if isinstance(variances, OnDemand) else variance.sqrt()

@@ -34,6 +34,7 @@ from .message import (
     Noise,
     OnDemand,
     UsualPower,
+    add_up,
     cast_like,
     count,
     power,
@@ -163,7 +164,8 @@ class NoiseDefense(Defense):
         # The factor is the strength asked for over the strength of the shape as it is.
         factor = budget / cost if cost else 0.0
         if isinstance(shape, OnDemand):
-            return OnDemand(shape, lambda name: scaled(shape[name], factor))
+            noise_power = budget if self.utility_budget is None and cost else None
+            return OnDemand(shape, lambda name: scaled(shape[name], factor), noise_power)
         return {name: scaled(tensor, factor) for name, tensor in shape.items()}
 
     @property
@@ -179,7 +181,8 @@ class NoiseDefense(Defense):
             self._usual.begin(random_power(gmap, generator, lambda g: self.clipped(g, shards)))
         shape = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape, shards)
-        entries, deviations = count(gradient, shards), partial(root, variance)
+        entries, squares = count(gradient, shards), dict[str, Tensor]()
+        deviations = partial(root, variance, squares)
         groups = [(gradient, generator)] if shards is None else shards.streams(gradient, generator)
         noisy: Tensors = {}
         for group, stream in groups:
@@ -188,8 +191,8 @@ class NoiseDefense(Defense):
         if has_strength:
             noise_power = float(total(variance, shards))
             metrics["noise_scale"] = math.sqrt(noise_power / entries)
-            message_power, squares = (float(power(t, shards)) for t in (shared, variance))
-            self._usual.observe(message_power, noise_power, squares)
+            message_power = float(power(shared, shards))
+            self._usual.observe(message_power, noise_power, float(add_up(squares, shards)))
 
         # Only meters and audits ask for it, and it takes as much memory as gradients do.
         def noise() -> Noise:
