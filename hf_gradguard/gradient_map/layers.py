@@ -32,6 +32,7 @@ from .types import ClientMap, Tensors
 LINEAR, _CONVOLUTIONS = (nn.Linear, Conv1D), (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ENTRIES = 2**24  # of several samples' weight gradients, written out at once
 _CACHED_ENTRIES, _LONG_ROW = 2**19, 8  # of patches of images
+_SMALL_WEIGHT = 2**14  # entries, of which calls take longer than arithmetic
 
 
 @dataclass(frozen=True)
@@ -287,16 +288,31 @@ class Change(NamedTuple):
             *map(layer.factors, self.earlier_slopes, self.features),
         ]
 
+    def weight_squares(self, layer: Layer) -> Tensor:
+        """Σ_b (J_bᵀv)² of the weight, over samples b."""
+        module: Any = layer.module
+        squares = torch.zeros_like(module.weight, requires_grad=False)
+        with torch.autocast(squares.device.type, enabled=False):
+            rows = sum(slopes.shape[1] for slopes in self.slopes)
+            if rows == 1 and isinstance(module, LINEAR):
+                return _squares_of_pairs(*self.factors(layer))
+            for products in self.weight(layer):  # stay in a processor's cache
+                if len(products) == 1:
+                    squares.addcmul_(products[0], products[0])
+                else:
+                    squares += products.square().sum(0)
+        return squares
+
     def weight(self, layer: Layer) -> Iterator[Tensor]:
-        """J_bᵀv of the weight, `(*weight.shape)`, of one sample after the other. Each is gone when
-        the next is asked for.
+        """J_bᵀv of the weight, `(n, *weight.shape)`, of one sample or a few after the other. Each
+        is gone when the next is asked for.
         """
         if not self.slopes:
             return
         size: torch.Size = layer.module.weight.shape  # type: ignore[assignment]
         if not layer.is_product:
             for chunk in self._chunks(_ENTRIES // size.numel()):
-                yield from chunk._written_out(layer)
+                yield chunk._written_out(layer)
         elif isinstance(layer.module, nn.Conv2d):  # what a kernel covers is much, written out
             places = sum(slopes[0, 0].numel() for slopes in self.slopes)
             for chunk in self._chunks(_CACHED_ENTRIES // (2 * places * size.numel() // size[0])):
@@ -319,9 +335,23 @@ class Change(NamedTuple):
         return total
 
 
+def _squares_of_pairs(lefts: Tensor, rights: Tensor) -> Tensor:
+    """Σ_b (l_b1 r_b1ᵀ + l_b2 r_b2ᵀ)², multiplied out: three products over samples."""
+    (left, other_left), (right, other_right) = lefts.unbind(1), rights.unbind(1)
+    squares = left.square().T @ right.square() + other_left.square().T @ other_right.square()
+    squares += 2 * (left * other_left).T @ (right * other_right)
+    return squares.clamp_(min=0)
+
+
 def _products(pairs: list[tuple[Tensor, Tensor]], size: torch.Size) -> Iterator[Tensor]:
-    """Sums of the products of each sample's factors, in one and the same memory."""
+    """Sums of the products of each sample's factors, `(1, *size)` and in one and the same memory;
+    small ones `(B, *size)` at once.
+    """
     left, right = pairs[0]
+    if size.numel() <= _SMALL_WEIGHT and len(left) * size.numel() <= _CACHED_ENTRIES:
+        products = torch.stack([lefts.mT @ rights for lefts, rights in pairs])
+        yield products.sum(0).view(-1, *size)
+        return
     product = left.new_empty(left.shape[2], right.shape[2])
     length = sum(left.shape[1] for left, _ in pairs)
     if length * sum(product.shape) < product.numel():  # written once: factors are joined instead
@@ -331,4 +361,4 @@ def _products(pairs: list[tuple[Tensor, Tensor]], size: torch.Size) -> Iterator[
         for number, (lefts_of, rights_of) in enumerate(pairs):
             factors = lefts_of[sample].mT, rights_of[sample]
             torch.addmm(product, *factors, beta=min(number, 1), out=product)
-        yield product.view(size)
+        yield product.view(1, *size)

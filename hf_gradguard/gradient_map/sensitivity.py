@@ -374,10 +374,7 @@ def layer_squares(layer: Layer, change: Change) -> Iterator[tuple[str, Tensor]]:
         bias_product = change.bias(layer) if change.slopes else torch.zeros_like(module.bias)[None]
         yield layer.bias, bias_product.square().sum(0)
     if layer.weight is not None:
-        squares = torch.zeros_like(module.weight, requires_grad=False)
-        for product in change.weight(layer):  # stays in a processor's cache
-            squares.addcmul_(product, product)
-        yield layer.weight, squares
+        yield layer.weight, change.weight_squares(layer)
 
 
 def _exact(

@@ -50,4 +50,6 @@ def test_samples_products_are_those_of_their_gradients(
     change = Change([slopes[0]], [features[0]], [slopes[1]], [features[1]])
     expected = sum(map(layer.weight_gradients, slopes, features))
     found = [product.clone() for product in change.weight(layer)]
-    torch.testing.assert_close(torch.stack(found), expected)
+    torch.testing.assert_close(torch.cat(found), expected)
+    squares = change.weight_squares(layer)
+    torch.testing.assert_close(squares, torch.as_tensor(expected).square().sum(0))
