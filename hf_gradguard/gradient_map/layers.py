@@ -349,8 +349,10 @@ def _products(pairs: list[tuple[Tensor, Tensor]], size: torch.Size) -> Iterator[
     """
     left, right = pairs[0]
     if size.numel() <= _SMALL_WEIGHT and len(left) * size.numel() <= _CACHED_ENTRIES:
-        products = torch.stack([lefts.mT @ rights for lefts, rights in pairs])
-        yield products.sum(0).view(-1, *size)
+        products = left.mT @ right
+        for lefts, rights in pairs[1:]:
+            products.baddbmm_(lefts.mT, rights)
+        yield products.view(-1, *size)
         return
     product = left.new_empty(left.shape[2], right.shape[2])
     length = sum(left.shape[1] for left, _ in pairs)
