@@ -64,10 +64,11 @@ class LikelihoodSearches(Study):
             if (state, strength) == ("start", "20") and not self.quick
         }
         restarted = {
-            (f"start, {POPULATIONS} populations", strength, number): {
+            (f"{state}, {POPULATIONS} populations", strength, number): {
                 **settings, "version": 3, "evaluations": EVALUATIONS_OF_THESE,
             }
-            for (_, strength, number), settings in ended.items()
+            for (state, strength, number), settings in single.items()
+            if strength == "20" and not self.quick
         }  # fmt: skip
         count = self.args.sentences if self.quick else SENTENCES
         guessed = {GUESS: {"guess": GUESS[0], "sentences": count}}

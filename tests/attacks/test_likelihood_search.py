@@ -34,6 +34,7 @@ from hf_gradguard.attacks.likelihood_search.score import (
     Text,
     WhitenedScore,
     WholeLikelihood,
+    _norms,
     linear_names,
 )
 from hf_gradguard.defenses.mechanism import Mechanism
@@ -86,11 +87,15 @@ def test_scores_are_those_of_gradients_written_out(name: str) -> None:
     turned = linear_names(observation.model)
     for text, (value, own) in zip(texts, found.tolist(), strict=True):
         gradient = GradientMap(observation.model, score.batch([text])).gradient()
-        parts = []
-        for layer_name, layer in score._layers.items():
+        white, parts = {}, []
+        for layer_name in score._layers:
             g = gradient[layer_name].T if turned[layer_name] else gradient[layer_name]
             outputs, inputs = score.message.scales[layer_name]
-            parts.append((layer, layer.outputs.T @ (g / outputs[:, None] / inputs) @ layer.inputs))
+            white[layer_name] = g / outputs[:, None] / inputs
+        norm = total(g.square() for g in white.values()) ** 0.5
+        size = 1.0 if score._norm is None else score._norm / norm
+        for layer_name, layer in score._layers.items():
+            parts.append((layer, size * layer.outputs.T @ white[layer_name] @ layer.inputs))
         # As a message without noise it would lose its own share of the mean.
         share = total(layer.weights * layer.mean * g for layer, g in parts) / total(
             layer.weights * layer.mean.square() for layer, _ in parts
@@ -114,6 +119,34 @@ def test_the_true_text_scores_what_it_is_expected_to() -> None:
     assert score.expected is not None
     assert abs(score.expected - own) < 0.5 * own
     assert float(score(public_ids()[:64])[:, 0].max()) < value
+
+
+def test_a_text_that_the_model_knows_well_stands_out_of_those_that_it_gets_wrong() -> None:
+    """Its gradient is far smaller than theirs, which would rule the metric."""
+    model = build("bert", torch.float32)
+    texts = torch.tensor([[2, *text, 3] for text in public_ids()[:64]])
+    ids = torch.tensor([TRUE])
+    with torch.no_grad():
+        model.classifier.weight *= 10
+        model.classifier.bias -= model(input_ids=texts).logits.mean(0)
+        label = model(input_ids=ids).logits.argmax(1)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": label}
+    made = make_defense("gaussian_noise", relative_scale=2.0, strength="own")
+    shared = made(GradientMap(model, batch), Stream.from_seeds(3))
+    observation = Observation(
+        model, shared, (1, len(TRUE)), labels=label, tokenizer=TOKENIZER,
+        mechanism=made.mechanism(shared),
+    )  # fmt: skip
+    score = scorer(observation)
+    true_norm = _norms(
+        {name: score._raw_factors(score.batch([tuple(TRUE[1:-1])]))[name] for name in score._layers}
+    )
+    public_norms = _norms(score._raw_factors(score.batch(public_ids()[:64])))
+    assert float(public_norms.log().std()) > 1
+    assert score._norm == pytest.approx(float(true_norm), rel=0.2)
+    value, own = score([tuple(TRUE[1:-1])])[0].tolist()
+    assert abs(value - own) < 4
+    assert value > float(score(public_ids()[:64])[:, 0].max()) + 4
 
 
 @pytest.mark.long

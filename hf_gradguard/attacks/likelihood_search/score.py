@@ -37,6 +37,7 @@ from .messages import WhiteMessage
 Text = tuple[int, ...]
 """Ids of a text's words, without the special tokens around them."""
 
+_Factors = dict[str, tuple[Tensor, Tensor]]
 AT_ONCE = 64
 """Texts in one pass."""
 _PUBLIC = 192  # texts, of which covariances are
@@ -44,6 +45,7 @@ _RANKS = (64, 128)  # eigenvectors of slopes and of inputs
 _FULL = 512  # sides as short as that have all eigenvectors computed
 _FACTORED = 0.3  # of a pair's variance comes from the product of both sides'
 _COUNTED = 0.95  # of the score's square is in the layers that are used
+_UNLIKE = 0.5  # standard deviation of the logarithms of norms, above which these are left out
 _LEAST = 1.0  # of a tensor's squared norm, in units of the noise's variance
 
 
@@ -97,22 +99,16 @@ class WhitenedScore:
         self.observation, self.message, self.label = observation, message, label
         parameters = dict(observation.model.named_parameters())
         self._parameters = {name: parameters[name] for name in message.tensors}
-        public = list(public[:_PUBLIC])
-        factors: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        for start in range(0, len(public), AT_ONCE):
-            batch = self.batch(public[start : start + AT_ONCE])
-            for name, pair in self._factors(batch).items():
-                factors.setdefault(name, []).append(pair)
+        self._norm: float | None = None
         self._layers: dict[str, _LayerMetric] = {}
-        changes: Tensors = {}
-        for name, pairs in factors.items():
-            slopes, features = (torch.cat(side) for side in zip(*pairs, strict=True))
-            squares = (slopes @ slopes.mT) * (features @ features.mT)
-            if float(squares.sum()) / len(public) >= _LEAST:
-                layer = _metric(message.tensors[name], slopes, features, damping)
-                self._layers[name] = layer
-                changes[name] = layer.coordinates(slopes, features)
-        self._keep_largest(changes)
+        factors = self._public_factors(list(public[:_PUBLIC]))
+        if texts == 1 and float(_norms(factors).clamp(min=1e-300).log().std()) > _UNLIKE:
+            self._norm = message.gradient_norm(message.tensors)
+        changes = self._take_metric(factors, damping)
+        if self._keep_largest(changes) and self._norm is not None:
+            # Gradients have one norm in the layers that are used.
+            self._norm = message.gradient_norm(self._layers)
+            changes = self._take_metric(factors, damping)
         self._whole = {name: layer.message for name, layer in self._layers.items()}
         self._means = [{name: layer.mean for name, layer in self._layers.items()}]
         for other_class in classes:
@@ -124,8 +120,34 @@ class WhitenedScore:
         self.unit = float((noise / squares).mean().sqrt())
         self.expected = self._expect(squares, texts) if message.is_noise_known else None
 
-    def _keep_largest(self, changes: Mapping[str, Tensor]) -> None:
-        """Layers that say little cost as much as others, and the lowest ones most."""
+    def _public_factors(self, public: Sequence[Text]) -> _Factors:
+        """Of all of them."""
+        batches = [
+            self._raw_factors(self.batch(public[start : start + AT_ONCE]))
+            for start in range(0, len(public), AT_ONCE)
+        ]
+        return {
+            name: tuple(torch.cat(side) for side in zip(*(b[name] for b in batches), strict=True))
+            for name in batches[0]
+        }
+
+    def _take_metric(self, factors: _Factors, damping: float) -> Tensors:
+        """Of those layers whose gradients stand out of noise; returns public texts' coordinates."""
+        kept = {name: factors[name] for name in self._parameters if name in factors}
+        changes: Tensors = {}
+        self._layers = {}
+        for name, (slopes, features) in self._of_norm(kept).items():
+            squares = (slopes @ slopes.mT) * (features @ features.mT)
+            if float(squares.sum()) / len(slopes) >= _LEAST:
+                layer = _metric(self.message.tensors[name], slopes, features, damping)
+                self._layers[name] = layer
+                changes[name] = layer.coordinates(slopes, features)
+        return changes
+
+    def _keep_largest(self, changes: Mapping[str, Tensor]) -> bool:
+        """Layers that say little cost as much as others, and the lowest ones most. Returns whether
+        some were left out.
+        """
         if not changes:
             raise ValueError(
                 "No linear layer's gradient of public texts stands out of this message's noise."
@@ -139,7 +161,9 @@ class WhitenedScore:
             if counted >= _COUNTED * total:
                 del self._layers[name]
             counted += sizes[name]
+        is_less = len(self._layers) < len(self._parameters)
         self._parameters = {name: self._parameters[name] for name in self._layers}
+        return is_less
 
     def _center(self) -> float:
         """Takes the mean gradients of classes out of the message: as much of them as the message
@@ -225,8 +249,24 @@ class WhitenedScore:
             )
         return torch.cat(rows)
 
-    def _factors(self, batch: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of each layer slopes and features, `(K, T, F)`, where the noise is white."""
+    def _factors(self, batch: Mapping[str, Tensor]) -> _Factors:
+        """Of each layer slopes and features, `(K, T, F)`, where the noise is white, of gradients of
+        the message's norm.
+        """
+        return self._of_norm(self._raw_factors(batch))
+
+    def _of_norm(self, factors: _Factors) -> _Factors:
+        """What a model knows well has a gradient hundreds of times smaller than what it gets wrong,
+        in nearly the same directions.
+        """
+        if self._norm is None:
+            return factors
+        norms = _norms(factors)  # 0 of a loss that is 0
+        sizes = torch.where(norms > 0, self._norm / norms, 0).float()[:, None, None]
+        return {name: (slopes * sizes, features) for name, (slopes, features) in factors.items()}
+
+    def _raw_factors(self, batch: Mapping[str, Tensor]) -> _Factors:
+        """As the model has them."""
         model, count = self.observation.model, len(batch["input_ids"])
         with Replay(model, second_order=False).run(), torch.enable_grad():
             listener = Listener(model, self._parameters, batch, count)
@@ -290,6 +330,16 @@ class WholeLikelihood:
         for rows, computed in self._products(batches, [likelihood.message], likelihood.weights):
             scores[rows, 0] = (likelihood(computed, 0) - likelihood.constant).cpu()
         return scores
+
+
+def _norms(factors: _Factors) -> Tensor:
+    """`(K,)` in float64, of gradients."""
+    squares: Any = 0.0
+    for slopes, features in factors.values():
+        products = (slopes @ slopes.mT) * (features @ features.mT)
+        squares = squares + products.sum((1, 2), dtype=torch.float64)
+    norms: Tensor = squares.sqrt()
+    return norms
 
 
 def _metric(y: Tensor, slopes: Tensor, features: Tensor, damping: float) -> _LayerMetric:
