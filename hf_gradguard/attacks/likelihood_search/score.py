@@ -102,12 +102,12 @@ class WhitenedScore:
         self._norm: float | None = None
         self._layers: dict[str, _LayerMetric] = {}
         factors = self._public_factors(list(public[:_PUBLIC]))
-        if texts == 1 and float(_norms(factors).clamp(min=1e-300).log().std()) > _UNLIKE:
-            self._norm = message.gradient_norm(message.tensors)
+        if float(_norms(factors).clamp(min=1e-300).log().std()) > _UNLIKE:
+            self._norm = message.gradient_norm(message.tensors, texts)
         changes = self._take_metric(factors, damping)
         if self._keep_largest(changes) and self._norm is not None:
             # Gradients have one norm in the layers that are used.
-            self._norm = message.gradient_norm(self._layers)
+            self._norm = message.gradient_norm(self._layers, texts)
             changes = self._take_metric(factors, damping)
         self._whole = {name: layer.message for name, layer in self._layers.items()}
         self._means = [{name: layer.mean for name, layer in self._layers.items()}]
