@@ -138,6 +138,7 @@ RUNS = [
         f"{TEXT} --public {WIKI}/train.txt {STORED}",
         1,
     ),
+    Run("whole_models", "whole_models:WholeModels", f"{TEXT} {STORED}", 2),
     Run(
         "correlated_bodies",
         "correlated_bodies:Bodies",

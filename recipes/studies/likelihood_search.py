@@ -17,10 +17,10 @@ from ..study import Study
 from .lib.tables import write_table
 from .lib.text import load_classifier, load_tokenizer, sst2, token_counts
 
-STRENGTHS = (20.0, 5.0, 100.0)
-STRENGTHS_OF_SEVERAL = (5.0, 20.0)
+STRENGTH, OTHER_STRENGTHS = 20.0, (1.0, 5.0, 100.0, 1000.0)
+SEVERAL = ((4, 5.0), (4, 20.0), (16, 20.0))  # texts of a message, and its strength
 STATES = ("start", "trained")
-SENTENCES, SEVERAL = 20, 4  # of a row, and of a message
+SENTENCES, FEW = 20, 5  # of a row, and of other strengths
 GUESS = ("no message: the most frequent tokens", "", "00")  # the place of a guess's cell
 POPULATIONS, EVALUATIONS_OF_THESE = 6, 16_000
 EVALUATIONS_OF_SEVERAL = 16_000
@@ -40,23 +40,24 @@ class LikelihoodSearches(Study):
     }
 
     def cells(self) -> dict:
-        rows = [(state, r) for state in STATES for r in STRENGTHS]
-        if self.quick and not self.args.all:
-            rows = rows[:1]
-        evaluations = 200 if self.quick else 9000
+        states, evaluations = STATES[: 1 if self.quick else None], 200 if self.quick else 9000
+        of_several = 400 if self.quick else EVALUATIONS_OF_SEVERAL
         several = {
-            (f"start, {SEVERAL} in a message", f"{r:g}", "00"): {
-                "state": "start", "relative_scale": r, "sentence": 0, "texts": SEVERAL,
-                "evaluations": 400 if self.quick else EVALUATIONS_OF_SEVERAL, "version": 1,
+            (f"start, {texts} in a message", f"{r:g}", "00"): {
+                "state": "start", "relative_scale": r, "sentence": 0, "texts": texts,
+                "evaluations": of_several, "version": 1,
             }
-            for r in STRENGTHS_OF_SEVERAL[: 1 if self.quick else None]
+            for texts, r in SEVERAL[: 1 if self.quick else None]
         }  # fmt: skip
+        count = self.args.sentences
+        rows = [(state, STRENGTH, count) for state in states]
+        rows += [("start", r, min(FEW, count)) for r in OTHER_STRENGTHS if not self.quick]
         single = {
             (state, f"{r:g}", f"{number:02}"): {
                 "state": state, "relative_scale": r, "sentence": number,
                 "evaluations": evaluations, "version": 1,
             }
-            for state, r in rows for number in range(self.args.sentences)
+            for state, r, messages in rows for number in range(messages)
         }  # fmt: skip
         ended = {
             ("start, ends by the whole likelihood", strength, number): {**settings, "version": 2}

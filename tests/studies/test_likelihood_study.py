@@ -42,10 +42,16 @@ def test_sentences_are_searched_and_summarized(encoder, sentences, quick, tmp_pa
 
 
 def test_all_cells_are_strengths_of_both_models():
-    flags = ["--all", "--model", "m", "--data_dir", "d", "--output", "o", "--sentences", "3"]
+    flags = ["--all", "--model", "m", "--data_dir", "d", "--output", "o", "--sentences", "7"]
     cells = LikelihoodSearches.parse(flags).cells()
-    assert len(cells) == 2 * 3 * 3 + 2 + 3 + 3 + 1
+    # Both models with one population and with six, four other strengths of five sentences each, the
+    # end by the whole likelihood, three messages of several sentences, and the guess.
+    assert len(cells) == 2 * 7 + 2 * 7 + 4 * 5 + 7 + 3 + 1
     assert {state for state, _, _ in cells} == {
-        "start", "trained", "start, 4 in a message", "start, ends by the whole likelihood",
-        "start, 6 populations", GUESS[0],
+        "start", "trained", "start, 4 in a message", "start, 16 in a message",
+        "start, ends by the whole likelihood", "start, 6 populations", "trained, 6 populations",
+        GUESS[0],
+    }  # fmt: skip
+    assert {strength for state, strength, _ in cells if state == "start"} == {
+        "1", "5", "20", "100", "1000"
     }  # fmt: skip

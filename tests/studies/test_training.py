@@ -331,6 +331,22 @@ def test_correlated_bodies(encoder, sentences, public, quick, tmp_path, monkeypa
     assert made == 2 * 2 * 4
 
 
+def test_the_whole_model_is_trained_at_the_rate_of_held_out_rows(
+    encoder, sentences, quick, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(TextTask, "HELD_OUT", 20)
+    data = ("--model", encoder, "--data_dir", sentences, "--models", tmp_path / "models")
+    study = quick("whole_models", *data, output=tmp_path / "whole_models")
+    ((place, cells),) = study.figures.items()
+    assert place == "2 messages of 16"
+    (tried,) = cells["learning rate"].values()
+    assert 0 <= tried["held_out"] <= 1
+    accuracy = cells["accuracy"]["0"]["accuracy"]
+    (shown,) = study.rows()
+    assert shown[1:] == [f"**5e-05** ({tried['held_out']:.3f})", f"{accuracy:.3f}",
+                         f"{0.98 * accuracy:.3f}"]  # fmt: skip
+
+
 def test_settings_of_heads_are_chosen_by_simulation(
     encoder, sentences, public, quick, tmp_path, monkeypatch
 ):
