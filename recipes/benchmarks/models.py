@@ -8,7 +8,9 @@ arithmetic: LoRA on 8 billion parameters, a gradient, and what measuring keeps o
 run that was stopped goes on at the next model.
 """
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -36,6 +38,9 @@ from recipes.studies.lib.results import Results, named
 
 from .measuring import bytes_of, cells, clock, peak, share, spread
 
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "only": {"nargs": "+", "metavar": "MODEL", "help": "measure these; others stay as they are"},
+}
 ROUNDS = 3
 BETWEEN, MEASURING = {"refresh_every": 10**6}, {"refresh_every": 1}
 DEFENSES: dict[str, tuple[str, dict]] = {
@@ -123,7 +128,13 @@ def images(size: int, side: int) -> dict[str, torch.Tensor]:
 def measure(args) -> dict:
     torch.set_num_threads(1)
     stored, models = Results(named(args.output, ".cells")), {}  # what was stopped goes on
+    earlier = {}
+    if args.only:
+        earlier = json.loads(named(args.output, ".json").read_text(encoding="utf-8"))["models"]
     for label, make in MODELS.items():
+        if args.only and label not in args.only:
+            models |= {label: earlier[label]} if label in earlier else {}
+            continue
         cell = {"model": label, "rounds": 1 if args.quick else ROUNDS, "quick": args.quick}
         if cell not in stored:
             torch.manual_seed(0)

@@ -240,6 +240,9 @@ def test_models(measure):
     }
     assert next(shown)[0].startswith("**LoRA of rank 16 on 8 billion**")
     assert next(shown)[3] == f"{4 * kept / 2**20:+.1f}"
+    again, _ = measure("models", "--only", "ResNet-18's, 8 images at 32")
+    same = [label for label, model in again["models"].items() if model == report["models"][label]]
+    assert same == [label for label in report["models"] if not label.startswith("ResNet")]
 
 
 def test_training(measure, sst2):
