@@ -31,16 +31,16 @@ class WhiteMessage:
     scales: Mapping[str, tuple[Tensor, Tensor]]
     is_noise_known: bool
 
-    def gradient_norm(self, names: Iterable[str], texts: int) -> float | None:
-        """Of one of so many texts, as far as these tensors go, if they are alike and orthogonal;
-        `None` where noise drowns them, or is not known.
+    def gradient_norm(self, names: Iterable[str], texts: int) -> float:
+        """Of one of so many texts, as far as these tensors go, if they are alike and orthogonal.
+        Where noise drowns it, what would just stand out.
         """
-        if not self.is_noise_known:
-            return None
         tensors = [self.tensors[name] for name in names]
-        entries = sum(y.numel() for y in tensors)
-        excess = sum(float(y.square().sum(dtype=torch.float64)) for y in tensors) - entries
-        return (excess / texts) ** 0.5 if excess > 2 * (2 * entries) ** 0.5 else None
+        power = sum(float(y.square().sum(dtype=torch.float64)) for y in tensors)
+        if self.is_noise_known:
+            entries = sum(y.numel() for y in tensors)
+            power = max(power - entries, 2 * (2 * entries) ** 0.5)
+        return (power / texts) ** 0.5
 
     def of_share(self, share: float) -> WhiteMessage:
         """The same, for a text that has this share of the gradient."""
