@@ -350,8 +350,8 @@ def _products(pairs: list[tuple[Tensor, Tensor]], size: torch.Size) -> Iterator[
     left, right = pairs[0]
     if size.numel() <= _SMALL_WEIGHT and len(left) * size.numel() <= _CACHED_ENTRIES:
         products = left.mT @ right
-        for lefts, rights in pairs[1:]:
-            products.baddbmm_(lefts.mT, rights)
+        for later_left, later_right in pairs[1:]:
+            products.baddbmm_(later_left.mT, later_right)
         yield products.view(-1, *size)
         return
     product = left.new_empty(left.shape[2], right.shape[2])

@@ -126,10 +126,11 @@ class WhitenedScore:
             self._raw_factors(self.batch(public[start : start + AT_ONCE]))
             for start in range(0, len(public), AT_ONCE)
         ]
-        return {
-            name: tuple(torch.cat(side) for side in zip(*(b[name] for b in batches), strict=True))
-            for name in batches[0]
-        }
+        factors = {}
+        for name in batches[0]:
+            slopes, features = zip(*(batch[name] for batch in batches), strict=True)
+            factors[name] = torch.cat(slopes), torch.cat(features)
+        return factors
 
     def _take_metric(self, factors: _Factors, damping: float) -> Tensors:
         """Of those layers whose gradients stand out of noise; returns public texts' coordinates."""
