@@ -134,10 +134,10 @@ class WhitenedScore:
 
     def _take_metric(self, factors: _Factors, damping: float) -> Tensors:
         """Of those layers whose gradients stand out of noise; returns public texts' coordinates."""
-        kept = {name: factors[name] for name in self._parameters if name in factors}
+        layer_factors = {name: factors[name] for name in self._parameters if name in factors}
         changes: Tensors = {}
         self._layers = {}
-        for name, (slopes, features) in self._of_norm(kept).items():
+        for name, (slopes, features) in self._of_norm(layer_factors).items():
             squares = (slopes @ slopes.mT) * (features @ features.mT)
             if float(squares.sum()) / len(slopes) >= _LEAST:
                 layer = _metric(self.message.tensors[name], slopes, features, damping)
