@@ -215,7 +215,7 @@ class Stream:
         """
         noisy, deviation = torch.empty_like(values), deviation.to(values.device)
         least, most = deviation.aminmax() if deviation.numel() else (deviation, 0)
-        if not most > 0:
+        if most == 0:  # what is not finite goes on, and shows
             return values.clone()
         is_bare = None if least > 0 else deviation == 0
         if is_bare is not None:

@@ -280,6 +280,21 @@ def test_rounding_moves_all_values_by_less_than_half_a_grid(entries: int, std: f
     assert torch.equal(whole, whole.round())
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("count", [1, 9])
+def test_a_broken_deviation_never_leaves_values_bare(broken: float, count: int) -> None:
+    """What is not finite is refused as a message; values without noise would go out."""
+    deviation = torch.full((9,), 0.5)
+    deviation[:count] = broken
+    values = torch.linspace(1.0, 2.0, 9)
+    for stds in (deviation, torch.tensor(broken)):
+        try:
+            shared = Stream().noisy(values, stds, 9)
+        except (OverflowError, ValueError):
+            continue
+        assert not torch.isfinite(shared).all()
+
+
 def test_entries_without_noise_stay_as_they_are() -> None:
     values, deviation = torch.randn(100), torch.rand(100).round()
     shared = Stream().noisy(values, deviation, 100)
