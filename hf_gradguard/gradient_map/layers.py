@@ -300,7 +300,7 @@ class Change(NamedTuple):
                 if len(products) == 1:
                     squares.addcmul_(products[0], products[0])
                 else:
-                    squares += products.square().sum(0)
+                    squares += products.square_().sum(0)
         return squares
 
     def weight(self, layer: Layer) -> Iterator[Tensor]:

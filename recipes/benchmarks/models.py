@@ -38,9 +38,6 @@ from recipes.studies.lib.results import Results, named
 
 from .measuring import bytes_of, cells, clock, peak, share, spread
 
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "only": {"nargs": "+", "metavar": "MODEL", "help": "measure these; others stay as they are"},
-}
 ROUNDS = 3
 BETWEEN, MEASURING = {"refresh_every": 10**6}, {"refresh_every": 1}
 DEFENSES: dict[str, tuple[str, dict]] = {
@@ -112,6 +109,10 @@ MODELS: dict[str, Callable[[str, bool], tuple[nn.Module, dict]]] = {
     "ResNet-18's, 8 images at 32": resnet,
     "LoRA of rank 16 on Llama of 135 M, 2 × 128 tokens": llama,
 }
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "only": {"nargs": "+", "choices": list(MODELS), "metavar": "MODEL",
+             "help": "measure these; others stay as they are"},
+}  # fmt: skip
 
 
 def texts(words: int, size: int, length: int) -> dict[str, torch.Tensor]:

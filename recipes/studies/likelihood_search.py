@@ -71,8 +71,7 @@ class LikelihoodSearches(Study):
             for (state, strength, number), settings in single.items()
             if strength == "20" and not self.quick
         }  # fmt: skip
-        count = self.args.sentences if self.quick else SENTENCES
-        guessed = {GUESS: {"guess": GUESS[0], "sentences": count}}
+        guessed = {GUESS: {"guess": GUESS[0], "sentences": count if self.quick else SENTENCES}}
         return self.published(single | restarted | ended | several | guessed)
 
     def load(self) -> None:

@@ -180,14 +180,14 @@ def test_dropout_masks_are_those_of_the_map() -> None:
 
 def test_norms_are_never_too_small_by_rounding() -> None:
     """Tokens whose products cancel: a norm below the true one would clip too little."""
-    from hf_gradguard.gradient_map.per_sample.shares import _ghost_squares
+    from hf_gradguard.gradient_map.per_sample.shares import ghost_squares
 
     generator = torch.Generator().manual_seed(0)
     slopes = torch.randn(6, 2, 50, generator=generator).repeat_interleave(2, 1)
     features = torch.randn(6, 4, 50, generator=generator)
     features[:, 1::2] = -features[:, ::2] * (1 + 1e-4 * torch.rand(6, 2, 1, generator=generator))
     true = (slopes.double().mT @ features.double()).square().sum((1, 2))
-    found = _ghost_squares(slopes, features)
+    found = ghost_squares(slopes, features)
     assert (found >= true).all()
     assert (found < 2 * true + 1e-2).all()
 

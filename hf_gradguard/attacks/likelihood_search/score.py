@@ -25,7 +25,7 @@ from ...gradient_map.inputs import model_loss
 from ...gradient_map.layers import LINEAR
 from ...gradient_map.per_sample.listener import Listener
 from ...gradient_map.per_sample.products import GradientProducts
-from ...gradient_map.per_sample.shares import OfLayer
+from ...gradient_map.per_sample.shares import OfLayer, ghost_squares
 from ...gradient_map.replay import Replay
 from ...gradient_map.types import Tensors
 from ...gradient_map.vectorized import ManyGradients
@@ -105,10 +105,11 @@ class WhitenedScore:
         if float(_norms(factors).clamp(min=1e-300).log().std()) > _UNLIKE:
             self._norm = message.gradient_norm(message.tensors, texts)
         changes = self._take_metric(factors, damping)
-        if self._keep_largest(changes) and self._norm is not None:
-            # Gradients have one norm in the layers that are used.
+        self._keep_largest(changes)
+        if self._norm is not None:  # gradients have one norm in the layers that are used
             self._norm = message.gradient_norm(self._layers, texts)
-            changes = self._take_metric(factors, damping)
+            changes = self._take_metric({name: factors[name] for name in self._layers}, damping)
+        self._parameters = {name: parameters[name] for name in self._layers}
         self._whole = {name: layer.message for name, layer in self._layers.items()}
         self._means = [{name: layer.mean for name, layer in self._layers.items()}]
         for other_class in classes:
@@ -134,21 +135,17 @@ class WhitenedScore:
 
     def _take_metric(self, factors: _Factors, damping: float) -> Tensors:
         """Of those layers whose gradients stand out of noise; returns public texts' coordinates."""
-        layer_factors = {name: factors[name] for name in self._parameters if name in factors}
         changes: Tensors = {}
         self._layers = {}
-        for name, (slopes, features) in self._of_norm(layer_factors).items():
-            squares = (slopes @ slopes.mT) * (features @ features.mT)
-            if float(squares.sum()) / len(slopes) >= _LEAST:
+        for name, (slopes, features) in self._of_norm(factors).items():
+            if float(ghost_squares(slopes, features, bounds=False).mean()) >= _LEAST:
                 layer = _metric(self.message.tensors[name], slopes, features, damping)
                 self._layers[name] = layer
                 changes[name] = layer.coordinates(slopes, features)
         return changes
 
-    def _keep_largest(self, changes: Mapping[str, Tensor]) -> bool:
-        """Layers that say little cost as much as others, and the lowest ones most. Returns whether
-        some were left out.
-        """
+    def _keep_largest(self, changes: Mapping[str, Tensor]) -> None:
+        """Layers that say little cost as much as others, and the lowest ones most."""
         if not changes:
             raise ValueError(
                 "No linear layer's gradient of public texts stands out of this message's noise."
@@ -162,9 +159,6 @@ class WhitenedScore:
             if counted >= _COUNTED * total:
                 del self._layers[name]
             counted += sizes[name]
-        is_less = len(self._layers) < len(self._parameters)
-        self._parameters = {name: self._parameters[name] for name in self._layers}
-        return is_less
 
     def _center(self) -> float:
         """Takes the mean gradients of classes out of the message: as much of them as the message
@@ -335,12 +329,8 @@ class WholeLikelihood:
 
 def _norms(factors: _Factors) -> Tensor:
     """`(K,)` in float64, of gradients."""
-    squares: Any = 0.0
-    for slopes, features in factors.values():
-        products = (slopes @ slopes.mT) * (features @ features.mT)
-        squares = squares + products.sum((1, 2), dtype=torch.float64)
-    norms: Tensor = squares.sqrt()
-    return norms
+    squares = [ghost_squares(*pair, bounds=False) for pair in factors.values()]
+    return torch.stack(squares).sum(0).sqrt()
 
 
 def _metric(y: Tensor, slopes: Tensor, features: Tensor, damping: float) -> _LayerMetric:

@@ -131,7 +131,7 @@ class OfLayer(Share):
             tokens, out, into = slopes.shape[1], slopes.shape[2], features.shape[2]
             # Two T × T products, or one weight written out: whatever is smaller.
             if 2 * tokens**2 <= out * into:
-                return squares + _ghost_squares(slopes, features)
+                return squares + ghost_squares(slopes, features)
         return squares + Written(self.written).squares()
 
     def total(self, factors: Tensor) -> Tensors:
@@ -180,7 +180,7 @@ class OfLayer(Share):
         if isinstance(self.layer.module, LINEAR) and weight.numel() == 1:
             slopes, features = self._joined()
             if 2 * slopes.shape[1] ** 2 <= slopes.shape[2] * features.shape[2]:
-                ghost = _ghost_squares(slopes, features, bounds=False)
+                ghost = ghost_squares(slopes, features, bounds=False)
                 return squares | {name: ghost * weight.to(ghost)}
         return squares | Written(self.written).squares_of(weights)
 
@@ -324,7 +324,7 @@ def _each_row(
     return gradients
 
 
-def _ghost_squares(slopes: Tensor, features: Tensor, bounds: bool = True) -> Tensor:
+def ghost_squares(slopes: Tensor, features: Tensor, bounds: bool = True) -> Tensor:
     """‖Σ_t δ_t a_tᵀ‖² of every sample, from products of its tokens.
 
     Where tokens' products nearly cancel, rounding could make the sum too small: what it can be off
