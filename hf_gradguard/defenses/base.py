@@ -174,16 +174,17 @@ class Defense:
         """Told before a message, by who counts them, how many optimizer steps are finished."""
 
     def gradient_map(
-        self, model: nn.Module, batch: Mapping[str, Any], measured: bool = False, **sharing: Any
-    ) -> GradientMap:
+        self, model: nn.Module, batch: Mapping[str, Any], measured: bool = False,
+        kind: Any = GradientMap, **sharing: Any
+    ) -> GradientMap:  # fmt: skip
         """The gradient of a client's batch, with what the next call asks for and no more.
 
         Args:
             model: As for `GradientMap`.
             batch: As for `GradientMap`.
             measured: Whether its leakage is estimated too, which differentiates the input.
-            **sharing: Of `GradientMap`: `loss_fn`, `share_input_embeddings`, `withhold`. `kind` is
-                another class than that.
+            kind: Another class than `GradientMap`, where samples are not asked for.
+            **sharing: Of `GradientMap`: `loss_fn`, `share_input_embeddings`, `withhold`.
 
         Example:
             >>> defense = make_defense("pruning", ratio=0.9)
@@ -191,12 +192,11 @@ class Defense:
             True
         """
         facts = self.facts
-        plain_kind = sharing.pop("kind", GradientMap)
-        kind = SampleMap if facts.needs_samples and not measured else plain_kind
         needed: Any = {
             "needs_input": facts.needs_input or measured, "second_order": facts.needs_second_order,
             "reruns": facts.reruns_model or measured,
         }  # fmt: skip
+        kind = SampleMap if facts.needs_samples and not measured else kind
         return kind(model, batch, **needed, **sharing)
 
     def mechanism(self, message: Message) -> Mechanism | None:

@@ -20,7 +20,15 @@ from ..gradient_map.types import Shards
 from ..randomness import Stream
 from .base import DefenseFacts, check_whole, is_number
 from .mechanism import Mechanism
-from .message import Message, UsualPower, cast_like, first_not_finite, norm, true_gradient
+from .message import (
+    NOT_FINITE,
+    Message,
+    UsualPower,
+    cast_like,
+    first_not_finite,
+    norm,
+    true_gradient,
+)
 from .noise import STRENGTHS, NoiseDefense, OptimalNoise, add_noise
 from .sensitivity import PUBLISHED_SMALLEST, ShapedBy
 
@@ -283,12 +291,10 @@ class DPSGD(NoiseDefense):
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         if not self.per_sample:
             return self._protect_whole(gmap, generator)
-        true_gradient(gmap)  # refuses one that is not finite
         clipped = clipped_sum(gmap, self.clip)
         if name := first_not_finite(clipped.total, gmap.shards):
             raise FloatingPointError(
-                f"A sample's gradient of {name} is not finite, so nothing was shared. Look for an "
-                "overflow in the loss (in half precision use bf16)."
+                f"A sample's gradient of {name} is not finite, so nothing was shared. {NOT_FINITE}"
             )
         metrics = {
             "clipped_samples": float((clipped.norms > self.clip).double().mean()),

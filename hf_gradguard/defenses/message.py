@@ -11,6 +11,11 @@ from torch import Tensor
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.types import How, Shards
 
+NOT_FINITE = (
+    "Look for labels out of range, an overflow in the loss (in half precision use bf16), or a "
+    "learning rate that made the weights diverge."
+)
+
 
 class Noise(NamedTuple):
     """Gaussian noise that a message carries, as seen from the undefended gradient.
@@ -120,17 +125,17 @@ def check_message(name: str, message: object, gmap: GradientMap) -> Message:
             gradient's. Names the tensor.
         FloatingPointError: For NaN or infinity. Names the tensor.
     """
-    gradient = gmap.gradient()
-    if not isinstance(message, Mapping) or message.keys() != gradient.keys():
-        raise _wrong_names(name, message, gradient)
-    for key, g in gradient.items():
+    form = gmap.form()
+    if not isinstance(message, Mapping) or message.keys() != form.keys():
+        raise _wrong_names(name, message, form)
+    for key, g in form.items():
         tensor = message[key]
         if not isinstance(tensor, Tensor) or tensor.requires_grad or _kind(tensor) != _kind(g):
             raise _wrong_tensor(name, key, tensor, g)
     if not isinstance(message, Message):
         message = Message(message)
     for key, mask in (message.transmitted or {}).items():
-        if key not in gradient or mask.dtype != torch.bool or mask.shape != gradient[key].shape:
+        if key not in form or mask.dtype != torch.bool or mask.shape != form[key].shape:
             raise ValueError(f"{name} says nothing usable of what it transmitted of {key!r}.")
     return message
 
@@ -216,9 +221,7 @@ def finite_gradient(gmap: GradientMap) -> Tensors:
     gradient = gmap.gradient()
     if name := first_not_finite(gradient, gmap.shards):
         raise FloatingPointError(
-            f"The gradient of {name} is not finite, so nothing was shared. Look for labels out of "
-            "range, an overflow in the loss (in half precision use bf16), or a learning rate that "
-            "made the weights diverge."
+            f"The gradient of {name} is not finite, so nothing was shared. {NOT_FINITE}"
         )
     return gradient
 
@@ -238,8 +241,8 @@ def first_not_finite(tensors: Mapping[str, Tensor], shards: Shards | None) -> st
 
 def cast_like(shared: Tensors, gmap: GradientMap) -> Tensors:
     """`shared` in the types of the gradient that it stands for."""
-    gradient = gmap.gradient()
-    return {name: tensor.to(gradient[name].dtype) for name, tensor in shared.items()}
+    form = gmap.form()
+    return {name: tensor.to(form[name].dtype) for name, tensor in shared.items()}
 
 
 class OnDemand(Mapping[str, Tensor]):

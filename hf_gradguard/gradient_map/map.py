@@ -192,15 +192,20 @@ class GradientMap:
                 f"the gradient of {name!r} that the defense before shared": g._version
                 for name, g in self.gradient().items()
             }
-        parameters, shards = self._parameters, self.shards
-        version = (lambda p: p._version) if shards is None else shards.version
-        grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        version = (lambda p: p._version) if self.shards is None else self.shards.version
+        named = self._parameters.items()
         return {
             "the continuous input": self._x._version,
-            **{f"the true gradient of {n!r}": g._version for n, g in self.gradient().items()},
-            **{f"the parameter {n!r}": version(p) for n, p in parameters.items()},
-            **{f"the .grad of {n!r}": grad._version for n, grad in grads.items()},
+            **{f"the true gradient of {n!r}": g._version for n, g in self.form().items()},
+            **{f"the parameter {n!r}": version(p) for n, p in named},
+            **{f"the .grad of {n!r}": p.grad._version for n, p in named if p.grad is not None},
         }
+
+    def form(self) -> Tensors:
+        """Tensors of the gradient's shapes, types and devices: the gradient, where that is at hand
+        or takes no work of its own.
+        """
+        return self.gradient()
 
     def gradient(self) -> Tensors:
         """g(x): the gradient of the batch-mean loss, zeros where that does not use a parameter.

@@ -179,7 +179,9 @@ class MessageMaker:
                 gmap = defense.gradient_map(
                     module, client.batch, is_measured, loss_fn=loss_fn, **self._sharing
                 )
-                gradient = gmap.gradient()
+                # Samples are clipped without their sum, of which no metric is then logged.
+                is_compared = not defense.facts.needs_samples or self._rows.remaining
+                gradient = gmap.gradient() if is_compared else {}
             # The norm waits for the device: what follows times the defense alone.
             norm, start = _norm(gradient), time.perf_counter()
             # What the defense remembers goes back to this if its message is not shared.
@@ -253,13 +255,12 @@ class MessageMaker:
 
     def _record(self, gradient: Tensors, message: Message, norm: float, start: float) -> None:
         """Note what the defense did to the gradient, and how long it took."""
-        shared_norm = _norm(message)
         metrics = {"seconds": time.perf_counter() - start, **message.metrics}
         pairs = [(g, message[name]) for name, g in gradient.items()]
         if norm:
             error = math.hypot(*(float((m - g).norm()) for g, m in pairs))
             metrics["relative_error"] = error / norm
-        if norm and shared_norm:
+        if norm and (shared_norm := _norm(message)):
             inner = sum(float(torch.dot(g.flatten(), m.flatten())) for g, m in pairs)
             # Sums in float32 can end just outside.
             metrics["cosine"] = max(-1, min(1, inner / (norm * shared_norm)))

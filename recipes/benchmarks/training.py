@@ -3,7 +3,8 @@ by Opacus, which takes every phrase's own gradient, and with each defense.
 
 All train the same model on the same phrases, 16 at a time, AdamW included; rows take turns, the
 stock Trainer around each. Tokens without padding, over seconds of one thread's processor time,
-after 6 steps in which models are tried out; one of the ten that count feeds averages. Opacus takes
+after 8 steps in which models are tried out and all messages compared with their gradients; one of
+the ten that count feeds averages. Opacus takes
 no positions that rows share, so there embeddings are frozen. Soteria is left out, which takes a
 pass for each of a layer's neurons, and so is Refiner, which goes on from a sketch: `refiner_speed`
 has the published one.
@@ -44,7 +45,7 @@ ARGUMENTS: dict[str, dict] = {
     "without_opacus": {"action": "store_true", "help": "leave its row out"},
     "rows": {"nargs": "+", "metavar": "ROW", "help": "defenses' rows; default: all"},
 }
-BATCH, LENGTH, WARMUP, STEPS, ROUNDS = 16, 64, 6, 10, 2
+BATCH, LENGTH, WARMUP, STEPS, ROUNDS = 16, 64, 8, 10, 2
 STOCK, OPACUS = "stock Trainer", "Opacus, DP-SGD"
 PRIVATE = {"per_sample": True, "clip": 1.0, "noise_multiplier": 1.0}
 DEFENSES: list[tuple[str, dict]] = [

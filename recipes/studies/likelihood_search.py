@@ -23,6 +23,8 @@ STATES = ("start", "trained")
 SENTENCES, FEW = 20, 5  # of a row, and of other strengths
 GUESS = ("no message: the most frequent tokens", "", "00")  # the place of a guess's cell
 POPULATIONS, EVALUATIONS_OF_THESE = 6, 16_000
+MOST_POPULATIONS, MOST_EVALUATIONS = 12, 32_000
+FEWEST_EVALUATIONS = 2000
 EVALUATIONS_OF_SEVERAL = 16_000
 TRAINING = {"rows": 8000, "batch": 16, "learning_rate": 5e-5}
 
@@ -59,10 +61,13 @@ class LikelihoodSearches(Study):
             }
             for state, r, messages in rows for number in range(messages)
         }  # fmt: skip
-        ended = {
-            ("start, ends by the whole likelihood", strength, number): {**settings, "version": 2}
-            for (state, strength, number), settings in single.items()
+        at_start = {
+            number: settings for (state, strength, number), settings in single.items()
             if (state, strength) == ("start", "20") and not self.quick
+        }  # fmt: skip
+        ended = {
+            ("start, ends by the whole likelihood", "20", number): {**settings, "version": 2}
+            for number, settings in at_start.items()
         }
         restarted = {
             (f"{state}, {POPULATIONS} populations", strength, number): {
@@ -71,8 +76,17 @@ class LikelihoodSearches(Study):
             for (state, strength, number), settings in single.items()
             if strength == "20" and not self.quick
         }  # fmt: skip
+        efforts = {
+            ("start, 2,000 texts", "20", number): settings | {"evaluations": FEWEST_EVALUATIONS}
+            for number, settings in at_start.items()
+        } | {
+            (f"start, {MOST_POPULATIONS} populations", "20", number): settings | {
+                "version": 3, "evaluations": MOST_EVALUATIONS, "populations": MOST_POPULATIONS,
+            }
+            for number, settings in at_start.items()
+        }  # fmt: skip
         guessed = {GUESS: {"guess": GUESS[0], "sentences": count if self.quick else SENTENCES}}
-        return self.published(single | restarted | ended | several | guessed)
+        return self.published(single | efforts | restarted | ended | several | guessed)
 
     def load(self) -> None:
         logging.set_verbosity_error()
@@ -117,7 +131,7 @@ class LikelihoodSearches(Study):
         attack = make_attack(
             "likelihood_search", public_texts=self.public, seconds=7200.0,
             evaluations=cell["evaluations"], whole_share=0.25 if cell["version"] == 2 else 0.0,
-            populations=POPULATIONS if cell["version"] == 3 else 1,
+            populations=cell.get("populations", POPULATIONS if cell["version"] == 3 else 1),
         )  # fmt: skip
         started = time.process_time()
         found: Any = attack(observation, Stream.from_seeds(cell["sentence"]))

@@ -127,7 +127,7 @@ def test_long_texts_and_short_ones_take_both_ways() -> None:
 def test_samples_that_are_cut_into_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_gradguard.gradient_map.per_sample import shares
 
-    monkeypatch.setattr(shares, "ENTRIES", 40)
+    monkeypatch.setattr(shares, "CACHED_ENTRIES", 40)
     for name in ("convnext", "bert"):
         model, batch = make_task(name, batch_size=ROWS)
         check(model, batch)
@@ -264,8 +264,21 @@ def test_one_pass_is_enough() -> None:
     model.register_forward_hook(lambda *_: passes.append(1))
     gmap = SampleMap(model, batch, second_order=False, needs_input=False)
     clipped_sum(gmap, CLIP)
+    assert gmap._gradient is None  # clipped samples are summed once
     gmap.gradient()
     assert len(passes) == 1
+
+
+def test_a_defense_that_clips_samples_is_checked_without_their_sum() -> None:
+    model, batch = make_task("bert", batch_size=ROWS)
+    defense = make_defense("dp_sgd", per_sample=True, clip=CLIP, noise_multiplier=1.0)
+    defense(defense.gradient_map(model, batch))  # tries the model out
+    gmap = defense.gradient_map(model, batch)
+    message = defense(gmap)
+    assert gmap._gradient is None
+    assert [(t.shape, t.dtype) for t in message.values()] == [
+        (g.shape, g.dtype) for g in gmap.gradient().values()
+    ]
 
 
 def test_rows_whose_class_does_not_count() -> None:

@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses import Defense, chain
 from hf_gradguard.defenses.dp import NoSample
+from hf_gradguard.gradient_map.per_sample.clipping import SampleMap
 from hf_gradguard.leakage import FisherAccountant, PrivacyAccount, dp_sgd_epsilon
 from hf_gradguard.training.message import ClientBatch
 from hf_gradguard.training.privacy import private_rows
@@ -208,6 +209,22 @@ def test_training_on_empty_batches_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert [entry["loss"] for entry in logged] == [0.0, 0.0]
     assert t.state.total_flos == 0
     assert all("defense/cosine" not in entry for entry in logged)
+
+
+def test_samples_are_clipped_without_the_sum_of_their_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is a third of a plain gradient, which nothing asks for after the first messages, whose
+    zero rows are compared.
+    """
+    summed = []
+    own_gradient = SampleMap._own_gradient
+    monkeypatch.setattr(
+        SampleMap, "_own_gradient", lambda gmap: summed.append(gmap) or own_gradient(gmap)
+    )
+    trainer(tmp_path, private(), max_steps=20).train()
+    # A sample alone is its own sum.
+    assert sum(len(gmap.batch["labels"]) > 1 for gmap in summed[8:]) == 0
 
 
 class Strict(list):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -150,31 +151,14 @@ class SampleMap(GradientMap):
     """
 
     _listener: Listener | None = None
-    _shares: Mapping[str, Share] | None = None
 
-    @property
+    @cached_property
     def shares(self) -> Mapping[str, Share] | None:
-        """What samples add, by module; `None` if this pass does not tell."""
-        self.gradient()
-        return self._shares
-
-    def _own_gradient(self) -> Tensors:
-        if self._listener is None:
-            return super()._own_gradient()
-        self._shares = self._heard()
-        if self._shares is None:
-            with self.replay.run():
-                gradient = plain_gradient(self, self._batch)
-        else:
-            unit_factors = torch.ones(count_rows(self._batch), device=self._loss.device)
-            gradient = total_of(self.parameters, self._shares, unit_factors)
-        return {name: gradient[name].to(p.dtype) for name, p in self._parameters.items()}
-
-    def _heard(self) -> Mapping[str, Share] | None:
-        """`None` where a module did not run when the model was tried out, or samples lie in it
-        otherwise than then.
+        """What samples add, by module; `None` if this pass does not tell: where a module did not
+        run when the model was tried out, or samples lie in it otherwise than then.
         """
-        assert self._listener is not None
+        if self._listener is None:
+            return None
         try:
             with self.replay.kernels():
                 shares = self._listener.shares(self._loss)
@@ -183,6 +167,23 @@ class SampleMap(GradientMap):
         plan = known_plan(self)
         is_known = plan is not None and shares.keys() <= plan.modules
         return shares if is_known and shares else None  # none where all layers were dropped
+
+    def form(self) -> Tensors:
+        """The parameters: the sum of samples' gradients is a pass that clipping them does not
+        need.
+        """
+        return super().form() if self._listener is None else {**self._parameters}
+
+    def _own_gradient(self) -> Tensors:
+        if self._listener is None:
+            return super()._own_gradient()
+        if self.shares is None:
+            with self.replay.run():
+                gradient = plain_gradient(self, self._batch)
+        else:
+            unit_factors = torch.ones(count_rows(self._batch), device=self._loss.device)
+            gradient = total_of(self.parameters, self.shares, unit_factors)
+        return {name: gradient[name].to(p.dtype) for name, p in self._parameters.items()}
 
     def _first_pass(self) -> tuple[Tensor, Tensor]:
         plan, samples = known_plan(self), count_rows(self._batch)

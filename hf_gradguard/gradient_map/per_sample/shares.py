@@ -23,6 +23,7 @@ from ..layers import LINEAR, Layer
 from ..types import Tensors
 
 ENTRIES = 2**24  # of several samples' gradients, written out at once
+CACHED_ENTRIES = 2**20  # likewise on a CPU, whose cache holds them: fresh memory takes longer
 
 
 class Share(ABC):
@@ -96,12 +97,10 @@ class Written(Share):
         for chunk in self._write_gradients():
             for name, gradients in chunk.items():
                 square = gradients.flatten(1).square()
-                if name in weights and weights[name].numel() > 1:
-                    weight = weights[name].flatten().to(square)
-                    added = square.mul_(weight).sum(1, dtype=torch.float64)
-                else:
-                    added = square.sum(1, dtype=torch.float64) * weights.get(name, 1.0)
-                squares.setdefault(name, []).append(added)
+                if name in weights:
+                    square *= weights[name].flatten().to(square)
+                # Pairwise sums are exact enough in float32. Float64 would copy all entries first.
+                squares.setdefault(name, []).append(square.sum(1))
         return {name: torch.cat(chunks).double() for name, chunks in squares.items()}
 
 
@@ -216,7 +215,7 @@ class OfLayer(Share):
         """Samples' gradients of the weight, `(b, *shape)`, some samples at a time."""
         assert self.layer.weight is not None
         size = self.layer.module.weight.numel()  # type: ignore[operator]
-        for chosen in _slices(len(self.rows[0][0]), size):
+        for chosen in _slices(self.rows[0][0], size):
             gradients = [self.layer.weight_gradients(s[chosen], f[chosen]) for s, f in self.rows]
             yield {
                 self.layer.weight: torch.stack(gradients).sum(0)
@@ -296,7 +295,7 @@ def of_module(
 
     def write_gradients() -> Iterator[Tensors]:
         size = sum(p.numel() for p in shared.values())
-        for chosen in _slices(len(calls[0][1]), size):
+        for chosen in _slices(calls[0][1], size):
             gradients: Tensors = {}
             for args, slopes in calls:
                 row_gradients = _each_row(module, shared, fixed, args, slopes, chosen)
@@ -330,9 +329,8 @@ def ghost_squares(slopes: Tensor, features: Tensor, bounds: bool = True) -> Tens
     Where tokens' products nearly cancel, rounding could make the sum too small: what it can be off
     by is added, if the sum is to bound the norm.
     """
-    samples, tokens = slopes.shape[:2]
     squares = []
-    for chosen in _slices(samples, tokens**2):
+    for chosen in _slices(slopes, slopes.shape[1] ** 2):
         left_rows, right_rows = slopes[chosen], features[chosen]
         squares.append(
             ((left_rows @ left_rows.mT) * (right_rows @ right_rows.mT)).double().sum((1, 2))
@@ -343,9 +341,11 @@ def ghost_squares(slopes: Tensor, features: Tensor, bounds: bool = True) -> Tens
     return torch.cat(squares).clamp(min=0) + torch.finfo(slopes.dtype).eps * sizes.square()
 
 
-def _slices(samples: int, size: int) -> Iterator[slice]:
-    samples_at_once = max(1, ENTRIES // max(size, 1))
-    return (slice(start, start + samples_at_once) for start in range(0, samples, samples_at_once))
+def _slices(samples: Tensor, size: int) -> Iterator[slice]:
+    """So many samples at once, if each takes so many entries."""
+    entries = CACHED_ENTRIES if samples.device.type == "cpu" else ENTRIES
+    at_once = max(1, entries // max(size, 1))
+    return (slice(start, start + at_once) for start in range(0, len(samples), at_once))
 
 
 def _add(totals: Tensors, name: str, value: Tensor) -> None:

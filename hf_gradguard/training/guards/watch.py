@@ -252,6 +252,9 @@ class RowGuard:
     Args:
         messages: How many are compared.
 
+    Attributes:
+        remaining: How many still are.
+
     Example:
         >>> guard = RowGuard()
         >>> guard.compare({"experts": torch.tensor([[1.0], [0.0]])})
@@ -261,7 +264,7 @@ class RowGuard:
     """
 
     def __init__(self, messages: int = 8) -> None:
-        self._remaining = messages
+        self.remaining = messages
         self._rows: dict[str, list[Tensor]] = {}
         self._named = set[str]()
 
@@ -271,9 +274,9 @@ class RowGuard:
         """Names that are new among those whose pattern of zeros differs, with a warning. What is
         shared without any zero, as behind noise everywhere, shows no pattern.
         """
-        if not self._remaining:
+        if not self.remaining:
             return []
-        self._remaining -= 1
+        self.remaining -= 1
         new_names = [
             name for name, tensor in gradient.items()
             if name not in self._named and self._differs(name, tensor, shared)
