@@ -17,18 +17,10 @@ from .frontier_rows import BATCH, DELTA, RATES_SEED
 from .lib.results import Results
 from .lib.tables import write_table
 
-SIGMA, CLIP = 1.5, 1.0
 GRID = tuple(0.00625 * 2**power for power in range(10))
 LORA, WHOLE = "LoRA of rank 8, and a head", "the whole model"
-DEFENSES: dict[str, tuple[str, dict]] = {
-    "σ = 1.5, correlated": (
-        "dp_sgd",
-        {"per_sample": True, "correlated": True, "clip": CLIP, "noise_multiplier": SIGMA},
-    ),
-    "undefended": ("none", {}),
-}
-ROWS = [(LORA, 1590, "σ = 1.5, correlated"), (LORA, 1590, "undefended"),
-        (WHOLE, 200, "σ = 1.5, correlated")]  # fmt: skip
+STRENGTH = {"per_sample": True, "correlated": True, "clip": 1.0, "noise_multiplier": 1.5}
+MESSAGES = {LORA: 1590, WHOLE: 200}
 
 
 class AdaptersTask(clients.TextTask):
@@ -76,12 +68,11 @@ class CorrelatedAdapters(Study):
     def cells(self) -> dict:
         """Rates first, then what takes the best of them."""
         cells: dict = {}
-        for way, messages, name in ROWS[: 1 if self.quick else None]:
-            defense, strength = DEFENSES[name]
+        for way, messages in list(MESSAGES.items())[: 1 if self.quick else None]:
             steps = 2 if self.quick else messages
-            place = f"{way}, {steps:,} messages, {name}"
+            place = f"{way}, {steps:,} messages"
             common = {
-                "way": way, "defense": defense, "strength": strength, "steps": steps,
+                "way": way, "defense": "dp_sgd", "strength": STRENGTH, "steps": steps,
                 "batch": BATCH,
             }  # fmt: skip
             of_rates, rates = common | {"seed": RATES_SEED}, GRID[:1]

@@ -1,5 +1,6 @@
 """What a search by likelihood reconstructs behind noise, of single sentences and of several."""
 
+import math
 import random
 import time
 from typing import Any
@@ -24,7 +25,13 @@ SENTENCES, FEW = 20, 5  # of a row, and of other strengths
 GUESS = ("no message: the most frequent tokens", "", "00")  # the place of a guess's cell
 POPULATIONS, EVALUATIONS_OF_THESE = 6, 16_000
 MOST_POPULATIONS, MOST_EVALUATIONS = 12, 32_000
+EFFORTS = (POPULATIONS, MOST_POPULATIONS)
+BETTER = "start, of 6 and of 12 populations: the higher score"
 FEWEST_EVALUATIONS = 2000
+OTHER_DEFENSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "pruning of 99 %": ("pruning", {"ratio": 0.99}),
+    "refiner, 4 samples": ("refiner", {"samples": 4, "error_feedback": False}),
+}
 EVALUATIONS_OF_SEVERAL = 16_000
 TRAINING = {"rows": 8000, "batch": 16, "learning_rate": 5e-5}
 
@@ -85,8 +92,16 @@ class LikelihoodSearches(Study):
             }
             for number, settings in at_start.items()
         }  # fmt: skip
+        others = {
+            ("start", name, number): {
+                **at_start[number], "defense": defense, "settings": settings, "version": 3,
+                "evaluations": EVALUATIONS_OF_THESE, "relative_scale": None,
+            }
+            for name, (defense, settings) in OTHER_DEFENSES.items()
+            for number in list(at_start)[:FEW]
+        }  # fmt: skip
         guessed = {GUESS: {"guess": GUESS[0], "sentences": count if self.quick else SENTENCES}}
-        return self.published(single | efforts | restarted | ended | several | guessed)
+        return self.published(single | efforts | restarted | ended | several | others | guessed)
 
     def load(self) -> None:
         logging.set_verbosity_error()
@@ -115,9 +130,9 @@ class LikelihoodSearches(Study):
         texts = [row["sentence"] for row in rows]
         batch = dict(self.tokenizer(texts, padding=True, return_tensors="pt"))
         batch["labels"] = torch.tensor([row["label"] for row in rows])
-        defense = make_defense(
-            "gaussian_noise", relative_scale=cell["relative_scale"], strength="own"
-        )
+        noise = {"relative_scale": cell["relative_scale"], "strength": "own"}
+        defense = make_defense(cell.get("defense", "gaussian_noise"), **cell.get("settings", noise))
+        defense.prepare(model, self.tokenizer)
         message = defense(GradientMap(model, batch), Stream.from_seeds(cell["sentence"]))
         observation = Observation(
             model=model,
@@ -145,7 +160,9 @@ class LikelihoodSearches(Study):
             "position_accuracy": round(scores["position_accuracy"], 4),
             "chance": round(public_best, 4),
             "score": round(found.score, 2),
-            "expected": round(found.expected_score, 2),
+            "expected": None
+            if math.isnan(found.expected_score)
+            else round(found.expected_score, 2),
             "evaluated": found.evaluated,
             "processor_seconds": round(seconds, 1),
         }
@@ -186,6 +203,10 @@ class LikelihoodSearches(Study):
 
     def report(self, metrics: dict) -> None:
         guess, rows = metrics.pop(GUESS[0], None), []
+        few, most = (metrics.get(f"start, {n} populations", {}).get("20", {}) for n in EFFORTS)
+        if both := sorted(few.keys() & most.keys()):
+            better = {number: _better(few[number], most[number]) for number in both}
+            metrics[BETTER] = {"20": better}
         for state, strengths in metrics.items():
             for strength, sentences in strengths.items():
                 cells = list(sentences.values())
@@ -195,12 +216,15 @@ class LikelihoodSearches(Study):
                 )
                 low, high = f1[draws].mean(1).quantile(torch.tensor([0.025, 0.975])).tolist()
                 interval = f" [{low:.2f}, {high:.2f}]" * (len(cells) > 1)
-                mean = {key: sum(cell[key] for cell in cells) / len(cells) for key in cells[0]}
+                mean = {
+                    key: sum(cell[key] for cell in cells) / len(cells)
+                    for key in ("token_f1", "position_accuracy", "chance", "processor_seconds")
+                }
                 rows.append(
                     [state, strength, len(cells), f"{mean['token_f1']:.2f}{interval}",
                      f"{mean['position_accuracy']:.2f}", f"{mean['chance']:.2f}",
                      ", ".join(f"{c['token_f1']:.2f}" for c in cells),
-                     ", ".join(f"{c['score']:.0f} of {c['expected']:.0f}" for c in cells),
+                     ", ".join(map(_score_of_expected, cells)),
                      f"{mean['processor_seconds']:.0f}"]
                 )  # fmt: skip
         if guess is not None:
@@ -214,3 +238,16 @@ class LikelihoodSearches(Study):
              "F1 of each", "score of each, of what is expected", "processor seconds"),
             rows,
         )  # fmt: skip
+
+
+def _better(figures: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What whoever runs two searches keeps, and what both take."""
+    best = max(figures, other, key=lambda search: search["score"])
+    sums = {name: figures[name] + other[name] for name in ("evaluated", "processor_seconds")}
+    return best | sums
+
+
+def _score_of_expected(figures: dict[str, Any]) -> str:
+    """The second is known where the noise is."""
+    expected = figures["expected"]
+    return f"{figures['score']:.0f}" + ("" if expected is None else f" of {expected:.0f}")
