@@ -9,12 +9,8 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.inputs import NOT_FINITE
 from ..gradient_map.types import How, Shards
-
-NOT_FINITE = (
-    "Look for labels out of range, an overflow in the loss (in half precision use bf16), or a "
-    "learning rate that made the weights diverge."
-)
 
 
 class Noise(NamedTuple):
@@ -220,9 +216,7 @@ def finite_gradient(gmap: GradientMap) -> Tensors:
     """
     gradient = gmap.gradient()
     if name := first_not_finite(gradient, gmap.shards):
-        raise FloatingPointError(
-            f"The gradient of {name} is not finite, so nothing was shared. {NOT_FINITE}"
-        )
+        raise FloatingPointError(NOT_FINITE.format(name=name))
     return gradient
 
 

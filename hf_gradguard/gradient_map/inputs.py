@@ -19,6 +19,12 @@ from .domain import Domain, Text, domain_of_batch
 from .replay import Replay, check_whole, differentiate
 from .types import Batch, LossFunction
 
+NOT_FINITE = (
+    "The gradient of {name} is not finite, so nothing was shared. Look for labels out of range, an "
+    "overflow in the loss (in half precision use bf16), or a learning rate that made the weights "
+    "diverge."
+)
+
 
 @dataclass(frozen=True)
 class ContinuousInput:

@@ -179,16 +179,16 @@ class MessageMaker:
                 gmap = defense.gradient_map(
                     module, client.batch, is_measured, loss_fn=loss_fn, **self._sharing
                 )
-                # Samples are clipped without their sum, of which no metric is then logged.
-                is_compared = not defense.facts.needs_samples or self._rows.remaining
-                gradient = gmap.gradient() if is_compared else {}
+                # Samples are clipped without their sum, and nothing is measured of that.
+                gradient = {} if defense.facts.needs_samples else gmap.gradient()
             # The norm waits for the device: what follows times the defense alone.
             norm, start = _norm(gradient), time.perf_counter()
             # What the defense remembers goes back to this if its message is not shared.
             state = defense.state_dict() if is_measured else {}
             defense.at_step(step)
             message = defense(gmap, noise)
-            self._rows.compare(gradient, message)
+            if self._rows.remaining:
+                self._rows.compare(gmap.gradient(), message)
             if not client.is_empty:
                 self._record(gradient, message, norm, start)
             if is_measured and not meter.admits(gmap, message, step, probes, client.rows):  # type: ignore[union-attr]
@@ -255,7 +255,7 @@ class MessageMaker:
 
     def _record(self, gradient: Tensors, message: Message, norm: float, start: float) -> None:
         """Note what the defense did to the gradient, and how long it took."""
-        metrics = {"seconds": time.perf_counter() - start, **message.metrics}
+        metrics = ({"seconds": time.perf_counter() - start} if gradient else {}) | message.metrics
         pairs = [(g, message[name]) for name, g in gradient.items()]
         if norm:
             error = math.hypot(*(float((m - g).norm()) for g, m in pairs))

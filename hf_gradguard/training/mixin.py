@@ -91,7 +91,8 @@ class GradGuardMixin(TrainerAdapter):
     Beside the loss each rank prints `defense/relative_error` (‖shared - g‖/‖g‖) and
     `defense/cosine`, means over its messages since the last log, and with `leakage_logging_steps=n`
     at every n-th step the `leakage/*` of `docs/estimators.md`. They are of true gradients, so they
-    stay on the rank (`private_metrics`).
+    stay on the rank (`private_metrics`). Where each sample is clipped by itself, the gradient is
+    not known, and there are none.
 
     Each client's micro-batch is one message, protected by itself; accumulation, averaging over
     ranks, clipping and the optimizer only process messages that are protected. Noise is added to

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from transformers import (
 )
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.defenses import chain
+from hf_gradguard.defenses import Message, chain
+from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.gradient_map.parameters import SamplePlan, cache_of
 from hf_gradguard.gradient_map.per_sample import clipping
 from hf_gradguard.gradient_map.per_sample.clipping import SampleMap, clipped_sum
+from hf_gradguard.randomness import Stream
 
 CLIP = 0.5
 ROWS = 4
@@ -309,3 +312,77 @@ def test_under_autocast_norms_are_of_what_is_added_up(name: str) -> None:
     assert not plan(model).reason
     size = torch.cat([tensor.flatten() for tensor in total.values()]).double().norm()
     assert float(size) == pytest.approx(ROWS * clip, rel=1e-5)  # all in one direction
+
+
+class Written(DPSGD):
+    """Writes to what it reads."""
+
+    facts = DPSGD.facts
+
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
+        gmap.gradient()["classifier.bias"].mul_(2)
+        return super().protect(gmap, generator)
+
+
+class Moved(DPSGD):
+    facts = DPSGD.facts
+
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
+        with torch.no_grad():
+            gmap.parameters["classifier.bias"].add_(1e-3)
+        return super().protect(gmap, generator)
+
+
+@pytest.mark.parametrize("is_at_hand", [False, True])
+@pytest.mark.parametrize(("kind", "what"), [(Written, "the true gradient"), (Moved, "parameter")])
+def test_writes_are_found_though_the_gradient_is_not_asked_for(
+    kind: type[DPSGD], what: str, is_at_hand: bool
+) -> None:
+    model, batch = make_task("bert", batch_size=ROWS)
+    defense = kind(per_sample=True, noise_multiplier=1.0)
+    clipped_sum(GradientMap(model, batch, second_order=False), CLIP)  # tries the model out
+    gmap = defense.gradient_map(model, batch)
+    if is_at_hand:
+        gmap.gradient()
+    with pytest.raises(RuntimeError, match=rf"wrote to .*{what} .*classifier\.bias"):
+        defense(gmap)
+
+
+@pytest.mark.parametrize("is_tried", [False, True])
+def test_what_is_not_finite_is_refused_by_name(is_tried: bool) -> None:
+    """Also while a model is tried out: no number is near NaN, but samples are not coupled."""
+    model, batch = make_task("bert", batch_size=ROWS)
+    defense = make_defense("dp_sgd", per_sample=True, noise_multiplier=1.0)
+    if is_tried:
+        defense(defense.gradient_map(model, batch))
+    name = "bert.embeddings.token_type_embeddings.weight"
+
+    def spoil(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        if output.requires_grad:
+            output.register_hook(lambda slope: torch.full_like(slope, math.nan))
+        return output
+
+    model.bert.embeddings.token_type_embeddings.register_forward_hook(spoil)
+    with pytest.raises(FloatingPointError, match=rf"gradient of {name} is not finite"):
+        defense(defense.gradient_map(model, batch))
+
+
+def test_a_pass_is_differentiated_before_the_model_is_tried_out_again() -> None:
+    """Large buffers are not put back, so another pass may write to what this one has saved."""
+
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(3, 3, dtype=torch.float64)
+            self.register_buffer("mask", torch.ones(2**20 + 5, dtype=torch.float64))
+
+        def forward(self, pixel_values: Tensor, labels: Tensor) -> Any:
+            self.mask.fill_(1.0)
+            logits = self.inner(pixel_values.flatten(1)[:, :3]) * self.mask[:3]
+            return {"loss": torch.nn.functional.cross_entropy(logits, labels)}
+
+    model, pixels = Masked(), torch.rand(ROWS, 3, 2, 2, dtype=torch.float64)
+    defense = make_defense("dp_sgd", per_sample=True, noise_multiplier=1.0)
+    for labels in ([0, 1, 0, 1], [1, 0, 1, 0], [2, 1, 0, 2]):
+        batch = {"pixel_values": pixels, "labels": torch.tensor(labels)}
+        defense(defense.gradient_map(model, batch))

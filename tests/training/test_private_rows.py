@@ -514,3 +514,17 @@ def test_what_epsilon_would_not_hold_of_is_refused(tmp_path: Path) -> None:
         GradGuardTrainer(
             **settings, defense=known, train_dataset=data(), accountant=FisherAccountant()
         )
+
+
+def test_nothing_is_measured_of_gradients_whose_samples_are_clipped(tmp_path: Path) -> None:
+    """A log of 50 messages would have means over the first few."""
+    args = GradGuardConfig(
+        str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
+        max_steps=55, logging_steps=55, per_device_train_batch_size=2, private_metrics="log",
+    )  # fmt: skip
+    model = make_task("bert", dtype=torch.float32)[0]
+    t = Own(model=model, args=args, defense=private(), train_dataset=data())
+    t.train()
+    (entry,) = [entry for entry in t.state.log_history if "loss" in entry]
+    assert not {"defense/cosine", "defense/relative_error", "defense/seconds"} & entry.keys()
+    assert entry["defense/samples"] == 2

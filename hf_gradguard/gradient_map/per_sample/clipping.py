@@ -76,10 +76,11 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
     samples = count_rows(gmap.batch)
     if samples == 1:
         return _clipped({n: wide(g)[None] for n, g in gmap.gradient().items()}, clip)
+    # Before a model is tried out again, whose passes may write to what this pass has saved.
+    shares = gmap.shares if isinstance(gmap, SampleMap) else None
     plan, weights = plan_of(gmap, samples)
     if plan.reason:
         return _one_by_one(gmap, samples, clip)
-    shares = gmap.shares if isinstance(gmap, SampleMap) else None
     try:
         if shares is None:
             with gmap.replay.run():
@@ -168,6 +169,20 @@ class SampleMap(GradientMap):
         is_known = plan is not None and shares.keys() <= plan.modules
         return shares if is_known and shares else None  # none where all layers were dropped
 
+    _gradient_versions: dict[str, int] | None = None
+
+    def versions(self) -> dict[str, int]:
+        """As in `GradientMap`, without asking for the gradient: of that, writes since it was
+        made.
+        """
+        versions = super().versions()
+        if self._listener is not None:
+            made, gradient = self._gradient_versions or {}, self._gradient or {}
+            for name in self._parameters:
+                writes = gradient[name]._version - made[name] if gradient else 0
+                versions[f"the true gradient of {name!r}"] = writes
+        return versions
+
     def form(self) -> Tensors:
         """The parameters: the sum of samples' gradients is a pass that clipping them does not
         need.
@@ -183,7 +198,9 @@ class SampleMap(GradientMap):
         else:
             unit_factors = torch.ones(count_rows(self._batch), device=self._loss.device)
             gradient = total_of(self.parameters, self.shares, unit_factors)
-        return {name: gradient[name].to(p.dtype) for name, p in self._parameters.items()}
+        gradient = {name: gradient[name].to(p.dtype) for name, p in self._parameters.items()}
+        self._gradient_versions = {name: g._version for name, g in gradient.items()}
+        return gradient
 
     def _first_pass(self) -> tuple[Tensor, Tensor]:
         plan, samples = known_plan(self), count_rows(self._batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..domain import count_rows, ends_of, is_of_targets
+from ..inputs import NOT_FINITE
 from ..map import GradientMap
 from ..parameters import SamplePlan, cache_of
 from ..replay import differentiate, modes_kept
@@ -78,6 +80,9 @@ def _try_out(
         batch_gradient = plain_gradient(gmap, batch)
         single = [plain_gradient(gmap, rows_of(gmap.batch, [row], samples)) for row in chosen]
         size = sum(float(_norm(sample_gradient)) for sample_gradient in single) / len(chosen)
+        if not math.isfinite(size):
+            broken = (n for g in single for n, t in g.items() if not t.isfinite().all())
+            raise FloatingPointError(NOT_FINITE.format(name=next(broken, "a parameter")))
         tolerance = size * _tolerance(gmap) + 1e-30
         fitting = []
         for rule in rules:
@@ -146,7 +151,7 @@ def _shows_padding(gmap: GradientMap, alone: Mapping[str, Any], real: Tensor) ->
     difference = _norm({name: padded[name] - unpadded[name] for name in padded})
     if float(difference) > size * _tolerance(gmap) + 1e-30:
         raise NotImplementedError(f"{type(gmap.model).__name__} {READS_PADDING}")
-    return size > 0
+    return 0 < size < math.inf  # one that overflowed could not fail
 
 
 def _to_try(batch: Mapping[str, Any], labels: tuple[frozenset[int], ...]) -> list[int]:
