@@ -184,9 +184,7 @@ class GradientMap:
         return self._run(self._batch)
 
     def versions(self) -> dict[str, int]:
-        """A count of in-place writes for everything that is the map's own or its model's: equal
-        before and after whatever only reads.
-        """
+        """Counts of in-place writes to the map and its model: equal after whatever only reads."""
         if self._base is not None:
             return self._base.versions() | {
                 f"the gradient of {name!r} that the defense before shared": g._version
@@ -202,9 +200,7 @@ class GradientMap:
         }
 
     def form(self) -> Tensors:
-        """Tensors of the gradient's shapes, types and devices: the gradient, where that is at hand
-        or takes no work of its own.
-        """
+        """Tensors of the gradient's shapes, types and devices: the gradient, or cheaper ones."""
         return self.gradient()
 
     def gradient(self) -> Tensors:

@@ -94,8 +94,7 @@ def protect(
         if ranks is not None:
             loop.tables(ranks).agree(module, batch, loss_fn, secure, shards)
         gmap, message = _message(module, batch, defense, loss_fn, shards)
-        if loop.rows.remaining:
-            loop.rows.compare(gmap.gradient(), message)
+        loop.rows.compare(gmap.gradient() if loop.rows.remaining else {}, message)
     _add(gmap, message, ranks, getattr(accelerator, "gradient_accumulation_steps", 1), secure)
     return gmap.loss
 

@@ -177,9 +177,9 @@ class SampleMap(GradientMap):
         """
         versions = super().versions()
         if self._listener is not None:
-            made, gradient = self._gradient_versions or {}, self._gradient or {}
+            gradient, fresh_versions = self._gradient or {}, self._gradient_versions or {}
             for name in self._parameters:
-                writes = gradient[name]._version - made[name] if gradient else 0
+                writes = gradient[name]._version - fresh_versions[name] if gradient else 0
                 versions[f"the true gradient of {name!r}"] = writes
         return versions
 
