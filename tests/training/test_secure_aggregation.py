@@ -218,8 +218,8 @@ def test_noise_of_the_sum_is_of_the_scale_stated() -> None:
 def _constant_map(size: int) -> Any:
     gradient = {"x": torch.ones(size)}
     return SimpleNamespace(
-        gradient=lambda: gradient, form=lambda: gradient, restrict=lambda tensors: tensors, transmitted=None,
-        versions=lambda: {}, parameters=gradient, shards=None,
+        gradient=lambda: gradient, form=lambda: gradient, restrict=lambda tensors: tensors,
+        transmitted=None, versions=lambda: {}, parameters=gradient, shards=None,
     )  # fmt: skip
 
 
