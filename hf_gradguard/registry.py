@@ -302,6 +302,7 @@ ATTACKS: Registry[Any] = Registry(
         "embedding_rows": "hf_gradguard.attacks.embedding_rows:EmbeddingRows",
         "candidates": "hf_gradguard.attacks.candidates.attack:Candidates",
         "likelihood_search": "hf_gradguard.attacks.likelihood_search.attack:LikelihoodSearch",
+        "learned_inversion": "hf_gradguard.attacks.learned_inversion:LearnedInversion",
         "analytic": "hf_gradguard.attacks.analytic:Analytic",
     },
 )

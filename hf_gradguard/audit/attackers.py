@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..attacks import Attack, GradientMatching
 from ..attacks.candidates.attack import Candidates
+from ..attacks.learned_inversion import LearnedInversion
 from ..attacks.likelihood_search.attack import LikelihoodSearch
 from ..defenses import Defense
 from ..gradient_map.domain import IMAGE, TEXT
@@ -48,6 +49,10 @@ def attackers(
     # A defense names bounds in its message's unit: of an update, that is the weights' change.
     informed_settings = in_gradient_unit(training_of(settings), defense.informed())
     granted = frozenset({"noise_variance"} if settings.noise_known else ())
+    if isinstance(attack, LearnedInversion) and attack.defense is None:
+        # It learns behind the defense or, where it does not know that, behind none.
+        attack = replace(attack, defense=defense if settings.adaptive else "none")
+        return {label: Attacker(attack, granted, knows_defense=settings.adaptive)}
     if "mechanism" in attack.informed_by:
         grants = granted | ({"mechanism"} if settings.adaptive else frozenset())
         return {label: Attacker(attack, grants, knows_defense=settings.adaptive)}
@@ -124,7 +129,7 @@ def with_public_texts(
     searches = {
         label: attack
         for label, attack in attacks.items()
-        if isinstance(attack, LikelihoodSearch) and not len(attack.public_texts)
+        if isinstance(attack, LikelihoodSearch | LearnedInversion) and not len(attack.public_texts)
     }
     if not searches or candidates is None or TEXT.key not in batches[0]:
         return listed

@@ -360,19 +360,28 @@ def test_where_first_messages_are_empty_others_come_before(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_searches_get_public_texts_that_no_message_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings", "missing"),
+    [
+        ("likelihood_search", {"evaluations": 100}, "public_texts"),
+        ("learned_inversion", {"messages": 10}, "public texts"),
+    ],
+)
+def test_attackers_get_public_texts_that_no_message_has(
+    name: str, settings: dict, missing: str, tmp_path: Path
+) -> None:
     private, others = SAMPLES[:1], [" ".join(DRAW.choice(WORDS, size=5)) for _ in range(30)]
-    search = make_attack("likelihood_search", evaluations=100)
+    search = make_attack(name, **settings)
     listed = [private[0][0], *others]
     spec = "gaussian_noise:relative_scale=2"
     result = audit(
         *text_model(), private, spec, [search], candidates=listed, output=tmp_path / "with"
     )
-    cells = [cell for cell in result.cells if cell["attack"].startswith("likelihood_search")]
+    cells = [cell for cell in result.cells if cell["attack"].startswith(name)]
     assert cells
     assert all("scores" in cell for cell in cells)
     without = audit(*text_model(), private, spec, [search], output=tmp_path / "without")
-    assert all("public_texts" in cell["reason"] for cell in without.cells)
+    assert all(missing in cell["reason"] for cell in without.cells)
     ids = [[2, 5, 6, 3], [2, 7, 8, 3]]
     members = SimpleNamespace(members_among=lambda candidates, batch: [1])
     (given,) = with_public_texts({"a": search}, ids, [{"input_ids": 0}], members).values()  # type: ignore[arg-type, dict-item]

@@ -27,6 +27,7 @@ PUBLIC_TEXTS = [
 QUICK: dict[str, dict[str, Any]] = {
     "lamp": {"steps": 2, "every": 1, "moves": 2},
     "likelihood_search": {"public_texts": PUBLIC_TEXTS, "evaluations": 64},
+    "learned_inversion": {"public_texts": PUBLIC_TEXTS, "defense": "none", "messages": 10},
     # texts and images: each message is compared with its own kind
     "candidates": {"candidates": [[2, 5, 6, 3], [2, 7, 3], [8], *torch.rand(3, 3, 16, 16)]},
 }
@@ -58,6 +59,7 @@ def of_one_text() -> Observation:
 OBSERVATIONS: dict[str, dict[str, Any]] = {
     "analytic": {"image": of_a_perceptron},
     "likelihood_search": {"text": of_one_text},
+    "learned_inversion": {"text": of_one_text},
 }
 
 

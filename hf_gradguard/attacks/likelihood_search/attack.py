@@ -20,7 +20,7 @@ from ..layer_inputs import is_causal_lm
 from ..likelihood import mechanism_of
 from .messages import WhiteMessage, white_message
 from .proposals import PublicWords, cross, mutate, neighbors, texts_of_length
-from .score import AT_ONCE, Text, WhitenedScore, WholeLikelihood, linear_names
+from .score import AT_ONCE, Text, WhitenedScore, WholeLikelihood, linear_names, public_ids
 
 _FEWEST = 16  # public texts
 _MOST_CLASSES = 8  # that are tried where the label is unknown
@@ -125,7 +125,7 @@ class LikelihoodSearch(Attack):
 
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Found:
         effort = _Effort(self)
-        public = self._public(observation)
+        public = [text for text in public_ids(self.public_texts, observation) if text]
         rows = _rows_of(observation)
         by_length = {row.length: _of_length(public, row.length) for row in rows}
         mechanism = mechanism_of(observation)
@@ -148,22 +148,6 @@ class LikelihoodSearch(Attack):
                 searches[0].end_by(WholeLikelihood(searches[0].whitened, mechanism), self.prior)
         effort.bar.close()
         return _found(observation, searches, effort)
-
-    def _public(self, observation: Observation) -> list[Text]:
-        if observation.tokenizer is None:
-            raise ValueError(
-                "likelihood_search reads public texts: give the Observation the model's tokenizer."
-            )
-        special = set(observation.tokenizer.all_special_ids)
-        encoded = [
-            observation.tokenizer(text, add_special_tokens=False)["input_ids"]
-            if isinstance(text, str)
-            else torch.as_tensor(text).flatten().tolist()
-            for text in self.public_texts
-        ]
-        return [
-            tuple(word for word in ids if word not in special) for ids in encoded if len(ids) > 0
-        ]
 
     def _score(
         self, row: _Row, rows: Sequence[_Row], message: WhiteMessage, public: Sequence[Text]

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ...defenses.mechanism import Mechanism
-from ...gradient_map.domain import IGNORED
 from ...gradient_map.inputs import model_loss
 from ...gradient_map.layers import LINEAR
 from ...gradient_map.per_sample.listener import Listener
@@ -31,7 +30,6 @@ from ...gradient_map.types import Tensors
 from ...gradient_map.vectorized import ManyGradients
 from ..base import Observation
 from ..candidates.likelihood import ProductLikelihood
-from ..layer_inputs import is_causal_lm
 from .messages import WhiteMessage
 
 Text = tuple[int, ...]
@@ -262,33 +260,12 @@ class WhitenedScore:
 
     def _raw_factors(self, batch: Mapping[str, Tensor]) -> _Factors:
         """As the model has them."""
-        model, count = self.observation.model, len(batch["input_ids"])
-        with Replay(model, second_order=False).run(), torch.enable_grad():
-            listener = Listener(model, self._parameters, batch, count)
-            with listener.listening():
-                loss = model_loss(model, dict(batch)) * count
-            shares = listener.shares(loss)
-        factors = {}
-        for share in shares.values():
-            if isinstance(share, OfLayer) and isinstance(share.layer.module, LINEAR):
-                assert share.layer.weight is not None
-                name = share.layer.weight
-                slopes, features = share._joined()
-                factors[name] = self.message.whiten(name, slopes, features)
-        return factors
+        factors = layer_factors(self.observation.model, self._parameters, batch)
+        return {name: self.message.whiten(name, *pair) for name, pair in factors.items()}
 
     def batch(self, texts: Sequence[Text], label: Tensor | None = None) -> dict[str, Tensor]:
         """Texts as clients have them, of the class that they are taken to have or another one."""
-        label = self.label if label is None else label
-        prefix_ids, suffix_ids = self.observation.frame
-        device = self.observation.device
-        ids = torch.tensor([[*prefix_ids, *text, *suffix_ids] for text in texts], device=device)
-        mask = torch.ones_like(ids)
-        if label is not None:
-            labels = label.to(device).expand(len(texts), *label.shape[1:])
-        elif is_causal_lm(self.observation.model):
-            labels = ids.masked_fill(mask == 0, IGNORED)
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        return text_batch(self.observation, texts, self.label if label is None else label)
 
 
 class WholeLikelihood:
@@ -325,6 +302,82 @@ class WholeLikelihood:
         for rows, computed in self._products(batches, [likelihood.message], likelihood.weights):
             scores[rows, 0] = (likelihood(computed, 0) - likelihood.constant).cpu()
         return scores
+
+
+def public_ids(texts: Sequence[Any], observation: Observation) -> list[Text]:
+    """Texts, or their ids, without special tokens.
+
+    Raises:
+        ValueError: If the observation has no tokenizer.
+
+    Example:
+        >>> public_ids([torch.tensor([5, 6])], observation)
+        [(5, 6)]
+    """
+    tokenizer = observation.tokenizer
+    if tokenizer is None:
+        raise ValueError("Public texts are read: give the Observation the model's tokenizer.")
+    special = set(tokenizer.all_special_ids)
+    encoded = [
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        if isinstance(text, str)
+        else torch.as_tensor(text).flatten().tolist()
+        for text in texts
+    ]
+    return [tuple(word for word in ids if word not in special) for ids in encoded]
+
+
+def text_batch(
+    observation: Observation, texts: Sequence[Text], label: Tensor | None
+) -> dict[str, Tensor]:
+    """Texts of one length as clients have them.
+
+    Args:
+        observation: Of their message.
+        texts: Without the special tokens around them.
+        label: `(1,)`, the class of all; of language models none.
+
+    Example:
+        >>> text_batch(observation, [(5, 6)], torch.tensor([1]))["attention_mask"].shape[0]
+        1
+    """
+    prefix_ids, suffix_ids = observation.frame
+    device = observation.device
+    ids = torch.tensor([[*prefix_ids, *text, *suffix_ids] for text in texts], device=device)
+    labels = ids if label is None else label.to(device).expand(len(texts), *label.shape[1:])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def layer_factors(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], batch: Mapping[str, Tensor]
+) -> _Factors:
+    """Of each linear layer the slopes of samples' losses `(K, T, out)`, and what it takes in
+    `(K, T, in)`, by the name of its weight.
+
+    Args:
+        model: Which.
+        parameters: Weights whose layers are asked for, by name.
+        batch: K samples.
+
+    Example:
+        >>> weights = {"classifier.weight": model.classifier.weight}
+        >>> slopes, features = layer_factors(model, weights, batch)["classifier.weight"]
+        >>> slopes.shape[:2] == features.shape[:2] == (2, 1)
+        True
+    """
+    count = len(batch["input_ids"])
+    with Replay(model, second_order=False).run(), torch.enable_grad():
+        listener = Listener(model, dict(parameters), batch, count)
+        with listener.listening():
+            loss = model_loss(model, dict(batch)) * count
+        shares = listener.shares(loss)
+    return {
+        share.layer.weight: share._joined()
+        for share in shares.values()
+        if isinstance(share, OfLayer)
+        and isinstance(share.layer.module, LINEAR)
+        and share.layer.weight is not None
+    }
 
 
 def _norms(factors: _Factors) -> Tensor:

@@ -1,0 +1,357 @@
+"""An attacker that learns to invert, from messages of public texts behind the client's defense.
+
+A linear layer's gradient is g = Σ_t δ_t a_tᵀ: along the directions that slopes δ have, it holds
+what the text's tokens bring into the layer. Public texts say what each token brings in, and which
+directions slopes have. A classifier, shared by all tokens, learns from messages of other texts what
+of this a defense leaves.
+
+Reference: Wu et al., "Learning To Invert: Simple Adaptive Attacks for Gradient Inversion in
+Federated Learning" (2023), whose network writes the input itself, from far more messages.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+from weakref import ref
+
+import numpy as np
+import torch
+from sklearn.ensemble import HistGradientBoostingClassifier
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from ..defenses import Defense, make_defense
+from ..gradient_map import GradientMap
+from ..gradient_map.domain import TEXT
+from ..randomness import Stream
+from .base import Attack, Clock, Observation, Reconstruction, as_text, without_dropout
+from .labels import recover_labels
+from .layer_inputs import is_causal_lm
+from .likelihood_search.score import Text, layer_factors, linear_names, public_ids, text_batch
+
+_CLEAN = 150  # public texts whose layers are looked into
+_FEWEST_TEXTS, _FEWEST_MESSAGES = 16, 10
+_SLOPES, _MIXTURES = 8, 64  # directions of a layer's slopes, and random ones
+_OTHER_TOKENS = 60  # beside those of a text, when it is learned which are its own
+_USUAL_TOKENS = 500  # in whose units features are
+_HELD_OUT = 0.2  # of the messages, by which the classifier is chosen
+_CLASSIFIERS = {
+    "logistic, 0.01": lambda: LogisticRegression(C=0.01, max_iter=300),
+    "logistic, 0.1": lambda: LogisticRegression(C=0.1, max_iter=300),
+    "boosted trees": lambda: HistGradientBoostingClassifier(
+        max_iter=150, learning_rate=0.06, l2_regularization=1.0, max_leaf_nodes=15, random_state=0
+    ),
+}
+
+
+@dataclass
+class LearnedInversion(Attack):
+    """Learns to invert. It protects public texts as the client does, and trains a classifier on
+    these messages: does this token's text stand behind the message? So it follows every defense,
+    also one that no likelihood describes.
+
+    It reads messages of one text, and returns as many tokens as that has, each once, the likeliest
+    first: not their order. What it learned is kept for later messages of the same model.
+
+    Args:
+        public_texts: Texts like the client's, or their ids: at least 16. Audits give candidates
+            that are in no audited message.
+        public_labels: Their classes. Default: the message's own for all of them.
+        defense: The client's, or its name. Audits give the audited one.
+        messages: How many of public texts to learn from.
+        seconds: Stop learning after so many. With less than 10 messages the most frequent tokens
+            are returned.
+        progress: Show a bar.
+
+    Raises:
+        ValueError: For a setting out of range.
+
+    Example:
+        >>> attack = LearnedInversion(["a fine film", "a dull plot"] * 8, defense="pruning")
+        >>> attack.messages
+        300
+    """
+
+    name: ClassVar[str] = "learned_inversion"
+    domains: ClassVar[tuple[str, ...]] = ("text",)
+    public_texts: Sequence[Any] = ()
+    public_labels: Sequence[int] | None = None
+    defense: Defense | str | None = None
+    messages: int = 300
+    seconds: float = 600.0
+    progress: bool = False
+    _learned: tuple[Any, TokenReader] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0 or self.messages < _FEWEST_MESSAGES:
+            raise ValueError(
+                f"seconds must be above 0, and messages at least {_FEWEST_MESSAGES}, but are "
+                f"{self.seconds} and {self.messages}."
+            )
+        if self.public_labels is not None and len(self.public_labels) != len(self.public_texts):
+            raise ValueError(
+                f"There are {len(self.public_labels)} labels of {len(self.public_texts)} texts."
+            )
+
+    def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
+        clock = Clock(self.seconds)
+        if observation.batch_size > 1 or observation.local is not None:
+            raise ValueError("learned_inversion reads messages of one text and one step.")
+        if self.defense is None:
+            raise ValueError(
+                "learned_inversion learns from messages of its own: give it the client's defense."
+            )
+        prefix_ids, suffix_ids = observation.frame
+        count = int(observation.tokens.sum()) - len(prefix_ids) - len(suffix_ids)
+        labels = observation.labels
+        if labels is None and not is_causal_lm(observation.model):
+            labels = recover_labels(observation)
+        label = None if labels is None else int(labels[0])
+        with without_dropout(observation.model):
+            reader = self._reader(observation, label, clock, generator)
+            found = reader.likeliest(observation.gradient, label, count)
+        ids = [[*prefix_ids, *found, *suffix_ids]]
+        return Reconstruction(
+            token_ids=ids,
+            text=as_text(ids, observation.tokenizer),
+            labels=labels,
+            seconds=clock.elapsed,
+            undecided="The order of its tokens is not learned, nor which come twice.",
+            complete=reader.messages >= self.messages,
+        )
+
+    def _reader(
+        self, observation: Observation, label: int | None, clock: Clock,
+        generator: torch.Generator,
+    ) -> TokenReader:  # fmt: skip
+        """What was learned of this model, or is learned now."""
+        model = observation.model
+        versions = tuple(parameter._version for parameter in model.parameters())
+        learned_of = ref(model), versions, label if self.public_labels is None else None
+        if self._learned is None or self._learned[0] != learned_of:
+            self._learned = learned_of, self._learn(observation, label, clock, generator)
+        return self._learned[1]
+
+    def _learn(
+        self, observation: Observation, label: int | None, clock: Clock,
+        generator: torch.Generator,
+    ) -> TokenReader:  # fmt: skip
+        texts = public_ids(self.public_texts, observation)
+        if len(texts) < _FEWEST_TEXTS:
+            raise ValueError(
+                f"learned_inversion needs {_FEWEST_TEXTS} public texts, but has {len(texts)}."
+            )
+        labels = [label] * len(texts) if self.public_labels is None else list(self.public_labels)
+        rows = [row for row in zip(texts, labels, strict=True) if row[0]]
+        seed = int(torch.randint(2**31, (1,), generator=generator, device=generator.device))
+        counts = Counter(word for text in texts for word in text)
+        clean = rows[: min(_CLEAN, len(rows) // 2)]
+        layers = PublicLayers(observation, clean, sorted(counts))
+        reader = TokenReader(layers, counts, seed)
+        others = (rows[len(clean) :] * self.messages)[: self.messages]
+        defense = self.defense
+        if isinstance(defense, str):
+            defense = make_defense(defense)
+        assert defense is not None
+        bar = logging.tqdm(others, desc=self.name, disable=not self.progress)
+        for number, (text, text_label) in enumerate(bar):
+            if clock.is_over:
+                break
+            own = copy.deepcopy(defense)  # each is a client's first message
+            own.load_state_dict({})
+            own.prepare(observation.model, observation.tokenizer)
+            batch = text_batch(observation, [text], _as_labels(text_label, observation.device))
+            gmap = GradientMap(observation.model, batch)
+            reader.add(own(gmap, Stream.from_seeds(seed, number)), text_label, set(text))
+        bar.close()
+        reader.learn()
+        return reader
+
+
+def _as_labels(label: int | None, device: torch.device) -> Tensor | None:
+    return None if label is None else torch.tensor([label], device=device)
+
+
+class PublicLayers:
+    """What public texts tell of linear layers: what each token brings into one, by a linear map of
+    its embedding, and the directions of slopes by label.
+
+    Args:
+        observation: Of a message, for model and framing.
+        rows: Public texts with their labels.
+        tokens: Ids that are told apart.
+
+    Raises:
+        ValueError: If no layer that takes in a vector a token was shared.
+    """
+
+    def __init__(
+        self, observation: Observation, rows: Sequence[tuple[Text, int | None]],
+        tokens: Sequence[int],
+    ) -> None:  # fmt: skip
+        model = observation.model
+        table: Any = TEXT.token_embeddings(model)[0].weight
+        is_turned = linear_names(model)
+        parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if name in is_turned and name in observation.gradient
+        }
+        inputs, slopes = ({name: list[Tensor]() for name in parameters} for _ in range(2))
+        ids, labels = [], list[int | None]()
+        for text, label in rows:
+            batch = text_batch(observation, [text], _as_labels(label, observation.device))
+            ids.append(batch["input_ids"][0])
+            labels += [label] * len(ids[-1])
+            for name, (slope, features) in layer_factors(model, parameters, batch).items():
+                if features.shape[1:] == (len(ids[-1]), table.shape[1]):
+                    inputs[name].append(features[0])
+                    slopes[name].append(slope[0])
+        self._turned = {n: is_turned[n] for n in parameters if len(inputs[n]) == len(rows)}
+        if not self._turned:
+            raise ValueError(
+                "learned_inversion needs linear layers' gradients that take in a vector of the "
+                "embedding's width for each token, and none was shared."
+            )
+        self.place = {token: place for place, token in enumerate(tokens)}
+        vectors = nn.functional.pad(table.detach().double(), (0, 1), value=1.0)
+        self._tokens = {
+            name: _brought_in(torch.cat(inputs[name]), torch.cat(ids), vectors, list(tokens))
+            for name in self._turned
+        }
+        generator = torch.Generator().manual_seed(0)
+        self._mixing = {
+            name: torch.randn(_MIXTURES, slopes[name][0].shape[1], generator=generator).to(table)
+            for name in self._turned
+        }
+        self._slopes = {}
+        for label in set(labels):
+            is_labeled = torch.tensor([other == label for other in labels], device=table.device)
+            for name in self._turned:
+                self._slopes[name, label] = _directions(torch.cat(slopes[name])[is_labeled])
+
+    def products(
+        self, message: Mapping[str, Tensor], label: int | None
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of each layer the message along slopes' directions `(slopes, in)`, and along random ones
+        `(mixtures, in)`, in which a vector is as long as in the message, roughly.
+        """
+        products = {}
+        for name, is_turned in self._turned.items():
+            gradient = message[name].float()
+            gradient = gradient.T if is_turned else gradient
+            # Of a class that public texts do not have, slopes are the other way round, or alike.
+            directions = self._slopes.get((name, label))
+            if directions is None:
+                directions = next(d for (n, _), d in self._slopes.items() if n == name)
+            products[name] = directions @ gradient, self._mixing[name] @ gradient
+        return products
+
+    def features(self, products: Mapping[str, tuple[Tensor, Tensor]], places: Tensor) -> np.ndarray:
+        """`(tokens, features)`: products by layer and slope, and logarithms of energies."""
+        along, energies = [], []
+        for name, (rows, mixtures) in products.items():
+            brought_in = self._tokens[name][places]
+            along.append(brought_in @ rows.T)
+            energies.append((brought_in @ mixtures.T).square().sum(1).clamp(min=1e-30).log())
+        return torch.cat([*along, torch.stack(energies, 1)], 1).cpu().numpy()
+
+
+def _brought_in(inputs: Tensor, ids: Tensor, vectors: Tensor, tokens: list[int]) -> Tensor:
+    """`(tokens, in)` of norm 1, in coordinates in which public inputs vary alike."""
+    public_vectors, inputs = vectors[ids], inputs.double()
+    identity = torch.eye(vectors.shape[1]).to(vectors)
+    ridge = 10 * public_vectors.square().mean() * identity
+    weights = torch.linalg.solve(
+        public_vectors.T @ public_vectors + ridge, public_vectors.T @ inputs
+    )
+    mean = inputs.mean(0)
+    values, axes = torch.linalg.eigh((inputs - mean).T @ (inputs - mean) / len(inputs))
+    white = axes / (values.clamp(min=0) + 1e-3 * values[-1]).sqrt() @ axes.T
+    return nn.functional.normalize((vectors[tokens] @ weights - mean) @ white, dim=1).float()
+
+
+def _directions(slopes: Tensor) -> Tensor:
+    """`(slopes, out)`, each pointing where the mean slope does."""
+    mean = slopes.mean(0)
+    rows = torch.cat([mean[None] * len(slopes) ** 0.5, slopes]).double()
+    _, vectors = torch.linalg.eigh(rows.T @ rows)
+    directions = vectors.flip(1)[:, :_SLOPES].T.float()
+    return directions * torch.sign(directions @ mean)[:, None]
+
+
+class TokenReader:
+    """A classifier of tokens, shared by all of them: is it in this message's text?
+
+    Args:
+        layers: Of public texts.
+        counts: How often tokens are in public texts, which is the prior.
+        seed: Of the tokens that are compared.
+    """
+
+    def __init__(self, layers: PublicLayers, counts: Mapping[int, int], seed: int) -> None:
+        self._layers, self._rng = layers, np.random.default_rng(seed)
+        self._tokens = np.array(sorted(counts))
+        frequencies = np.array([counts[token] for token in self._tokens.tolist()], dtype=float)
+        self._prior = frequencies / frequencies.sum()
+        self._rows: list[np.ndarray] = []
+        self._is_in_text: list[np.ndarray] = []
+        self._classifier: Any = None
+
+    @property
+    def messages(self) -> int:
+        """How many it learned from."""
+        return len(self._rows)
+
+    def add(self, message: Mapping[str, Tensor], label: int | None, text: set[int]) -> None:
+        """A public text's message to learn from."""
+        drawn = self._rng.choice(self._tokens, _OTHER_TOKENS, p=self._prior)
+        others = sorted(set(drawn.tolist()) - text)
+        usual = self._rng.choice(self._tokens, _USUAL_TOKENS)
+        products = self._layers.products(message, label)
+        tokens = [*sorted(text), *others, *usual.tolist()]
+        places = torch.tensor([self._layers.place[token] for token in tokens])
+        rows, count = self._layers.features(products, places), len(text) + len(others)
+        self._rows.append(_standardized(rows[:count], rows[count:]))
+        self._is_in_text.append(np.arange(count) < len(text))
+
+    def learn(self) -> None:
+        """Choose a classifier on messages that it was not trained on, and train it on all."""
+        if self.messages < _FEWEST_MESSAGES:
+            return
+        first = round((1 - _HELD_OUT) * self.messages)
+        train, held_out = (
+            (np.concatenate(self._rows[part]), np.concatenate(self._is_in_text[part]))
+            for part in (slice(first), slice(first, None))
+        )
+        quality = {}
+        for name, make in _CLASSIFIERS.items():
+            scores = make().fit(*train).decision_function(held_out[0])
+            quality[name] = roc_auc_score(held_out[1], scores)
+        make = _CLASSIFIERS[max(quality, key=quality.__getitem__)]
+        self._classifier = make().fit(np.concatenate(self._rows), np.concatenate(self._is_in_text))
+
+    def likeliest(self, message: Mapping[str, Tensor], label: int | None, count: int) -> list[int]:
+        """So many tokens, each once."""
+        scores = np.log(self._prior)
+        if self._classifier is not None:
+            products = self._layers.products(message, label)
+            rows = self._layers.features(products, torch.arange(len(self._tokens)))
+            scores = scores + self._classifier.decision_function(_standardized(rows, rows))
+        best = np.argsort(-scores, kind="stable")[:count]
+        tokens: list[int] = self._tokens[best].tolist()
+        return tokens
+
+
+def _standardized(rows: np.ndarray, usual: np.ndarray) -> np.ndarray:
+    """In units of usual tokens, and the sizes beside the signed products."""
+    rows = (rows - usual.mean(0)) / np.maximum(usual.std(0), 1e-6)
+    return np.concatenate([rows, np.abs(rows)], 1)
