@@ -12,6 +12,8 @@ Federated Learning" (2023), whose network writes the input itself, from far more
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +37,7 @@ from .labels import recover_labels
 from .layer_inputs import is_causal_lm
 from .likelihood_search.score import Text, layer_factors, linear_names, public_ids, text_batch
 
-_CLEAN = 150  # public texts whose layers are looked into
+_CLEAN, _CLEAN_SHARE = 150, 0.25  # public texts whose layers are looked into, and of the time
 _FEWEST_TEXTS, _FEWEST_MESSAGES = 16, 10
 _SLOPES, _MIXTURES = 8, 64  # directions of a layer's slopes, and random ones
 _OTHER_TOKENS = 60  # beside those of a text, when it is learned which are its own
@@ -67,6 +69,8 @@ class LearnedInversion(Attack):
         messages: How many of public texts to learn from.
         seconds: Stop learning after so many. With less than 10 messages the most frequent tokens
             are returned.
+        seed: Of its own messages' noise, and of the tokens that are compared: what it learns
+            depends on no message.
         progress: Show a bar.
 
     Raises:
@@ -85,6 +89,7 @@ class LearnedInversion(Attack):
     defense: Defense | str | None = None
     messages: int = 300
     seconds: float = 600.0
+    seed: int = 0
     progress: bool = False
     _learned: tuple[Any, TokenReader] | None = field(
         default=None, init=False, repr=False, compare=False
@@ -111,12 +116,13 @@ class LearnedInversion(Attack):
             )
         prefix_ids, suffix_ids = observation.frame
         count = int(observation.tokens.sum()) - len(prefix_ids) - len(suffix_ids)
-        labels = observation.labels
-        if labels is None and not is_causal_lm(observation.model):
-            labels = recover_labels(observation)
+        labels = None  # of language models the text is the label
+        if not is_causal_lm(observation.model):
+            labels = observation.labels
+            labels = recover_labels(observation) if labels is None else labels
         label = None if labels is None else int(labels[0])
         with without_dropout(observation.model):
-            reader = self._reader(observation, label, clock, generator)
+            reader = self._reader(observation, label, clock)
             found = reader.likeliest(observation.gradient, label, count)
         ids = [[*prefix_ids, *found, *suffix_ids]]
         return Reconstruction(
@@ -128,22 +134,17 @@ class LearnedInversion(Attack):
             complete=reader.messages >= self.messages,
         )
 
-    def _reader(
-        self, observation: Observation, label: int | None, clock: Clock,
-        generator: torch.Generator,
-    ) -> TokenReader:  # fmt: skip
+    def _reader(self, observation: Observation, label: int | None, clock: Clock) -> TokenReader:
         """What was learned of this model, or is learned now."""
         model = observation.model
         versions = tuple(parameter._version for parameter in model.parameters())
-        learned_of = ref(model), versions, label if self.public_labels is None else None
+        own_label = label if self.public_labels is None else None
+        learned_of = ref(model), versions, own_label, frozenset(observation.gradient)
         if self._learned is None or self._learned[0] != learned_of:
-            self._learned = learned_of, self._learn(observation, label, clock, generator)
+            self._learned = learned_of, self._learn(observation, label, clock)
         return self._learned[1]
 
-    def _learn(
-        self, observation: Observation, label: int | None, clock: Clock,
-        generator: torch.Generator,
-    ) -> TokenReader:  # fmt: skip
+    def _learn(self, observation: Observation, label: int | None, clock: Clock) -> TokenReader:
         texts = public_ids(self.public_texts, observation)
         if len(texts) < _FEWEST_TEXTS:
             raise ValueError(
@@ -151,12 +152,11 @@ class LearnedInversion(Attack):
             )
         labels = [label] * len(texts) if self.public_labels is None else list(self.public_labels)
         rows = [row for row in zip(texts, labels, strict=True) if row[0]]
-        seed = int(torch.randint(2**31, (1,), generator=generator, device=generator.device))
         counts = Counter(word for text in texts for word in text)
         clean = rows[: min(_CLEAN, len(rows) // 2)]
-        layers = PublicLayers(observation, clean, sorted(counts))
-        reader = TokenReader(layers, counts, seed)
-        others = (rows[len(clean) :] * self.messages)[: self.messages]
+        layers = PublicLayers(observation, clean, sorted(counts), _CLEAN_SHARE * self.seconds)
+        reader = TokenReader(layers, counts, self.seed)
+        others = list(itertools.islice(itertools.cycle(rows[len(clean) :]), self.messages))
         defense = self.defense
         if isinstance(defense, str):
             defense = make_defense(defense)
@@ -170,7 +170,7 @@ class LearnedInversion(Attack):
             own.prepare(observation.model, observation.tokenizer)
             batch = text_batch(observation, [text], _as_labels(text_label, observation.device))
             gmap = GradientMap(observation.model, batch)
-            reader.add(own(gmap, Stream.from_seeds(seed, number)), text_label, set(text))
+            reader.add(own(gmap, Stream.from_seeds(self.seed, number)), text_label, set(text))
         bar.close()
         reader.learn()
         return reader
@@ -188,6 +188,7 @@ class PublicLayers:
         observation: Of a message, for model and framing.
         rows: Public texts with their labels.
         tokens: Ids that are told apart.
+        seconds: Look into no more texts after so many, if there are 16.
 
     Raises:
         ValueError: If no layer that takes in a vector a token was shared.
@@ -195,7 +196,7 @@ class PublicLayers:
 
     def __init__(
         self, observation: Observation, rows: Sequence[tuple[Text, int | None]],
-        tokens: Sequence[int],
+        tokens: Sequence[int], seconds: float = math.inf,
     ) -> None:  # fmt: skip
         model = observation.model
         table: Any = TEXT.token_embeddings(model)[0].weight
@@ -206,8 +207,10 @@ class PublicLayers:
             if name in is_turned and name in observation.gradient
         }
         inputs, slopes = ({name: list[Tensor]() for name in parameters} for _ in range(2))
-        ids, labels = [], list[int | None]()
+        ids, labels, clock = list[Tensor](), list[int | None](), Clock(seconds)
         for text, label in rows:
+            if len(ids) >= _FEWEST_TEXTS and clock.is_over:
+                break
             batch = text_batch(observation, [text], _as_labels(label, observation.device))
             ids.append(batch["input_ids"][0])
             labels += [label] * len(ids[-1])
@@ -215,7 +218,7 @@ class PublicLayers:
                 if features.shape[1:] == (len(ids[-1]), table.shape[1]):
                     inputs[name].append(features[0])
                     slopes[name].append(slope[0])
-        self._turned = {n: is_turned[n] for n in parameters if len(inputs[n]) == len(rows)}
+        self._turned = {n: is_turned[n] for n in parameters if len(inputs[n]) == len(ids)}
         if not self._turned:
             raise ValueError(
                 "learned_inversion needs linear layers' gradients that take in a vector of the "

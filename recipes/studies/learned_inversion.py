@@ -4,20 +4,16 @@ recover more of a sentence than a search does?
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.ensemble import HistGradientBoostingClassifier
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import roc_auc_score
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import set_seed
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.bodies import passes_of
+from hf_gradguard.attacks import Attack, Observation, make_attack
 from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
 
@@ -35,17 +31,6 @@ DEFENSES: dict[str, tuple[str, dict[str, Any]]] = {
 MESSAGES = {"none": 150, "refiner, 4 samples": 150}  # of public texts to learn from; else:
 USUAL_MESSAGES, QUICK_MESSAGES, SENTENCES = 300, 20, 20
 LEARNED, SPAN, GUESS = "learned", "span", "most frequent tokens"
-CLEAN = 150  # public texts whose layers are looked into
-SLOPES, MIXTURES = 8, 64  # directions of a layer's slopes, and random ones
-OTHER_TOKENS = 60  # beside those of a text, when it is learned which are its own
-HELD_OUT = 0.2  # of the messages, by which the classifier is chosen
-CLASSIFIERS = {
-    "logistic, 0.01": lambda: LogisticRegression(C=0.01, max_iter=300),
-    "logistic, 0.1": lambda: LogisticRegression(C=0.1, max_iter=300),
-    "boosted trees": lambda: HistGradientBoostingClassifier(
-        max_iter=150, learning_rate=0.06, l2_regularization=1.0, max_leaf_nodes=15, random_state=0
-    ),
-}
 
 
 class LearnedInversion(Study):
@@ -68,7 +53,8 @@ class LearnedInversion(Study):
             common = {"defense": defense, "settings": settings, **sizes}
             count = QUICK_MESSAGES if self.quick else MESSAGES.get(name, USUAL_MESSAGES)
             cells[name, SPAN] = common | {"attack": SPAN}
-            cells[name, LEARNED] = common | {"attack": LEARNED, "messages": count}
+            learned = {"attack": LEARNED, "messages": count, "version": 2}
+            cells[name, LEARNED] = common | learned
         return self.published(cells)
 
     def load(self) -> None:
@@ -88,7 +74,6 @@ class LearnedInversion(Study):
         random.Random(0).shuffle(self.public)
         set_seed(0)
         self.model = load_classifier(self.args.model)
-        self.layers: PublicLayers | None = None
 
     def measure(self, cell: dict) -> dict[str, Any]:
         rows = self.private[: cell["sentences"]]
@@ -135,6 +120,19 @@ class LearnedInversion(Study):
         return token_counts(self.tokenizer, [row["sentence"] for row in self.public])
 
     def _by_span(self, rows: Sequence[dict], cell: dict) -> Iterable[list[int]]:
+        return self._attacked(make_attack("span"), rows, cell)
+
+    def _learned(self, rows: Sequence[dict], cell: dict) -> Iterable[list[int]]:
+        attack = make_attack(
+            "learned_inversion",
+            public_texts=[row["sentence"] for row in self.public],
+            public_labels=[row["label"] for row in self.public],
+            defense=make_defense(cell["defense"], **cell["settings"]),
+            messages=cell["messages"], seconds=7200.0, seed=cell["seed"],
+        )  # fmt: skip
+        return self._attacked(attack, rows, cell)
+
+    def _attacked(self, attack: Attack, rows: Sequence[dict], cell: dict) -> Iterable[list[int]]:
         for number, row in enumerate(rows):
             batch = self._batch(row)
             observation = Observation(
@@ -144,167 +142,6 @@ class LearnedInversion(Study):
                 labels=batch["labels"],
                 tokenizer=self.tokenizer,
             )
-            found = make_attack("span")(observation, Stream.from_seeds(number)).token_ids
+            found = attack(observation, Stream.from_seeds(number)).token_ids
             assert found is not None
             yield found[0]
-
-    def _learned(self, rows: Sequence[dict], cell: dict) -> Iterable[list[int]]:
-        if self.layers is None:
-            clean = [self._batch(row) for row in self.public[:CLEAN]]
-            self.layers = PublicLayers(self.model, clean)
-        counts = self._counts()
-        reader = TokenReader(self.layers, counts, cell["seed"])
-        shadows = self.public[CLEAN : CLEAN + cell["messages"]]
-        for number, row in enumerate(shadows):
-            message = self._message(row, cell, 1000 + number)
-            reader.add(message, row["label"], set(self._tokens(row)))
-        reader.learn()
-        for number, row in enumerate(rows):
-            message = self._message(row, cell, number)
-            yield reader.likeliest(message, row["label"], len(self._tokens(row)))
-
-
-class PublicLayers:
-    """What public texts tell of linear layers: what each token brings into one, by a linear map of
-    its embedding, and the directions of slopes by label.
-
-    Args:
-        model: A text encoder with a class for a label.
-        batches: Of one public text each.
-    """
-
-    def __init__(self, model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-        width = embeddings.weight.shape[1]
-        self.names = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module.in_features == width
-            and "layer" in name
-        ]  # fmt: skip
-        inputs, slopes = ({name: list[Tensor]() for name in self.names} for _ in range(2))
-        for batch in batches:
-            with torch.enable_grad(), passes_of(model, self.names) as passes:
-                loss = model(**batch).loss
-                ends = [passes[name].outputs for name in self.names]
-                layer_slopes = torch.autograd.grad(loss, ends)
-            for name, slope in zip(self.names, layer_slopes, strict=True):
-                inputs[name].append(passes[name].inputs[0])
-                slopes[name].append(slope[0])
-        tokens = torch.cat([batch["input_ids"][0] for batch in batches])
-        labels = torch.cat(
-            [batch["labels"].expand(batch["input_ids"].shape[1]) for batch in batches]
-        )
-        table = embeddings.weight.detach().double()
-        table = torch.cat([table, torch.ones(len(table), 1).double()], 1)
-        self.tokens = {n: _brought_in(torch.cat(inputs[n]), tokens, table) for n in self.names}
-        generator = torch.Generator().manual_seed(0)
-        self._mixing = {
-            name: torch.randn(MIXTURES, torch.cat(slopes[name]).shape[1], generator=generator)
-            for name in self.names
-        }
-        self.slopes = {
-            (name, label): _directions(torch.cat(slopes[name])[labels == label])
-            for name in self.names
-            for label in labels.unique().tolist()
-        }
-
-    def products(self, message: Mapping[str, Tensor], label: int) -> dict[str, tuple]:
-        """Of each layer the message along slopes' directions `(SLOPES, in)`, and along random ones
-        `(MIXTURES, in)`, in which a vector is as long as in the message, roughly.
-        """
-        products = {}
-        for name in self.names:
-            gradient = message[f"{name}.weight"].float()
-            products[name] = self.slopes[name, label] @ gradient, self._mixing[name] @ gradient
-        return products
-
-    def features(self, products: Mapping[str, tuple], tokens: Tensor) -> np.ndarray:
-        """`(tokens, features)`: products by layer and slope, their sizes, and logarithms of
-        energies.
-        """
-        along, energies = [], []
-        for name, (rows, mixtures) in products.items():
-            brought_in = self.tokens[name][tokens]
-            along.append(brought_in @ rows.T)
-            energies.append((brought_in @ mixtures.T).square().sum(1).clamp(min=1e-30).log())
-        return torch.cat([*along, torch.stack(energies, 1)], 1).numpy()
-
-
-def _brought_in(inputs: Tensor, tokens: Tensor, table: Tensor) -> Tensor:
-    """`(vocabulary, in)` of norm 1, in coordinates in which public inputs vary alike."""
-    known = table[tokens]
-    ridge = 10 * known.square().mean() * torch.eye(table.shape[1]).double()
-    weights = torch.linalg.solve(known.T @ known + ridge, known.T @ inputs.double())
-    centered = inputs.double() - inputs.double().mean(0)
-    values, vectors = torch.linalg.eigh(centered.T @ centered / len(inputs))
-    white = vectors / (values.clamp(min=0) + 1e-3 * values[-1]).sqrt() @ vectors.T
-    brought_in = (table @ weights - inputs.double().mean(0)) @ white
-    return nn.functional.normalize(brought_in, dim=1).float()
-
-
-def _directions(slopes: Tensor) -> Tensor:
-    """`(SLOPES, out)`, each pointing where the mean slope does."""
-    mean = slopes.mean(0)
-    rows = torch.cat([mean[None] * len(slopes) ** 0.5, slopes]).double()
-    _, vectors = torch.linalg.eigh(rows.T @ rows)
-    directions = vectors.flip(1)[:, :SLOPES].T.float()
-    return directions * torch.sign(directions @ mean)[:, None]
-
-
-class TokenReader:
-    """A classifier of tokens, shared by all of them: is it in this message's text?
-
-    Args:
-        layers: Of public texts.
-        counts: How often tokens are in public texts, which is the prior.
-        seed: Of the tokens that are compared.
-    """
-
-    def __init__(self, layers: PublicLayers, counts: Counter, seed: int) -> None:
-        self._layers, self._rng = layers, np.random.default_rng(seed)
-        self._tokens = np.array(sorted(counts))
-        frequencies = np.array([counts[token] for token in self._tokens.tolist()], dtype=float)
-        self._prior = frequencies / frequencies.sum()
-        self._rows: list[np.ndarray] = []
-        self._is_in_text: list[np.ndarray] = []
-
-    def add(self, message: Mapping[str, Tensor], label: int, text: set[int]) -> None:
-        """A public text's message to learn from."""
-        drawn = self._rng.choice(self._tokens, OTHER_TOKENS, p=self._prior)
-        others = sorted(set(drawn.tolist()) - text)
-        usual = self._rng.choice(self._tokens, 500)
-        products = self._layers.products(message, label)
-        rows = self._layers.features(products, torch.tensor([*sorted(text), *others, *usual]))
-        count = len(text) + len(others)
-        self._rows.append(_standardized(rows[:count], rows[count:]))
-        self._is_in_text.append(np.arange(count) < len(text))
-
-    def learn(self) -> None:
-        """Choose a classifier on messages that it was not trained on, and train it on all."""
-        first = round((1 - HELD_OUT) * len(self._rows))
-        train, rest = (
-            (np.concatenate(self._rows[part]), np.concatenate(self._is_in_text[part]))
-            for part in (slice(first), slice(first, None))
-        )
-        quality = {}
-        for name, make in CLASSIFIERS.items():
-            scores = make().fit(*train).decision_function(rest[0])
-            quality[name] = roc_auc_score(rest[1], scores)
-        make = CLASSIFIERS[max(quality, key=quality.__getitem__)]
-        self._classifier = make().fit(np.concatenate(self._rows), np.concatenate(self._is_in_text))
-
-    def likeliest(self, message: Mapping[str, Tensor], label: int, count: int) -> list[int]:
-        """So many tokens, each once."""
-        products = self._layers.products(message, label)
-        rows = self._layers.features(products, torch.from_numpy(self._tokens))
-        scores = self._classifier.decision_function(_standardized(rows, rows))
-        best = np.argsort(-(scores + np.log(self._prior)), kind="stable")[:count]
-        found: list[int] = self._tokens[best].tolist()
-        return found
-
-
-def _standardized(rows: np.ndarray, usual: np.ndarray) -> np.ndarray:
-    """In units of usual tokens, and the sizes beside the signed products."""
-    rows = (rows - usual.mean(0)) / np.maximum(usual.std(0), 1e-6)
-    return np.concatenate([rows, np.abs(rows)], 1)

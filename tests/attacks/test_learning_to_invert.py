@@ -120,7 +120,7 @@ def test_labels_of_public_texts_are_used() -> None:
     attack = learned("none", public_labels=labels, messages=10)
     attack(message("none"), torch_rng())
     assert attack._learned is not None
-    (_, _, label), reader = attack._learned
+    (_, _, label, _), reader = attack._learned
     assert label is None
     assert {other for _, other in reader._layers._slopes} == {0, 1}
 
