@@ -28,10 +28,10 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ..defenses import Defense, make_defense
 from ..gradient_map import GradientMap
 from ..gradient_map.domain import TEXT
 from ..randomness import Stream
+from ..registry import DEFENSES, make
 from .base import Attack, Clock, Observation, Reconstruction, as_text, without_dropout
 from .labels import recover_labels
 from .layer_inputs import is_causal_lm
@@ -65,7 +65,7 @@ class LearnedInversion(Attack):
         public_texts: Texts like the client's, or their ids: at least 16. Audits give candidates
             that are in no audited message.
         public_labels: Their classes. Default: the message's own for all of them.
-        defense: The client's, or its name. Audits give the audited one.
+        defense: The client's, a `Defense` or its name. Audits give the audited one.
         messages: How many of public texts to learn from.
         seconds: Stop learning after so many. With less than 10 messages the most frequent tokens
             are returned.
@@ -86,7 +86,7 @@ class LearnedInversion(Attack):
     domains: ClassVar[tuple[str, ...]] = ("text",)
     public_texts: Sequence[Any] = ()
     public_labels: Sequence[int] | None = None
-    defense: Defense | str | None = None
+    defense: Any = None
     messages: int = 300
     seconds: float = 600.0
     seed: int = 0
@@ -123,8 +123,8 @@ class LearnedInversion(Attack):
         label = None if labels is None else int(labels[0])
         with without_dropout(observation.model):
             reader = self._reader(observation, label, clock)
-            found = reader.likeliest(observation.gradient, label, count)
-        ids = [[*prefix_ids, *found, *suffix_ids]]
+            tokens = reader.likeliest(observation.gradient, label, count)
+        ids = [[*prefix_ids, *tokens, *suffix_ids]]
         return Reconstruction(
             token_ids=ids,
             text=as_text(ids, observation.tokenizer),
@@ -156,21 +156,21 @@ class LearnedInversion(Attack):
         clean = rows[: min(_CLEAN, len(rows) // 2)]
         layers = PublicLayers(observation, clean, sorted(counts), _CLEAN_SHARE * self.seconds)
         reader = TokenReader(layers, counts, self.seed)
-        others = list(itertools.islice(itertools.cycle(rows[len(clean) :]), self.messages))
-        defense = self.defense
+        shadow_rows = list(itertools.islice(itertools.cycle(rows[len(clean) :]), self.messages))
+        defense: Any = self.defense
         if isinstance(defense, str):
-            defense = make_defense(defense)
-        assert defense is not None
-        bar = logging.tqdm(others, desc=self.name, disable=not self.progress)
+            defense = make(DEFENSES, defense, {})
+        bar = logging.tqdm(shadow_rows, desc=self.name, disable=not self.progress)
         for number, (text, text_label) in enumerate(bar):
             if clock.is_over:
                 break
-            own = copy.deepcopy(defense)  # each is a client's first message
-            own.load_state_dict({})
-            own.prepare(observation.model, observation.tokenizer)
+            client = copy.deepcopy(defense)  # each sends its first message
+            client.load_state_dict({})
+            client.prepare(observation.model, observation.tokenizer)
             batch = text_batch(observation, [text], _as_labels(text_label, observation.device))
             gmap = GradientMap(observation.model, batch)
-            reader.add(own(gmap, Stream.from_seeds(self.seed, number)), text_label, set(text))
+            message = client(gmap, Stream.from_seeds(self.seed, number))
+            reader.add(message, text_label, set(text))
         bar.close()
         reader.learn()
         return reader
@@ -317,12 +317,12 @@ class TokenReader:
     def add(self, message: Mapping[str, Tensor], label: int | None, text: set[int]) -> None:
         """A public text's message to learn from."""
         drawn = self._rng.choice(self._tokens, _OTHER_TOKENS, p=self._prior)
-        others = sorted(set(drawn.tolist()) - text)
+        other_tokens = sorted(set(drawn.tolist()) - text)
         usual = self._rng.choice(self._tokens, _USUAL_TOKENS)
         products = self._layers.products(message, label)
-        tokens = [*sorted(text), *others, *usual.tolist()]
+        tokens = [*sorted(text), *other_tokens, *usual.tolist()]
         places = torch.tensor([self._layers.place[token] for token in tokens])
-        rows, count = self._layers.features(products, places), len(text) + len(others)
+        rows, count = self._layers.features(products, places), len(text) + len(other_tokens)
         self._rows.append(_standardized(rows[:count], rows[count:]))
         self._is_in_text.append(np.arange(count) < len(text))
 
