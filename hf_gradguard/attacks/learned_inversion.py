@@ -336,11 +336,13 @@ class TokenReader:
             for part in (slice(first), slice(first, None))
         )
         quality = {}
-        for name, make in _CLASSIFIERS.items():
-            scores = make().fit(*train).decision_function(held_out[0])
+        for name, classifier in _CLASSIFIERS.items():
+            scores = classifier().fit(*train).decision_function(held_out[0])
             quality[name] = roc_auc_score(held_out[1], scores)
-        make = _CLASSIFIERS[max(quality, key=quality.__getitem__)]
-        self._classifier = make().fit(np.concatenate(self._rows), np.concatenate(self._is_in_text))
+        best_classifier = _CLASSIFIERS[max(quality, key=quality.__getitem__)]
+        self._classifier = best_classifier().fit(
+            np.concatenate(self._rows), np.concatenate(self._is_in_text)
+        )
 
     def likeliest(self, message: Mapping[str, Tensor], label: int | None, count: int) -> list[int]:
         """So many tokens, each once."""

@@ -234,8 +234,9 @@ class LikelihoodSearches(Study):
             rows.append([GUESS[0], "", len(scores), mean, "", "", each, "", ""])
         write_table(
             self.output,
-            ("model", "noise, or defense", "messages", "token F1", "words at their place", "public sentences",
-             "F1 of each", "score of each, of what is expected", "processor seconds"),
+            ("model", "noise, or defense", "messages", "token F1", "words at their place",
+             "public sentences", "F1 of each", "score of each, of what is expected",
+             "processor seconds"),
             rows,
         )  # fmt: skip
 
