@@ -32,16 +32,16 @@ TEXT_ROWS = {
 """Of frontier_text.md, with what the figure calls them."""
 
 HEAD_ROW = "`dp_sgd` 2, last four layers whitened, 1,600 messages of 1,024"
-SEARCH_ROW = "gaussian_noise relative_scale=20"
-"""The defense that was also attacked by `likelihood_search`, at the start of training."""
-UNSEARCHED = "noise × 5"
-"""Its words are not on the front: the search, which reconstructs behind noise four times as strong,
-was not run on it.
+SEARCHED = {"gaussian_noise relative_scale=5": "5", "gaussian_noise relative_scale=20": "20"}
+"""Defenses that were also attacked by `likelihood_search`, at the start of training, with what its
+table calls their noise.
 """
 
 RECONSTRUCTION = ("span", "tag", "inverting_gradients_published", "lamp")
-CHANCE_WORDS, CHANCE_MEMBERS = 0.1, 0.01
-"""Token F1 of public sentences, in likelihood_search.md; members at 1 % FPR by a blind draw."""
+CHANCE_WORDS, CHANCE_MEMBERS = 0.31, 0.01
+"""Token F1 of the most frequent tokens, in likelihood_search.md; members at 1 % FPR by a blind
+draw.
+"""
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,8 @@ def rows() -> list[Row]:
     for label, name in TEXT_ROWS.items():
         row = text[label]
         words, members = worst(row, RECONSTRUCTION, 1), worst(row, ("candidates",), 16)
-        if label == SEARCH_ROW:
-            table = read_table("likelihood_search")
-            search = next(r for r in table if r["model"].endswith("populations"))
-            words = read_range(search["token F1"])
+        if label in SEARCHED:
+            words = searched(SEARCHED[label])
         lost = read_range(row["less than none"])
         assert lost is not None
         assert members is not None
@@ -113,6 +111,18 @@ def rows() -> list[Row]:
     assert lost is not None
     assert members is not None
     return [*found, Row("head + dp_sgd (proved)", lost, None, members)]
+
+
+def searched(noise: str) -> Range:
+    """What the strongest search found of most sentences, one in a message."""
+    table = [
+        row for row in read_table("likelihood_search")
+        if row["model"].startswith("start") and "in a message" not in row["model"]
+        and row["noise, or defense"] == noise
+    ]  # fmt: skip
+    most = max(int(row["messages"]) for row in table)
+    ranges = [read_range(row["token F1"]) for row in table if int(row["messages"]) == most]
+    return max((found for found in ranges if found), key=lambda found: found.mean)
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -134,13 +144,9 @@ def draw(target: Path) -> None:
         strict=True,
     ):
         panel.axvspan(-0.04, chance, color="#0f766e", alpha=0.13, linewidth=0)
-        panel.text(chance + 0.01, 4.4, "chance", fontsize=8.5, color="#0f766e")
+        panel.text(chance + 0.01, 4.4, "a blind guess", fontsize=8.5, color="#0f766e")
         shown = [(row, getattr(row, name)) for row in rows()]
-        points = [
-            (leak.mean, 100 * row.lost.mean)
-            for row, leak in shown
-            if leak and not (name == "words" and row.name == UNSEARCHED)
-        ]
+        points = [(leak.mean, 100 * row.lost.mean) for row, leak in shown if leak]
         panel.plot(*zip(*front(points), strict=True), color="#cbd5e1", linestyle=":", zorder=1)
         for number, (row, leak) in enumerate(shown):
             if leak is None:

@@ -36,7 +36,8 @@ def test_points_are_of_the_strongest_attackers(overview: ModuleType) -> None:
     assert (noise.members.mean, noise.lost.mean) == (1.0, 0.025)
     feedback = rows["pruning with feedback"]
     assert (feedback.words.mean, feedback.words.low, feedback.words.high) == (0.14, 0.06, 0.22)
-    assert overview.UNSEARCHED in rows
+    weak = rows["noise × 5"].words
+    assert (weak.mean, weak.low, weak.high) == (0.70, 0.47, 0.93)
     head = rows["head + dp_sgd (proved)"]
     assert head.words is None
     assert (head.members.mean, head.lost.low, head.lost.high) == (0.04, -0.002, 0.018)
