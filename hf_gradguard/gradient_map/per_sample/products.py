@@ -213,18 +213,20 @@ def _right(
     products: Products, alone: Sequence[Tensors], signs: Mapping[str, Tensor]
 ) -> frozenset[str]:
     """The parameters whose products are those of gradients that were written out."""
-    sizes = [sum(float(g.double().square().sum()) for g in gradient.values()) for gradient in alone]
+    powers = [
+        {name: float(torch.linalg.vector_norm(g)) ** 2 for name, g in gradient.items()}
+        for gradient in alone
+    ]
     right = set()
     for name, inner in products.inner.items():
         errors = []
-        for row, (gradient, power) in enumerate(zip(alone, sizes, strict=True)):
-            g = gradient[name].double()
-            off = abs(float(inner[row, 0]) - float((g * signs[name].double()).sum()))
-            away = abs(float(products.squares[name][row]) - float(g.square().sum()))
-            own = float(g.square().sum())
+        for row, (gradient, power) in enumerate(zip(alone, powers, strict=True)):
+            g = gradient[name]
+            off = abs(float(inner[row, 0]) - float(torch.dot(g.flatten(), signs[name].flatten())))
+            away = abs(float(products.squares[name][row]) - power[name])
             # A tensor that is rounding alone is compared with all of the gradient.
-            least = (1e4 * torch.finfo(gradient[name].dtype).eps) ** 2
-            size = max(own, least * power) + 1e-300
+            least = (1e4 * torch.finfo(g.dtype).eps) ** 2
+            size = max(power[name], least * sum(power.values())) + 1e-300
             errors += [off / size**0.5, away / size]
         if max(errors) <= _TOLERANCE:
             right.add(name)
