@@ -139,7 +139,6 @@ RUNS = [
         1,
     ),
     Run("whole_models", "whole_models:WholeModels", f"{TEXT} {STORED}", 2),
-    Run("correlated_adapters", "correlated_adapters:CorrelatedAdapters", TEXT, 2),
     Run(
         "correlated_bodies",
         "correlated_bodies:Bodies",

@@ -22,6 +22,7 @@ from torch import nn
 from hf_gradguard import make_defense
 from hf_gradguard.attacks import make_attack
 from hf_gradguard.attacks.base import Clock
+from hf_gradguard.attacks.span import encoder
 from hf_gradguard.audit import AuditSettings, audit
 from hf_gradguard.audit.settings import read_settings
 from hf_gradguard.registry import ATTACKS
@@ -66,6 +67,31 @@ def test_span_and_the_search_say_whether_they_were_stopped(
     monkeypatch.setattr("hf_gradguard.attacks.likelihood_search.attack._SETTLED", 2.0)
     longer = replace(search, evaluations=9000)
     assert longer(message("gaussian_noise", relative_scale=1.5), torch_rng()).complete
+
+
+@pytest.mark.long
+def test_span_stops_between_two_places_of_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after all of them: of four sentences of an encoder that takes a minute."""
+    observation, passes = observe(build("bert"), sentences(4)), []
+    tried = encoder.distance_outside
+
+    def counted(*args: Any) -> torch.Tensor:
+        passes.append(len(args[2]))
+        return tried(*args)
+
+    monkeypatch.setattr(encoder, "distance_outside", counted)
+    make_attack("span")(observation)
+    whole = len(passes)
+    passes.clear()
+    monkeypatch.setattr(Clock, "is_over", property(lambda clock: _stop(clock, len(passes) > 8)))
+    short = make_attack("span", seconds=1.0)(observation)
+    assert not short.complete
+    assert 8 < len(passes) < 40 < whole
+
+
+def _stop(clock: Clock, is_over: bool) -> bool:
+    clock.has_stopped |= is_over
+    return is_over
 
 
 def test_embedding_rows_of_a_tied_head_fall_back_on_norms() -> None:

@@ -70,7 +70,7 @@ def assemble_texts(
         return rows
     # Noise, or a text that was not found, or one that is there twice: all tokens of a place are
     # used before nearer texts are, but for those that are as near as only right ones are.
-    exchanged = exchange(observation, views, slots, filled)
+    exchanged = exchange(observation, views, slots, filled, clock)
     is_nearer = _are_near(observation, views, attended, exchanged)
     if bool(is_near.all()) and not bool(is_nearer.all()):
         # Whether they leave no token over that the exchanged ones use: they explain as much of
@@ -135,13 +135,17 @@ def misfit(
     return float(distance_outside(observation, views, rows, attended).sum()) + explained.total
 
 
-def exchange(observation: Observation, views: Sequence[View], slots: Slots, rows: Tensor) -> Tensor:
+def exchange(
+    observation: Observation, views: Sequence[View], slots: Slots, rows: Tensor,
+    clock: Clock = ENDLESS,
+) -> Tensor:  # fmt: skip
     """Swap tokens at a position between sentences while they get nearer the views' spans.
 
     Args:
         views: Layers whose input depends on the whole sentence.
         slots: Where tokens are, and which are known.
         rows: `(B, T)` ids to start from.
+        clock: When it is over, texts stay as they are by then.
 
     Returns:
         `(B, T)` ids.
@@ -166,7 +170,7 @@ def exchange(observation: Observation, views: Sequence[View], slots: Slots, rows
             text_indices = is_unknown[:, place].nonzero().flatten().tolist()
             every_pair = itertools.combinations(text_indices, 2)
             text_pairs = [(i, j) for i, j in every_pair if rows[i, place] != rows[j, place]]
-            if not text_pairs:
+            if not text_pairs or clock.is_over:
                 continue
             pairs = torch.tensor(text_pairs, device=rows.device)
             swapped = rows[pairs]  # (pairs, 2, T)
@@ -308,11 +312,12 @@ class _Descent:
                 break
             previous = rows.clone()
             for place, tokens in choice.items():
-                if len(tokens) > 1:
+                if len(tokens) > 1 and not self.clock.is_over:
                     tried = rows[:, None].repeat(1, len(tokens), 1)
                     tried[:, :, place] = tokens
                     self._improve(rows, distances, tried, views)
-            if torch.equal(rows, previous) and choice is self.tokens:
+            is_same = torch.equal(rows, previous)
+            if is_same and choice is self.tokens and not self.clock.is_over:
                 self._reorder(rows, distances, views)
             if torch.equal(rows, previous):
                 break
