@@ -237,7 +237,9 @@ class PublicLayers:
         }
         self._slopes = {}
         for label in set(labels):
-            is_labeled = torch.tensor([other == label for other in labels], device=table.device)
+            is_labeled = torch.tensor(
+                [token_label == label for token_label in labels], device=table.device
+            )
             for name in self._turned:
                 self._slopes[name, label] = _directions(torch.cat(slopes[name])[is_labeled])
 
@@ -316,11 +318,11 @@ class TokenReader:
 
     def add(self, message: Mapping[str, Tensor], label: int | None, text: set[int]) -> None:
         """A public text's message to learn from."""
-        drawn = self._rng.choice(self._tokens, _OTHER_TOKENS, p=self._prior)
-        other_tokens = sorted(set(drawn.tolist()) - text)
-        usual = self._rng.choice(self._tokens, _USUAL_TOKENS)
+        frequent = self._rng.choice(self._tokens, _OTHER_TOKENS, p=self._prior)
+        other_tokens = sorted(set(frequent.tolist()) - text)
+        reference = self._rng.choice(self._tokens, _USUAL_TOKENS)
         products = self._layers.products(message, label)
-        tokens = [*sorted(text), *other_tokens, *usual.tolist()]
+        tokens = [*sorted(text), *other_tokens, *reference.tolist()]
         places = torch.tensor([self._layers.place[token] for token in tokens])
         rows, count = self._layers.features(products, places), len(text) + len(other_tokens)
         self._rows.append(_standardized(rows[:count], rows[count:]))
@@ -330,10 +332,10 @@ class TokenReader:
         """Choose a classifier on messages that it was not trained on, and train it on all."""
         if self.messages < _FEWEST_MESSAGES:
             return
-        first = round((1 - _HELD_OUT) * self.messages)
+        learned = round((1 - _HELD_OUT) * self.messages)
         train, held_out = (
-            (np.concatenate(self._rows[part]), np.concatenate(self._is_in_text[part]))
-            for part in (slice(first), slice(first, None))
+            (np.concatenate(self._rows[messages]), np.concatenate(self._is_in_text[messages]))
+            for messages in (slice(learned), slice(learned, None))
         )
         quality = {}
         for name, classifier in _CLASSIFIERS.items():
