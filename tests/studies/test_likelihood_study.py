@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.studies.likelihood_search import GUESS, LikelihoodSearches
+from recipes.studies.likelihood_search import GUESS, LikelihoodSearches, _better
 
 
 @pytest.fixture
@@ -44,14 +44,21 @@ def test_sentences_are_searched_and_summarized(encoder, sentences, quick, tmp_pa
 def test_all_cells_are_strengths_of_both_models():
     flags = ["--all", "--model", "m", "--data_dir", "d", "--output", "o", "--sentences", "7"]
     cells = LikelihoodSearches.parse(flags).cells()
-    # Both models with one population and with six, four other strengths of five sentences each, the
-    # end by the whole likelihood, three messages of several sentences, and the guess.
-    assert len(cells) == 2 * 7 + 2 * 7 + 4 * 5 + 7 + 3 + 1
+    # Both models with one population and with six, four other strengths and two other defenses of
+    # five sentences each, two other efforts, the end by the whole likelihood, three messages of
+    # several sentences, and the guess.
+    assert len(cells) == 2 * 7 + 2 * 7 + 6 * 5 + 2 * 7 + 7 + 3 + 1
     assert {state for state, _, _ in cells} == {
         "start", "trained", "start, 4 in a message", "start, 16 in a message",
         "start, ends by the whole likelihood", "start, 6 populations", "trained, 6 populations",
-        GUESS[0],
+        "start, 2,000 texts", "start, 12 populations", GUESS[0],
     }  # fmt: skip
     assert {strength for state, strength, _ in cells if state == "start"} == {
-        "1", "5", "20", "100", "1000"
+        "1", "5", "20", "100", "1000", "pruning of 99 %", "refiner, 4 samples"
     }  # fmt: skip
+
+
+def test_the_better_of_two_searches_is_the_one_that_scores_higher():
+    few = {"score": 5.0, "token_f1": 0.9, "evaluated": 10, "processor_seconds": 2.0}
+    most = {"score": 6.0, "token_f1": 0.4, "evaluated": 30, "processor_seconds": 5.0}
+    assert _better(few, most) == most | {"evaluated": 40, "processor_seconds": 7.0}
