@@ -59,7 +59,7 @@ UNIFORM_NOISE = {  # by relative_scale
     1.0: Recovered(0.76, 0.64, 20.0, 1.0),
     5.0: Recovered(0.50, 0.79, 14.4, 0.95, 0.70),
     10.0: Recovered(0.21, 0.79),
-    20.0: Recovered(0.00, 0.81, 12.1, 0.40, 0.59),
+    20.0: Recovered(0.00, 0.81, 12.1, 0.40, 0.66),
     50.0: Recovered(0.00, 0.74),
     100.0: Recovered(0.00, 0.71, 12.1, 0.08),
 }
