@@ -152,6 +152,7 @@ class SampleMap(GradientMap):
     """
 
     _listener: Listener | None = None
+    _gradient_versions: dict[str, int] | None = None
 
     @cached_property
     def shares(self) -> Mapping[str, Share] | None:
@@ -168,8 +169,6 @@ class SampleMap(GradientMap):
         plan = known_plan(self)
         is_known = plan is not None and shares.keys() <= plan.modules
         return shares if is_known and shares else None  # none where all layers were dropped
-
-    _gradient_versions: dict[str, int] | None = None
 
     def versions(self) -> dict[str, int]:
         """As in `GradientMap`, without asking for the gradient: of that, writes since it was
