@@ -160,13 +160,13 @@ class LearnedInversion(Attack):
         defense: Any = self.defense
         if isinstance(defense, str):
             defense = make(DEFENSES, defense, {})
+        client = copy.deepcopy(defense)
+        client.prepare(observation.model, observation.tokenizer)
         bar = logging.tqdm(shadow_rows, desc=self.name, disable=not self.progress)
         for number, (text, text_label) in enumerate(bar):
             if clock.is_over:
                 break
-            client = copy.deepcopy(defense)  # each sends its first message
-            client.load_state_dict({})
-            client.prepare(observation.model, observation.tokenizer)
+            client.load_state_dict({})  # each is a client's first message
             batch = text_batch(observation, [text], _as_labels(text_label, observation.device))
             gmap = GradientMap(observation.model, batch)
             message = client(gmap, Stream.from_seeds(self.seed, number))
@@ -304,7 +304,7 @@ class TokenReader:
 
     def __init__(self, layers: PublicLayers, counts: Mapping[int, int], seed: int) -> None:
         self._layers, self._rng = layers, np.random.default_rng(seed)
-        self._tokens = np.array(sorted(counts))
+        self._tokens = np.array(list(layers.place))
         frequencies = np.array([counts[token] for token in self._tokens.tolist()], dtype=float)
         self._prior = frequencies / frequencies.sum()
         self._rows: list[np.ndarray] = []

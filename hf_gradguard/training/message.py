@@ -187,8 +187,7 @@ class MessageMaker:
             state = defense.state_dict() if is_measured else {}
             defense.at_step(step)
             message = defense(gmap, noise)
-            if self._rows.remaining:
-                self._rows.compare(gmap.gradient(), message)
+            self._rows.compare(gmap.gradient() if self._rows.remaining else {}, message)
             if not client.is_empty:
                 self._record(gradient, message, norm, start)
             if is_measured and not meter.admits(gmap, message, step, probes, client.rows):  # type: ignore[union-attr]

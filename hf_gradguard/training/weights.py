@@ -164,9 +164,10 @@ class LossWeights:
         """What sizes are divided by, and the spread."""
         if not size:
             return 1.0, Spread()
+        items = float(num_items)
         if self._is_mean is None:  # a batch that cannot tell is asked again
             self._is_mean = self._takes_a_mean(module, fullest)
-        ratio = (items := float(num_items)) / size
+        ratio = items / size
         return (size, Spread(ratio)) if self._is_mean else (items, Spread(ratio, ratio))
 
     def _takes_a_mean(self, module: nn.Module, batch: dict[str, Any]) -> bool | None:

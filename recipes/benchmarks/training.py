@@ -4,10 +4,9 @@ by Opacus, which takes every phrase's own gradient, and with each defense.
 All train the same model on the same phrases, 16 at a time, AdamW included; rows take turns, the
 stock Trainer around each. Tokens without padding, over seconds of one thread's processor time,
 after 8 steps in which models are tried out and all messages compared with their gradients; one of
-the ten that count feeds averages. Opacus takes
-no positions that rows share, so there embeddings are frozen. Soteria is left out, which takes a
-pass for each of a layer's neurons, and so is Refiner, which goes on from a sketch: `refiner_speed`
-has the published one.
+the ten that count feeds averages. Opacus takes no positions that rows share, so there embeddings
+are frozen. Soteria is left out, which takes a pass for each of a layer's neurons, and so is
+Refiner, which goes on from a sketch: `refiner_speed` has the published one.
 
 Opacus is no dependency: `pip install --no-deps opacus opt-einsum` into an environment of your own;
 `--without_opacus` leaves its row out.
