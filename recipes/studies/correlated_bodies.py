@@ -161,7 +161,7 @@ class Bodies(heads.Texts):
     ROWS = [Row(1590, [heads.CORRELATED]), Row(4209, [heads.CORRELATED])]
     MORE_ROWS: Sequence[heads.Row] = [Row(1590, [heads.NONE]), Row(4209, [heads.NONE])]
     QUICK_ROW = Row(4, [heads.CORRELATED])
-    FASTER, SEEDS = -2, 3
+    FASTER, SEEDS = -2, 5
 
     def search(self, row: heads.Row, kind: heads.Kind, **other: float) -> dict[str, dict]:
         common = self._trained(row, kind) | {"seed": RATES_SEED, "trainings": TRAININGS} | other

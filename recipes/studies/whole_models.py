@@ -11,7 +11,8 @@ from .frontier_rows import BATCH, GRID, RATES_SEED
 from .lib.results import Results
 from .lib.tables import write_table
 
-LENGTHS = (200, 1590)  # messages
+LENGTHS = (200, 1590, 4209)  # messages
+LONGEST_SEARCH = 1590  # the rate of longer ones is searched at that length
 RATES = (1.25e-5, 2.5e-5, *GRID)
 SHARE = 0.98  # of the accuracy: what protection should keep
 
@@ -30,7 +31,8 @@ class WholeModels(Study):
         cells: dict = {}
         for steps in (2,) if self.quick else LENGTHS:
             place = f"{steps:,} messages of {BATCH}"
-            search = self.search(steps)
+            place += f", rates of {LONGEST_SEARCH:,}" * (steps > LONGEST_SEARCH)
+            search = self.search(min(steps, LONGEST_SEARCH))
             cells |= {(place, tables.RATES, tried): cell for tried, cell in search.items()}
             rate = GRID[0] if self.quick else clients.chosen_rate(Results(self.output), search)
             for seed in range(self.SEEDS) if rate is not None else ():
