@@ -76,6 +76,8 @@ def nearest_tokens(
             f"{_lora_advice(readers)}. Attack by gradient matching, e.g. tag."
         )
     count = max(shortlist, 2 * int(capacity.max()))
+    if view.space.ends:  # all that lies in the span
+        count = max(count, len(view.directions))
     scores, ids = _rank_vocabulary(observation, view, positions, count)
     if threshold is not None:
         is_near = scores.clamp(min=0).sqrt() <= threshold
@@ -88,20 +90,23 @@ def nearest_tokens(
     if len(pairs := slots.known_pairs(readers.positional)):
         known_vectors = vectors(observation, readers, pairs[:, 1:], pairs[:, 0])[:, 0]
     chosen = select(view.space, known_vectors, candidates, capacity)
+    limit = count if view.space.ends else ALTERNATIVES
     return {
-        position: _with_ties(ids[i], scores[i], chosen[i], int(capacity[i]))
+        position: _with_ties(ids[i], scores[i], chosen[i], int(capacity[i]), limit)
         for i, position in enumerate(positions.tolist())
     }
 
 
-def _with_ties(ids: Tensor, scores: Tensor, chosen: list[int], capacity: int) -> list[int]:
+def _with_ties(
+    ids: Tensor, scores: Tensor, chosen: list[int], capacity: int, limit: int
+) -> list[int]:
     """The chosen ids of a position, and those that are as near."""
     best: list[int] = [int(ids[k]) for k in chosen]
     short = 0 < len(best) < capacity  # all that there is stands there
     nearest = scores[chosen] if short else scores[:capacity]
     farthest = nearest.max().clamp(min=SURE if short else 0)
     close: list[int] = ids[scores <= TIE * farthest].tolist()
-    return best + [token for token in close if token not in best][:ALTERNATIVES]
+    return best + [token for token in close if token not in best][:limit]
 
 
 def _rank_vocabulary(

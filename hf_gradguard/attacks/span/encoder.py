@@ -1,10 +1,11 @@
 """From each position's tokens to sentences: gradients behind an encoder's attention tell which
 tokens stood together.
 
-Attention averages over a sentence, so that a text with tokens of several sentences is the nearer to
-the gradients' span the more of them are of one: going down from any start, one token at a time,
-ends at a whole sentence. Each is looked for by itself, from tokens that no sentence has used up
-yet.
+Without noise, and with a token in each sentence that is known, sentences are solved for. Otherwise
+they are searched: attention averages over a sentence, so that a text with tokens of several is the
+nearer to the gradients' span the more of them are of one, and going down from any start, one token
+at a time, ends at a whole sentence. Each is looked for by itself, from tokens that no sentence has
+used up yet.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..base import ENDLESS, Clock, Observation
 from ..layer_inputs import Slots
+from .first_attention import FirstAttention
+from .program import SentenceProgram
 from .row_space import View
 from .texts import NEAR, Explained, Pool, Text, choose, distance_outside, vectors_of
 
@@ -26,8 +30,10 @@ ROUNDS_NOISELESS, MOST_ENUMERATED = (
     12,
     1024,
 )  # rounds, and texts that are all tried, where nothing but rounding is noise
+SURE = 0.5  # trust in the least sure direction of a span that sentences are solved with
 NEAREST = 4  # texts of all those tried that run through the whole model
 STARTS = 4  # at most for each sentence that is looked for
+ATTEMPTS, LEFT_IN = 4, 0.1  # to solve for each, and the share of others' words that each lets in
 
 
 def assemble_texts(
@@ -95,12 +101,30 @@ def _pools(
     candidate_ids = slots.candidate_ids
     surest = len(pools) if positional else max(map(len, candidate_ids.values()), default=0)
     unused = {(place, token) for place, tokens in candidate_ids.items() for token in tokens}
-    for (present, known_text), indices in patterns.items():
-        descent = _Descent(observation, views, present, known_text, candidate_ids, surest, clock)
-        pool = descent.sentences(unused, len(indices))
+    searches = {
+        key: _Descent(observation, views, *key, candidate_ids, surest, len(indices), clock)
+        for key, indices in patterns.items()
+    }
+    whole_views = list(itertools.takewhile(partial(_is_whole, slots=slots), views[:2]))
+    if whole_views and bool((slots.known_ids >= 0).any()):
+        attention = FirstAttention(observation, whole_views)
+        # First those that are alone of their length. What is left is solved beside all others.
+        in_order = sorted(searches.values(), key=lambda search: search.count)
+        for attempts in (1, ATTEMPTS) if attention.is_average else ():
+            for search in in_order:
+                search.solve(attention, unused, attempts)
+    for key, indices in patterns.items():
+        pool = searches[key].sentences(unused)
         for index in indices:
             pools[index] = pool
     return pools
+
+
+def _is_whole(view: View, slots: Slots) -> bool:
+    """Whether all directions of the span stand out of the noise."""
+    rank = int(slots.attended.sum()) * view.readers.calls
+    is_found = view.space.ends or len(view.directions) >= rank
+    return is_found and not view.readers.pooled and float(view.trust.min()) > SURE
 
 
 def _are_near(
@@ -199,10 +223,13 @@ class _Descent:
         known_text: Text,
         candidate_ids: dict[int, list[int]],
         surest: int,
+        count: int,
         clock: Clock,
     ) -> None:
         self.observation, self.views, self.surest = observation, views, surest
-        self.clock = clock
+        self.count, self.clock = count, clock
+        self.pool: Pool = {}
+        self.every_pair = {(place, int(t)) for place, ids in candidate_ids.items() for t in ids}
         self.mask = torch.tensor(present, device=observation.device)
         self.known_text = torch.tensor(known_text, device=observation.device)
         self.tokens = {
@@ -211,26 +238,56 @@ class _Descent:
             if present[place] and known_text[place] < 0 and candidate_ids.get(place)
         }
 
-    def sentences(self, unused: set[tuple[int, int]], count: int) -> Pool:
+    @property
+    def right(self) -> Pool:
+        """Sentences that are as near as only right ones are."""
+        near = NEAR * int(self.mask.sum())
+        return {text: distance for text, distance in self.pool.items() if distance < near}
+
+    def solve(self, attention: FirstAttention, unused: set[tuple[int, int]], attempts: int) -> None:
+        """Solve for sentences, each beside those that were found.
+
+        Args:
+            attention: Which gives the equations.
+            unused: As of `sentences`.
+            attempts: For each sentence.
+        """
+        places = self.mask.nonzero().flatten().tolist()
+        known_ids = {p: int(self.known_text[p]) for p in places if self.known_text[p] >= 0}
+        if len(known_ids) + len(self.tokens) < len(places) or not (known_ids and self.tokens):
+            return
+        generator, program = torch.Generator().manual_seed(0), None
+        for attempt in range(attempts * self.count):
+            if len(self.right) >= self.count or self.clock.is_over:
+                break
+            program = program or SentenceProgram(attention, known_ids, self.tokens)
+            used = sorted({token for _, token in self.every_pair - unused})
+            draws = torch.rand(len(used), generator=generator).tolist()
+            used = [t for t, draw in zip(used, draws, strict=True) if draw >= LEFT_IN * attempt]
+            row = self.known_text.clamp(min=0)
+            ids = program.sentence(generator, used, self.clock)
+            row[list(self.tokens)] = torch.tensor(ids, device=row.device)
+            self._note(row[None], self._distances(row[None], self.views), unused)
+
+    def sentences(self, unused: set[tuple[int, int]]) -> Pool:
         """Whole sentences with their distances.
 
         Args:
             unused: `(place, token)` that no sentence uses so far; what is found here is taken out.
-            count: How many are looked for.
         """
-        pool: Pool = {}
-        near = NEAR * int(self.mask.sum())
-        for rows, distances in self._tries(unused, count):
-            for row, distance in zip(rows, distances.tolist(), strict=True):
-                text = tuple(row[self.mask].tolist())
-                pool[text] = min(distance, pool.get(text, distance))
-                if distance < near:
-                    unused -= {(place, int(row[place])) for place in self.tokens}
-            found = sum(distance < near for distance in pool.values())
-            if found >= count or self.clock.is_over:
-                break
-        right = {text: distance for text, distance in pool.items() if distance < near}
-        return right if len(right) >= count else pool
+        if len(self.right) < self.count:
+            for rows, distances in self._tries(unused, self.count):
+                self._note(rows, distances, unused)
+                if len(self.right) >= self.count or self.clock.is_over:
+                    break
+        return self.right if len(self.right) >= self.count else self.pool
+
+    def _note(self, rows: Tensor, distances: Tensor, unused: set[tuple[int, int]]) -> None:
+        for row, distance in zip(rows, distances.tolist(), strict=True):
+            text = tuple(row[self.mask].tolist())
+            self.pool[text] = min(distance, self.pool.get(text, distance))
+            if text in self.right:
+                unused -= {(place, int(row[place])) for place in self.tokens}
 
     def _tries(self, unused: set[tuple[int, int]], count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Texts and their distances, from other starts each time. Which start leads where depends
