@@ -250,8 +250,9 @@ class Span(Attack):
     layer's gradients.
 
     Encoders give each position's tokens. Which of a batch's sentences a token is of, and the order
-    where positions are relative, are looked for by the gradients behind the attention; where none
-    was shared, or it tells nothing, `undecided` says so. Decoders give whole sentences, extended
+    where positions are relative, the gradients behind the attention tell: sentences are solved for
+    where special tokens are known and there is no noise but rounding, and searched elsewhere. Where
+    none was shared, or it tells nothing, `undecided` says so. Decoders give whole sentences, extended
     token by token: what the layers behind the attention read for the last token of a right prefix
     lies in the span of their gradients. Of the candidates those are taken that together leave the
     least of that span unexplained.
