@@ -249,13 +249,13 @@ class Span(Attack):
     """Rank every vocabulary token at every position by its distance from the span of the first
     layer's gradients.
 
-    Encoders give each position's tokens. Which of a batch's sentences a token is of, and the order
-    where positions are relative, the gradients behind the attention tell: sentences are solved for
-    where special tokens are known and there is no noise but rounding, and searched elsewhere. Where
-    none was shared, or it tells nothing, `undecided` says so. Decoders give whole sentences, extended
-    token by token: what the layers behind the attention read for the last token of a right prefix
-    lies in the span of their gradients. Of the candidates those are taken that together leave the
-    least of that span unexplained.
+    Encoders give each position's tokens. Which of a batch's sentences a token is of, and the
+    order where positions are relative, the gradients behind the attention tell: sentences are
+    solved for where special tokens are known and there is no noise but rounding, and searched
+    elsewhere. Where none was shared, or it tells nothing, `undecided` says so. Decoders give
+    whole sentences, extended token by token: what the layers behind the attention read for the
+    last token of a right prefix lies in the span of their gradients. Of the candidates those
+    are taken that together leave the least of that span unexplained.
 
     The attack needs fewer tokens in the batch than the layer is wide. Of LoRA that is the rank in
     the first message, in which A has no gradient; later on encoders are read whose texts have
