@@ -4,6 +4,7 @@ the equations, against true sentences and finite differences.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,13 +24,13 @@ from transformers import (
     T5ForSequenceClassification,
 )
 
-from hf_gradguard.attacks.base import Observation
+from hf_gradguard.attacks.base import Clock, Observation
 from hf_gradguard.attacks.layer_inputs import Slots, find_readers
 from hf_gradguard.attacks.span import encoder
 from hf_gradguard.attacks.span.attack import Span
 from hf_gradguard.attacks.span.encoder import _Descent
 from hf_gradguard.attacks.span.first_attention import FirstAttention
-from hf_gradguard.attacks.span.program import SentenceProgram
+from hf_gradguard.attacks.span.program import STEPS, SentenceProgram
 from hf_gradguard.attacks.span.row_space import View, row_space
 
 WIDE: dict[str, Any] = ENCODER | {
@@ -162,10 +163,46 @@ def test_the_attacked_model_stays_as_it_is() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_time_ends_a_program() -> None:
+def test_time_ends_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is built, and between its steps."""
     texts = sentences(3, (8, 8, 7))
-    found = Span(seconds=0.0)(observe(model_of("bert"), texts))
-    assert not found.complete
+    seen, steps = observe(model_of("bert"), texts), []
+    monkeypatch.setattr(SentenceProgram, "_step", lambda *args: steps.append(args) or args[1])
+    program_of(seen, texts).sentence(torch_rng())
+    assert len(steps) == STEPS
+    attention = FirstAttention(seen, views_of(seen))
+    candidates = {place: torch.arange(10, 20) for place in range(1, 7)}
+    program = SentenceProgram(attention, {0: 2, 7: 3}, candidates, Clock(0.0))
+    program.sentence(torch_rng())
+    assert len(steps) == STEPS
+    weights = attention.weights(0, {0: 2, 7: 3}, candidates, Clock(0.0))
+    assert not any(bool(of_place.any()) for of_place in weights)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_do_not_depend_on_what_stands_beside(family: str) -> None:
+    """Of few words, which have one value at all places where a model has relative positions."""
+    texts = sentences(2, (8, 8))
+    seen = observe(model_of(family), texts)
+    attention, words = FirstAttention(seen, views_of(seen)), torch.tensor([10, 11, 12])
+    together = attention.weights(0, {0: 2, 7: 3}, dict.fromkeys(range(1, 7), words))
+    for place, weights in enumerate(together, 1):
+        (alone,) = attention.weights(0, {0: 2, 7: 3}, {place: words})
+        torch.testing.assert_close(weights, alone, rtol=1e-6, atol=1e-12)
+
+
+def test_a_model_that_is_not_copied_is_searched(caplog: pytest.LogCaptureFixture) -> None:
+    model, texts = model_of("bert"), sentences(2, (7, 8))
+    model.lock = threading.Lock()
+    assert sorted(Span()(observe(model, texts)).token_ids) == sorted(texts)
+    assert "searches sentences" in caplog.text
+
+
+def test_large_programs_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "MOST_ENTRIES", 1000)
+    monkeypatch.setattr(encoder, "SentenceProgram", None)
+    texts = sentences(2, (7, 8))
+    assert sorted(Span()(observe(model_of("bert"), texts)).token_ids) == sorted(texts)
 
 
 def test_where_known_noise_hides_directions_sentences_are_searched() -> None:

@@ -1,16 +1,17 @@
 """From each position's tokens to sentences: gradients behind an encoder's attention tell which
 tokens stood together.
 
-Without noise, and with a token in each sentence that is known, sentences are solved for. Otherwise
-they are searched: attention averages over a sentence, so that a text with tokens of several is the
-nearer to the gradients' span the more of them are of one, and going down from any start, one token
-at a time, ends at a whole sentence. Each is looked for by itself, from tokens that no sentence has
-used up yet.
+Where noise is little more than rounding, and a token of each sentence is known, sentences are
+solved for. Otherwise they are searched: attention averages over a sentence, so that a text with
+tokens of several is the nearer to the gradients' span the more of them are of one, and going down
+from any start, one token at a time, ends at a whole sentence. Each is looked for by itself, from
+tokens that no sentence has used up yet.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -34,6 +35,9 @@ SURE = 0.5  # trust in the least sure direction of a span that sentences are sol
 NEAREST = 4  # texts of all those tried that run through the whole model
 STARTS = 4  # at most for each sentence that is looked for
 ATTEMPTS, LEFT_IN = 4, 0.1  # to solve for each, and the share of others' words that each lets in
+MOST_ENTRIES = 2**26  # of a program's matrix: 512 MiB. Of larger ones sentences are searched.
+
+_logger = logging.getLogger(__name__)
 
 
 def assemble_texts(
@@ -105,19 +109,37 @@ def _pools(
         key: _Descent(observation, views, *key, candidate_ids, surest, len(indices), clock)
         for key, indices in patterns.items()
     }
-    whole_views = list(itertools.takewhile(partial(_is_whole, slots=slots), views[:2]))
-    if whole_views and bool((slots.known_ids >= 0).any()):
-        attention = FirstAttention(observation, whole_views)
+    if (attention := _first_attention(observation, views, slots)) is not None:
         # First those that are alone of their length. What is left is solved beside all others.
         in_order = sorted(searches.values(), key=lambda search: search.count)
-        for attempts in (1, ATTEMPTS) if attention.is_average else ():
+        for attempts in (1, ATTEMPTS):
             for search in in_order:
                 search.solve(attention, unused, attempts)
+            if not any(search.right for search in in_order):
+                break
     for key, indices in patterns.items():
         pool = searches[key].sentences(unused)
         for index in indices:
             pools[index] = pool
     return pools
+
+
+def _first_attention(
+    observation: Observation, views: Sequence[View], slots: Slots
+) -> FirstAttention | None:
+    """Which sentences are solved with, if they are."""
+    whole_views = list(itertools.takewhile(partial(_is_whole, slots=slots), views[:2]))
+    if not whole_views or not bool((slots.known_ids >= 0).any()):
+        return None
+    try:
+        attention = FirstAttention(observation, whole_views)
+    except (TypeError, RuntimeError, ValueError) as error:
+        _logger.warning(
+            "span searches sentences where it would solve for them: a copy of the model does not "
+            "run in float64 (%s).", error
+        )  # fmt: skip
+        return None
+    return attention if attention.is_average else None
 
 
 def _is_whole(view: View, slots: Slots) -> bool:
@@ -229,6 +251,8 @@ class _Descent:
         self.observation, self.views, self.surest = observation, views, surest
         self.count, self.clock = count, clock
         self.pool: Pool = {}
+        self.program: SentenceProgram | None = None
+        self.generator = torch.Generator().manual_seed(0)
         self.every_pair = {(place, int(t)) for place, ids in candidate_ids.items() for t in ids}
         self.mask = torch.tensor(present, device=observation.device)
         self.known_text = torch.tensor(known_text, device=observation.device)
@@ -256,16 +280,19 @@ class _Descent:
         known_ids = {p: int(self.known_text[p]) for p in places if self.known_text[p] >= 0}
         if len(known_ids) + len(self.tokens) < len(places) or not (known_ids and self.tokens):
             return
-        generator, program = torch.Generator().manual_seed(0), None
+        choices = sum(map(len, self.tokens.values()))
+        if attention.heads * attention.num_equations * choices > MOST_ENTRIES:
+            return
         for attempt in range(attempts * self.count):
             if len(self.right) >= self.count or self.clock.is_over:
                 break
-            program = program or SentenceProgram(attention, known_ids, self.tokens)
+            if self.program is None:
+                self.program = SentenceProgram(attention, known_ids, self.tokens, self.clock)
             used = sorted({token for _, token in self.every_pair - unused})
-            draws = torch.rand(len(used), generator=generator).tolist()
+            draws = torch.rand(len(used), generator=self.generator).tolist()
             used = [t for t, draw in zip(used, draws, strict=True) if draw >= LEFT_IN * attempt]
             row = self.known_text.clamp(min=0)
-            ids = program.sentence(generator, used, self.clock)
+            ids = self.program.sentence(self.generator, used)
             row[list(self.tokens)] = torch.tensor(ids, device=row.device)
             self._note(row[None], self._distances(row[None], self.views), unused)
 

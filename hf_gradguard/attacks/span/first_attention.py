@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...gradient_map.replay import hooked
-from ..base import Observation, ordinary_id
+from ..base import ENDLESS, Clock, Observation, ordinary_id
 from ..layer_inputs import Readers, all_inputs
 from .row_space import View
 
@@ -39,6 +39,7 @@ class FirstAttention:
 
     Attributes:
         is_average: Whether each head gives an average of tokens' values, as it was tried.
+        num_equations: How many there are of an average.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
@@ -67,6 +68,7 @@ class FirstAttention:
         self._equations = [_equations_of(view) for view in views[:2]]
         self.is_average = self._readers[0].width % self.heads == 0 and self._gives_averages()
         self._norm = self._normalization() if self.is_average and len(views) > 1 else None
+        self.num_equations = sum(map(len, self._equations[: 1 if self._norm is None else 2]))
 
     def values(self, place: int, ids: Tensor) -> Tensor:
         """`(K, heads, D)`: what the attention takes of ids `(K,)` at a place."""
@@ -85,7 +87,11 @@ class FirstAttention:
         return self._inputs(self._readers[0], query, ids).unflatten(-1, (self.heads, -1))
 
     def weights(
-        self, query: int, known_ids: Mapping[int, int], candidates: Mapping[int, Tensor]
+        self,
+        query: int,
+        known_ids: Mapping[int, int],
+        candidates: Mapping[int, Tensor],
+        clock: Clock = ENDLESS,
     ) -> list[Tensor]:
         """For each place `(K, heads)`: how its tokens weigh beside all known ones, which are 1.
 
@@ -93,16 +99,21 @@ class FirstAttention:
             query: The place that looks, where a known token stands.
             known_ids: Known tokens by place.
             candidates: Ids `(K,)` by place.
+            clock: When it is over, the rest stays 0.
         """
         rows = torch.arange(max(map(len, candidates.values()), default=0))
         standing = {place: torch.full_like(rows, token) for place, token in known_ids.items()}
         of_known = self.average(query, {place: ids[:1] for place, ids in standing.items()})
         weights = [of_known.new_zeros(len(ids), self.heads) for ids in candidates.values()]
-        # A pass has no more tokens than heads have entries, by far: their values are independent.
+        # The values of a pass are independent: by far fewer than heads have entries, and, where one
+        # word has one value everywhere, of other words at each place.
         size = max(1, of_known.shape[-1] // 4)
+        if not self._is_positional:
+            size = min(size, *map(len, candidates.values()))
         numbered = list(enumerate(candidates.items()))
         for group in (numbered[start : start + size] for start in range(0, len(numbered), size)):
-            # Other words at each place: the same one may have the same value everywhere.
+            if clock.is_over:
+                break
             picked = [(rows + number) % len(ids) for number, (_, ids) in group]
             tokens, values = dict(standing), [of_known.expand(len(rows), -1, -1)]
             for which, (_, (place, ids)) in zip(picked, group, strict=True):
@@ -151,6 +162,7 @@ class FirstAttention:
         token, other_token = torch.tensor([self._filler]), torch.tensor([self._filler + 1])
         values = torch.stack([self.values(0, token), self.values(1, other_token)], -1)
         average = self.average(0, {0: token, 1: other_token})
+        self._is_positional = not torch.allclose(self.values(1, token), self.values(0, token))
         shares = _shares(values, average)
         averages, sums = (values @ shares[..., None])[..., 0], shares.sum(-1)
         return torch.allclose(averages, average) and torch.allclose(sums, torch.ones_like(sums))
@@ -158,7 +170,8 @@ class FirstAttention:
     def _normalization(self) -> _Normalization | None:
         """Of what the second view reads, if nothing else is between it and the attention."""
         projection = self._readers[0].modules[0]
-        if type(projection) is not nn.Linear:
+        width = self._readers[1].width
+        if type(projection) is not nn.Linear or projection.out_features != width:
             return None
         outputs: dict[nn.Module, Tensor] = {}
         modules = self._observation.model.modules()

@@ -63,6 +63,7 @@ class SentenceProgram:
         attention: Of the model.
         known_ids: Known tokens by place, at least one.
         candidates: Ids `(K,)` by place, where a token is looked for.
+        clock: When it is over, it stays unfinished, and its sentences are any.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
@@ -81,31 +82,27 @@ class SentenceProgram:
         attention: FirstAttention,
         known_ids: Mapping[int, int],
         candidates: Mapping[int, Tensor],
+        clock: Clock = ENDLESS,
     ) -> None:
+        self._clock = clock
         self.candidates = {place: ids.cpu() for place, ids in candidates.items()}
         self._sizes = [len(ids) for ids in self.candidates.values()]
         queries = dict.fromkeys([min(known_ids), max(known_ids)])
         self._queries = [self._query(attention, known_ids, query) for query in queries]
 
-    def sentence(
-        self,
-        generator: torch.Generator,
-        used_words: Collection[int] = (),
-        clock: Clock = ENDLESS,
-    ) -> list[int]:
+    def sentence(self, generator: torch.Generator, used_words: Collection[int] = ()) -> list[int]:
         """An id for each place that has candidates.
 
         Args:
             generator: Of the start.
             used_words: Of other sentences: begun without them, it ends at another one.
-            clock: When it is over, the nearest one so far is taken.
         """
         everything = torch.ones(sum(self._sizes), dtype=torch.bool)
         begun = self._without(used_words)
         z = begun * (1 + torch.rand(len(begun), generator=generator, dtype=torch.float64))
         z = self._normalized(z)
         for step in range(STEPS):
-            if clock.is_over:
+            if self._clock.is_over:
                 break
             has_begun = not used_words or step >= APART
             z = self._step(z, everything if has_begun else begun)
@@ -120,7 +117,7 @@ class SentenceProgram:
         alone = attention.average(
             query, {place: torch.tensor([t]) for place, t in known_ids.items()}
         )
-        weights_of = attention.weights(query, known_ids, self.candidates)
+        weights_of = attention.weights(query, known_ids, self.candidates, self._clock)
         columns = torch.cat(
             [
                 torch.einsum("ehd,khd->hek", by_head, weights[..., None] * attention.values(*item))
@@ -156,8 +153,8 @@ class SentenceProgram:
         matrix = torch.cat([matrix, weight * sums])
         target = torch.cat([target, target.new_full((len(sums),), weight)])
         try:
-            solution, _ = nnls(matrix.numpy(), target.numpy(), maxiter=10 * matrix.shape[1])
-        except RuntimeError:  # it circles, far from any sentence
+            solution, _ = nnls(matrix.numpy(), target.numpy(), maxiter=len(matrix))
+        except RuntimeError:  # far from any sentence
             return z
         stepped = torch.zeros_like(z)
         stepped[allowed] = torch.from_numpy(solution)
