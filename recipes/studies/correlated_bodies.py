@@ -158,10 +158,19 @@ class Bodies(heads.Texts):
     Conditions and figures: docs/findings/correlated_heads.md.
     """
 
-    ROWS = [Row(1590, [heads.CORRELATED]), Row(4209, [heads.CORRELATED])]
-    MORE_ROWS: Sequence[heads.Row] = [Row(1590, [heads.NONE]), Row(4209, [heads.NONE])]
+    ROWS = [Row(1590, [heads.CORRELATED]), Row(4209, [heads.CORRELATED, heads.NONE])]
+    MORE_ROWS: Sequence[heads.Row] = [Row(1590, [heads.NONE])]
     QUICK_ROW = Row(4, [heads.CORRELATED])
     FASTER, SEEDS = -2, 5
+    UNDEFENDED = (RATES_SEED, 0, 1)  # seeds: each makes rows of its own, for half an hour
+
+    def cells(self) -> dict:
+        cells = super().cells()
+        return {
+            place: cell
+            for place, cell in cells.items()
+            if cell["defense"] != "none" or cell["seed"] in self.UNDEFENDED
+        }
 
     def search(self, row: heads.Row, kind: heads.Kind, **other: float) -> dict[str, dict]:
         common = self._trained(row, kind) | {"seed": RATES_SEED, "trainings": TRAININGS} | other
