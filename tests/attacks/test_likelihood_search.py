@@ -342,13 +342,18 @@ def test_leaving_out_a_text_is_a_message_without_it(name: str) -> None:
     [("bert", None, 0.8), ("bert", 0.5, 0.7), ("gpt2_lm", 0.5, 0.7)],
 )
 def test_texts_of_a_message_are_told_apart(name: str, scale: float | None, least: float) -> None:
+    """On average over searches: where one ends depends on rounding."""
     observation = message_of(SEVERAL, name, scale)
-    found = LikelihoodSearch(PUBLIC, evaluations=12_000)(observation, torch_rng())
-    assert found.token_ids is not None
-    assert [len(ids) for ids in found.token_ids] == [len(text) for text in SEVERAL]
-    scores = score_text(found.token_ids, SEVERAL, tokenizer=TOKENIZER)
-    assert scores.mean["token_f1"] >= least  # a public text has 0.1 on average
-    assert min(scores.per_sample["token_f1"]) > 0.3
+    search, token_f1 = LikelihoodSearch(PUBLIC, evaluations=12_000), []
+    for seed in range(3):
+        found = search(observation, torch_rng(seed))
+        assert found.token_ids is not None
+        assert [len(ids) for ids in found.token_ids] == [len(text) for text in SEVERAL]
+        scores = score_text(found.token_ids, SEVERAL, tokenizer=TOKENIZER)
+        token_f1.append(scores.per_sample["token_f1"])
+    means = torch.tensor(token_f1).mean(0)
+    assert float(means.mean()) >= least  # a public text has 0.1 on average
+    assert float(means.min()) > 0.3
 
 
 def test_classes_of_several_texts_are_read_off() -> None:
