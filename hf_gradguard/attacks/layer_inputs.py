@@ -97,7 +97,7 @@ def find_readers(observation: Observation) -> list[Readers]:
     names = {id(parameters[name]): name for name, g in observation.gradient.items() if g.any()}
     linear = [m for m in observation.model.modules() if isinstance(m, (nn.Linear, Conv1D))]
     modules = {m: names[id(m.weight)] for m in linear if id(m.weight) in names}
-    token, other_token = _two_tokens(observation)
+    token, other_token = two_tokens(observation)
     closing_ids = _closing_ids(observation)
     recorded_passes = [
         _all_inputs(observation, list(modules), [*ids, *closing_ids])
@@ -260,8 +260,14 @@ def _all_inputs(
     return inputs
 
 
-def _two_tokens(observation: Observation) -> tuple[int, int]:
-    """Two ids with different embeddings, neither of them special if possible."""
+def two_tokens(observation: Observation) -> tuple[int, int]:
+    """Two ids with different embeddings, neither of them special if possible.
+
+    Example:
+        >>> token, other_token = two_tokens(observation)
+        >>> token != other_token
+        True
+    """
     weight: Tensor = TEXT.embedding(observation.model).weight  # type: ignore[assignment]
     token = ordinary_id(observation.model, observation.tokenizer)
     padding = getattr(getattr(observation.model, "config", None), "pad_token_id", None)

@@ -11,13 +11,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 from transformers import GPT2Config, GPT2ForSequenceClassification, set_seed
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation
 from hf_gradguard.attacks.span.attack import Span
+from hf_gradguard.metrics.scores import match
 from hf_gradguard.randomness import Stream
 
 from ..study import Study
@@ -175,12 +176,11 @@ def score(recovered: list[list[int]], batch: dict) -> dict[str, int]:
         [sum(a == b for a, b in zip(ids, text, strict=False)) for text in truth]
         for ids in recovered
     ]
-    recovered_indices, true_indices = linear_sum_assignment(same, maximize=True)
-    order = list(zip(recovered_indices, true_indices, strict=True))
+    order = match(np.array(same))
     return {
         "hits": sum(hits), "distinct": sum(map(len, places)),
-        "together": sum(same[i][j] for i, j in order), "tokens": sum(map(len, truth)),
-        "exact": sum(recovered[i] == truth[j] for i, j in order), "texts": len(truth),
+        "together": sum(same[i][j] for i, j in enumerate(order)), "tokens": sum(map(len, truth)),
+        "exact": sum(recovered[i] == truth[j] for i, j in enumerate(order)), "texts": len(truth),
     }  # fmt: skip
 
 

@@ -75,9 +75,9 @@ def nearest_tokens(
             "the layer is wide (if there are: give attention_mask, or the true T)"
             f"{_lora_advice(readers)}. Attack by gradient matching, e.g. tag."
         )
-    count = max(shortlist, 2 * int(capacity.max()))
+    count, limit = max(shortlist, 2 * int(capacity.max())), ALTERNATIVES
     if view.space.ends:  # all that lies in the span
-        count = max(count, len(view.directions))
+        count = limit = max(count, len(view.directions))
     scores, ids = _rank_vocabulary(observation, view, positions, count)
     if threshold is not None:
         is_near = scores.clamp(min=0).sqrt() <= threshold
@@ -90,7 +90,6 @@ def nearest_tokens(
     if len(pairs := slots.known_pairs(readers.positional)):
         known_vectors = vectors(observation, readers, pairs[:, 1:], pairs[:, 0])[:, 0]
     chosen = select(view.space, known_vectors, candidates, capacity)
-    limit = count if view.space.ends else ALTERNATIVES
     return {
         position: _with_ties(ids[i], scores[i], chosen[i], int(capacity[i]), limit)
         for i, position in enumerate(positions.tolist())

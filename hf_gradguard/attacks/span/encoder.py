@@ -104,7 +104,7 @@ def _pools(
     pools: list[Pool] = [{} for _ in slots.attended]
     candidate_ids = slots.candidate_ids
     surest = len(pools) if positional else max(map(len, candidate_ids.values()), default=0)
-    unused = {(place, token) for place, tokens in candidate_ids.items() for token in tokens}
+    used: set[tuple[int, int]] = set()
     searches = {
         key: _Descent(observation, views, *key, candidate_ids, surest, len(indices), clock)
         for key, indices in patterns.items()
@@ -114,11 +114,11 @@ def _pools(
         in_order = sorted(searches.values(), key=lambda search: search.count)
         for attempts in (1, ATTEMPTS):
             for search in in_order:
-                search.solve(attention, unused, attempts)
+                search.solve(attention, used, attempts)
             if not any(search.right for search in in_order):
                 break
     for key, indices in patterns.items():
-        pool = searches[key].sentences(unused)
+        pool = searches[key].sentences(used)
         for index in indices:
             pools[index] = pool
     return pools
@@ -253,8 +253,8 @@ class _Descent:
         self.pool: Pool = {}
         self.program: SentenceProgram | None = None
         self.generator = torch.Generator().manual_seed(0)
-        self.every_pair = {(place, int(t)) for place, ids in candidate_ids.items() for t in ids}
         self.mask = torch.tensor(present, device=observation.device)
+        self.near = NEAR * sum(present)
         self.known_text = torch.tensor(known_text, device=observation.device)
         self.tokens = {
             place: torch.tensor(candidate_ids[place], device=observation.device)
@@ -265,15 +265,14 @@ class _Descent:
     @property
     def right(self) -> Pool:
         """Sentences that are as near as only right ones are."""
-        near = NEAR * int(self.mask.sum())
-        return {text: distance for text, distance in self.pool.items() if distance < near}
+        return {text: distance for text, distance in self.pool.items() if distance < self.near}
 
-    def solve(self, attention: FirstAttention, unused: set[tuple[int, int]], attempts: int) -> None:
+    def solve(self, attention: FirstAttention, used: set[tuple[int, int]], attempts: int) -> None:
         """Solve for sentences, each beside those that were found.
 
         Args:
             attention: Which gives the equations.
-            unused: As of `sentences`.
+            used: As of `sentences`.
             attempts: For each sentence.
         """
         places = self.mask.nonzero().flatten().tolist()
@@ -288,46 +287,46 @@ class _Descent:
                 break
             if self.program is None:
                 self.program = SentenceProgram(attention, known_ids, self.tokens, self.clock)
-            used = sorted({token for _, token in self.every_pair - unused})
-            draws = torch.rand(len(used), generator=self.generator).tolist()
-            used = [t for t, draw in zip(used, draws, strict=True) if draw >= LEFT_IN * attempt]
+            words = sorted({token for _, token in used})
+            draws = torch.rand(len(words), generator=self.generator).tolist()
+            words = [w for w, draw in zip(words, draws, strict=True) if draw >= LEFT_IN * attempt]
             row = self.known_text.clamp(min=0)
-            ids = self.program.sentence(self.generator, used)
+            ids = self.program.sentence(self.generator, words)
             row[list(self.tokens)] = torch.tensor(ids, device=row.device)
-            self._note(row[None], self._distances(row[None], self.views), unused)
+            self._note(row[None], self._distances(row[None], self.views), used)
 
-    def sentences(self, unused: set[tuple[int, int]]) -> Pool:
+    def sentences(self, used: set[tuple[int, int]]) -> Pool:
         """Whole sentences with their distances.
 
         Args:
-            unused: `(place, token)` that no sentence uses so far; what is found here is taken out.
+            used: `(place, token)` that sentences use so far; what is found here is added.
         """
         if len(self.right) < self.count:
-            for rows, distances in self._tries(unused, self.count):
-                self._note(rows, distances, unused)
+            for rows, distances in self._tries(used):
+                self._note(rows, distances, used)
                 if len(self.right) >= self.count or self.clock.is_over:
                     break
         return self.right if len(self.right) >= self.count else self.pool
 
-    def _note(self, rows: Tensor, distances: Tensor, unused: set[tuple[int, int]]) -> None:
+    def _note(self, rows: Tensor, distances: Tensor, used: set[tuple[int, int]]) -> None:
         for row, distance in zip(rows, distances.tolist(), strict=True):
             text = tuple(row[self.mask].tolist())
             self.pool[text] = min(distance, self.pool.get(text, distance))
-            if text in self.right:
-                unused -= {(place, int(row[place])) for place in self.tokens}
+            if distance < self.near:
+                used |= {(place, int(row[place])) for place in self.tokens}
 
-    def _tries(self, unused: set[tuple[int, int]], count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _tries(self, used: set[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Texts and their distances, from other starts each time. Which start leads where depends
         on rounding: where that is all the noise, all texts come last if they are few.
         """
         exact = any(view.space.ends for view in self.views)
         for turn in range((ROUNDS_NOISELESS if exact else ROUNDS) if self.tokens else 1):
-            starts, anchor = self._starts(unused, turn, STARTS * count)
-            yield self.descend(starts, anchor, count if turn == 0 else None)
+            starts, anchor = self._starts(used, turn, STARTS * self.count)
+            yield self.descend(starts, anchor, self.count if turn == 0 else None)
         if exact and self.tokens and math.prod(map(len, self.tokens.values())) <= MOST_ENUMERATED:
             rows = self._all_texts()
             distances = self._distances(rows, self.views)
-            nearest = distances.argsort()[:count]
+            nearest = distances.argsort()[: self.count]
             yield rows[nearest], distances[nearest]
 
     def _all_texts(self) -> Tensor:
@@ -337,9 +336,7 @@ class _Descent:
         rows[:, list(self.tokens)] = chosen.to(rows.dtype)
         return rows
 
-    def _starts(
-        self, unused: set[tuple[int, int]], turn: int, max_starts: int
-    ) -> tuple[Tensor, int]:
+    def _starts(self, used: set[tuple[int, int]], turn: int, max_starts: int) -> tuple[Tensor, int]:
         """`(S, T)` texts to start from: one for each of the surest tokens that are left over at the
         place that has the fewest to choose from; and that place.
         """
@@ -347,7 +344,7 @@ class _Descent:
         if not self.tokens:
             return row[None], -1
         remaining = {
-            place: [token for token in tokens.tolist() if (place, token) in unused]
+            place: [token for token in tokens.tolist() if (place, token) not in used]
             or tokens.tolist()
             for place, tokens in self.tokens.items()
         }

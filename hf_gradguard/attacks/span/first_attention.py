@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ...gradient_map.replay import hooked
-from ..base import ENDLESS, Clock, Observation, ordinary_id
-from ..layer_inputs import Readers, all_inputs
+from ..base import ENDLESS, Clock, Observation
+from ..layer_inputs import Readers, all_inputs, two_tokens
 from .row_space import View
+from .texts import CHUNK
 
-CHUNK = 2**14  # tokens a pass
 TINY = torch.finfo(torch.float64).tiny
 
 
@@ -63,7 +63,8 @@ class FirstAttention:
             replace(view.readers, modules=tuple(modules[names[m]] for m in view.readers.modules))
             for view in views[:2]
         ]
-        self._filler = ordinary_id(model, observation.tokenizer)
+        self._filler, other_token = two_tokens(observation)
+        self._pair = {0: torch.tensor([self._filler]), 1: torch.tensor([other_token])}
         self._values: dict[tuple[int, ...], Tensor] = {}
         self._equations = [_equations_of(view) for view in views[:2]]
         self.is_average = self._readers[0].width % self.heads == 0 and self._gives_averages()
@@ -108,7 +109,7 @@ class FirstAttention:
         # The values of a pass are independent: by far fewer than heads have entries, and, where one
         # word has one value everywhere, of other words at each place.
         size = max(1, of_known.shape[-1] // 4)
-        if not self._is_positional:
+        if torch.allclose(self.values(0, self._pair[0]), self.values(1, self._pair[0])):
             size = min(size, *map(len, candidates.values()))
         numbered = list(enumerate(candidates.items()))
         for group in (numbered[start : start + size] for start in range(0, len(numbered), size)):
@@ -159,10 +160,8 @@ class FirstAttention:
         return torch.cat(inputs).cpu()
 
     def _gives_averages(self) -> bool:
-        token, other_token = torch.tensor([self._filler]), torch.tensor([self._filler + 1])
-        values = torch.stack([self.values(0, token), self.values(1, other_token)], -1)
-        average = self.average(0, {0: token, 1: other_token})
-        self._is_positional = not torch.allclose(self.values(1, token), self.values(0, token))
+        values = torch.stack([self.values(place, ids) for place, ids in self._pair.items()], -1)
+        average = self.average(0, self._pair)
         shares = _shares(values, average)
         averages, sums = (values @ shares[..., None])[..., 0], shares.sum(-1)
         return torch.allclose(averages, average) and torch.allclose(sums, torch.ones_like(sums))
@@ -180,8 +179,7 @@ class FirstAttention:
         def note(layer: nn.Module, args: Any, output: Any) -> None:
             outputs.setdefault(layer, output)
 
-        alone = {0: torch.tensor([self._filler])}
-        both = alone | {1: torch.tensor([self._filler + 1])}
+        alone, both = {0: self._pair[0]}, self._pair
         with hooked(layer.register_forward_hook(note) for layer in layers):
             normalized = self._inputs(self._readers[1], 0, both)[0]
         for layer, output in outputs.items():

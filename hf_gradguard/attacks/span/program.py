@@ -87,6 +87,8 @@ class SentenceProgram:
         self._clock = clock
         self.candidates = {place: ids.cpu() for place, ids in candidates.items()}
         self._sizes = [len(ids) for ids in self.candidates.values()]
+        sums = torch.block_diag(*(torch.ones(1, size) for size in self._sizes))
+        self._sums = sums.double()  # of the choices of each place
         queries = dict.fromkeys([min(known_ids), max(known_ids)])
         self._queries = [self._query(attention, known_ids, query) for query in queries]
 
@@ -149,9 +151,8 @@ class SentenceProgram:
         equations, targets = zip(*(query.linearized(z) for query in self._queries), strict=True)
         matrix, target = torch.cat(equations)[:, allowed], torch.cat(targets)
         weight = SUMS * float(matrix.norm(dim=0).mean())
-        sums = torch.block_diag(*(matrix.new_ones(1, size) for size in self._sizes))[:, allowed]
-        matrix = torch.cat([matrix, weight * sums])
-        target = torch.cat([target, target.new_full((len(sums),), weight)])
+        matrix = torch.cat([matrix, weight * self._sums[:, allowed]])
+        target = torch.cat([target, target.new_full((len(self._sums),), weight)])
         try:
             solution, _ = nnls(matrix.numpy(), target.numpy(), maxiter=len(matrix))
         except RuntimeError:  # far from any sentence
