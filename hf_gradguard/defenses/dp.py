@@ -76,6 +76,10 @@ class DPSGD(NoiseDefense):
         bands: Of `"banded"`.
         messages: T. The Trainer sets it.
         falling_rate: Whether learning rates fall to zero. The Trainer sets it by its schedule.
+        sampling: How a Trainer puts rows into correlated messages, with `per_sample`: `"shuffle"`
+            (default) into as many each, or `"balls_in_bins"`, each row into one that is drawn for
+            it alone. Then whoever does not know which one that is has less to go on; see
+            `leakage.balls_in_bins_epsilon`.
     """
 
     name: ClassVar[str] = "dp_sgd"
@@ -93,11 +97,13 @@ class DPSGD(NoiseDefense):
     bands: int | None = None
     messages: int | None = None
     falling_rate: bool | None = None
+    sampling: Literal["shuffle", "balls_in_bins"] | None = None
 
     def __post_init__(self) -> None:
         _check_clip(self.clip)
         self._usual = UsualPower()
         self._noise_stream: NoiseStream | None = None
+        self._is_calibrated = False
         self._check_correlated()
         if self.clip_by not in ("norm", "coordinate"):
             raise ValueError(f"clip_by must be 'norm' or 'coordinate', but is {self.clip_by!r}.")
@@ -135,6 +141,12 @@ class DPSGD(NoiseDefense):
             )
         if self.falling_rate not in (None, True, False):
             raise ValueError(f"falling_rate must be true or false, not {self.falling_rate!r}.")
+        if self.sampling not in (None, "shuffle", "balls_in_bins"):
+            raise ValueError(
+                f"sampling must be 'shuffle' or 'balls_in_bins', but is {self.sampling!r}."
+            )
+        if self.sampling == "balls_in_bins" and not self.per_sample:
+            raise ValueError("sampling='balls_in_bins' places single rows: set per_sample=True.")
         for name in _WHOLE_NUMBERS:
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), least=1)
@@ -234,6 +246,7 @@ class DPSGD(NoiseDefense):
         """Take σ and B as a Trainer found them, and of correlated noise `messages`,
         `min_separation` and `falling_rate`.
         """
+        self._is_calibrated = True
         if self.per_sample:  # of updates as a whole `scale` says it
             self.noise_multiplier, self.target_epsilon = noise_multiplier, None
             self.expected_batch_size = expected_batch_size
@@ -246,14 +259,20 @@ class DPSGD(NoiseDefense):
         """
         stream = self._noise_stream
         if stream is None or stream.position > position or stream.messages != self.messages:
-            self._noise_stream = self._new_stream(position)
+            self._noise_stream = self.new_stream(position)
         else:
             stream.skip_to(position)
 
-    def _new_stream(self, position: int = 0) -> NoiseStream:
+    def new_stream(self, position: int = 0) -> NoiseStream:
+        """Of the messages that are planned, of which so many are shared."""
         from .correlated import NoiseStream
         from .factorization import make_factor
 
+        if self.sampling == "balls_in_bins" and not self._is_calibrated:
+            raise ValueError(
+                "dp_sgd with sampling='balls_in_bins' needs a Trainer, which places the rows. "
+                "Elsewhere leave sampling out."
+            )
         if self.messages is None:
             raise ValueError(
                 "dp_sgd with correlated=True needs messages, for how many the noise is planned. A "
@@ -332,7 +351,7 @@ class DPSGD(NoiseDefense):
     ) -> Message:  # fmt: skip
         from .correlated import add_on_grid
 
-        stream = self._noise_stream = self._noise_stream or self._new_stream()
+        stream = self._noise_stream = self._noise_stream or self.new_stream()
         values = torch.cat([tensor.flatten() for tensor in total.values()])
         noise = stream.draw(len(values), values.device, generator)
         strength = stream.sensitivity(self.participations or 1, self.min_separation)
@@ -367,7 +386,9 @@ class NoSample(DPSGD):
     def of(cls, defense: DPSGD) -> NoSample:
         """For a client whose own is `defense`."""
         settings = {f.name: getattr(defense, f.name) for f in fields(DPSGD)}
-        return cls(**settings)
+        noise = cls(**settings)
+        noise._noise_stream = defense._noise_stream  # goes on with this message
+        return noise
 
 
 @dataclass
@@ -466,7 +487,7 @@ def _check_clip(clip: float) -> None:
 
 
 _WHOLE_NUMBERS = ("participations", "min_separation", "bands", "messages")
-_CORRELATED = ("factorization", "falling_rate", *_WHOLE_NUMBERS)
+_CORRELATED = ("factorization", "falling_rate", "sampling", *_WHOLE_NUMBERS)
 _STREAM = "noise_stream/"
 _NO_STREAMS = (
     "with correlated=True its noise is one stream of the whole message, which no device holds. "

@@ -10,6 +10,11 @@ Example:
 from ..gradient_map.views import smooth_clip, smoothly_clipped
 from ..registry import ESTIMATORS
 from .accountant import FisherAccountant, example_keys, gaussian_epsilon, subsampling_factor
+from .balls_in_bins import (
+    balls_in_bins_epsilon,
+    balls_in_bins_noise_multiplier,
+    balls_in_bins_power,
+)
 from .bounds import (
     mse_bound_from_dfil,
     mse_bound_from_norm,
@@ -58,6 +63,9 @@ __all__ = [
     "FisherAccountant",
     "Influence",
     "PrivacyAccount",
+    "balls_in_bins_epsilon",
+    "balls_in_bins_noise_multiplier",
+    "balls_in_bins_power",
     "bayesian_bound",
     "check_received",
     "dfil",

@@ -1,13 +1,24 @@
 """What the whole encoder reaches on SST-2 with as many undefended messages of 16 as heads and
-bodies have: the price of protection is counted from it.
+bodies have: the price of protection is counted from it. And what is left of it, and of LoRA, by
+proof.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from peft import LoraConfig, TaskType, get_peft_model
+from torch import nn
+
+from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard.gradient_map.parameters import shared_parameters
+from hf_gradguard.leakage import gaussian_epsilon, membership_power
 
 from ..study import Study
+from . import correlated_heads as heads
 from . import frontier_clients as clients
 from . import frontier_tables as tables
-from .frontier_rows import BATCH, GRID, RATES_SEED
+from .frontier_rows import BATCH, DELTA, GRID, RATES_SEED
 from .lib.results import Results
 from .lib.tables import write_table
 
@@ -68,3 +79,132 @@ class WholeModels(Study):
             rows.append([place, tried[place], tables.accuracy_text(runs), kept])
         header = ["whole model, undefended", "rates (held out)", "accuracy"]
         write_table(self.output, [*header, f"{SHARE:.0%} of it"], rows)
+
+
+class Part(NamedTuple):
+    """What is trained of an encoder.
+
+    Args:
+        name: In the tables.
+        rank: Of LoRA on queries and values; `None`: all weights but the words' table.
+        steps: Messages.
+        middle_rate: Around which rates are tried, without defense and with it.
+    """
+
+    name: str
+    rank: int | None
+    steps: int
+    middle_rate: dict[str, float]
+
+
+SGD_GRID = tuple(1e-3 * 4**power for power in range(9))
+PARTS = (
+    Part("LoRA of rank 8", 8, 1590, {heads.NONE: SGD_GRID[4], heads.CORRELATED: SGD_GRID[4]}),
+    Part("whole model", None, 800, {heads.NONE: SGD_GRID[2], heads.CORRELATED: SGD_GRID[1]}),
+)
+CLIP = 1.0  # below the norm of nearly every sentence's gradient
+
+
+class PartTask(clients.TextTask):
+    """Trainings of a part of the encoder by SGD, with a rate that falls to zero."""
+
+    def trainer(self, model: nn.Module, rows: Any, cell: dict) -> GradGuardTrainer:
+        if cell["rank"] is not None:
+            lora = LoraConfig(
+                task_type=TaskType.SEQ_CLS, r=cell["rank"], lora_alpha=2 * cell["rank"],
+                target_modules=["query", "value"],
+            )  # fmt: skip
+            model = get_peft_model(model, lora)
+        args = GradGuardConfig(
+            self._scratch.name, defense=cell["defense"], defense_kwargs=cell["strength"],
+            learning_rate=cell["learning_rate"], max_steps=cell["steps"], optim="sgd",
+            lr_scheduler_type="linear", max_grad_norm=0.0, seed=cell["seed"],
+            per_device_train_batch_size=cell["batch"], noise_seed=cell["seed"],
+            save_strategy="no", logging_steps=cell["steps"], report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        return GradGuardTrainer(
+            model, args, train_dataset=rows, processing_class=self.processing_class
+        )
+
+    def learned(self, cell: dict) -> dict:
+        """Accuracy, how many numbers a message has, and what a proof says."""
+        trainer = self.trainer(self.start(cell["seed"]), self.rows_to_learn(), cell)
+        trainer.train()
+        right = self.right(trainer.model, self.test_rows)
+        shared = shared_parameters(trainer.model).values()
+        metrics = {"accuracy": float(right.mean()), "of": len(right),
+                   "numbers": sum(p.numel() for p in shared),
+                   "right": np.packbits(right).tobytes().hex()}  # fmt: skip
+        noise = cell["strength"].get("noise_multiplier")
+        if noise is not None:  # a phrase is in one message, known to the attacker
+            metrics["epsilon"] = gaussian_epsilon(noise, DELTA)
+            metrics["members_found_at_most"] = membership_power(noise)
+        return metrics
+
+
+class Parts(Study):
+    """Accuracy on SST-2 of LoRA and of the whole encoder by messages of 16 phrases, each in one of
+    them, with correlated noise and none.
+
+    Conditions and figures: docs/findings/correlated_heads.md.
+    """
+
+    ARGUMENTS: dict[str, Any] = clients.TEXT_FLAGS
+    SEEDS = 1
+
+    def cells(self) -> dict:
+        """Rates first, then what takes the best of them."""
+        cells: dict = {}
+        for part in PARTS:
+            for name in part.middle_rate:
+                place, common = f"{part.name}, {name}", self._trained(part, name)
+                search = self._search(part, name, common)
+                cells |= {(place, tables.RATES, tried): cell for tried, cell in search.items()}
+                rate = part.middle_rate[name]
+                if not self.quick:
+                    rate = clients.chosen_rate(Results(self.output), search)
+                for seed in range(self.SEEDS) if rate is not None else ():
+                    cells[place, tables.ACCURACY, str(seed)] = (
+                        common | {"learning_rate": rate, "seed": seed}
+                    )  # fmt: skip
+        return cells
+
+    def _search(self, part: Part, name: str, common: dict) -> dict[str, dict]:
+        """Cells of the rates so far, each judged on held-out rows."""
+        common, middle = common | {"seed": RATES_SEED}, SGD_GRID.index(part.middle_rate[name])
+        rates: Sequence[float] = SGD_GRID[middle : middle + 1]
+        if not self.quick:
+            start = SGD_GRID[middle - 1 : middle + 2]
+            rates = clients.rates_so_far(Results(self.output), common, start, SGD_GRID)
+        return clients.cells_by_rate(common, rates)
+
+    def _trained(self, part: Part, name: str) -> dict:
+        noise = heads.KINDS[name].noise_multiplier
+        strength: dict[str, Any] = {}
+        if noise is not None:
+            strength = {"per_sample": True, "clip": CLIP, "noise_multiplier": noise}
+            strength |= heads.PLANNED
+        return {"defense": "none" if noise is None else "dp_sgd", "strength": strength,
+                "rank": part.rank, "steps": 2 if self.quick else part.steps,
+                "batch": BATCH}  # fmt: skip
+
+    def load(self) -> None:
+        self.task = PartTask(self.args.model, self.args.data_dir)
+
+    def measure(self, cell: dict) -> dict:
+        return self.task.trained(cell)
+
+    def report(self, metrics: dict) -> None:
+        rows, tried = [], tables.pop_rates(metrics)
+        for part in PARTS:
+            plain = metrics.get(f"{part.name}, {heads.NONE}", {}).get(tables.ACCURACY, {})
+            for name in part.middle_rate:
+                place = f"{part.name}, {name}"
+                runs = metrics.get(place, {}).get(tables.ACCURACY, {})
+                first = next(iter(runs.values()), {})
+                proof = [f"{first[key]:.2g}" if key in first else "" for key in heads.PROOF]
+                numbers = f"{first['numbers']:,}" if first else ""
+                shown = [place, numbers, tried.get(place, ""), tables.accuracy_text(runs)]
+                rows.append([*shown, "" if runs is plain else tables.lost(runs, plain), *proof])
+        header = ["", "numbers shared", "rates (held out)", "accuracy", "less than none", "ε"]
+        write_table(self.output, [*header, "members found at most"], rows)

@@ -18,8 +18,9 @@ from transformers import TrainerCallback, TrainerState
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.defenses.factorization import make_factor
-from hf_gradguard.leakage import gaussian_epsilon
+from hf_gradguard.leakage import balls_in_bins_epsilon, balls_in_bins_power, gaussian_epsilon
 from hf_gradguard.training.privacy.correlated_rows import CorrelatedRows
+from hf_gradguard.training.privacy.private_rows import DUMMY
 
 ROWS, SIZE = 26, 4
 PASS = ROWS // SIZE
@@ -77,6 +78,103 @@ def test_each_row_is_in_one_message(tmp_path: Path) -> None:
     other = trainer(tmp_path / "other")
     other.train()
     assert other.taken != trained.taken  # the order is private, and another in each run
+
+
+def test_each_row_draws_its_own_message(tmp_path: Path) -> None:
+    """Some messages of six have no row then, and share noise alone."""
+    sizes, drawn = [], collections.Counter[int]()
+    for number in range(6):
+        trained = trainer(tmp_path / str(number), private(sampling="balls_in_bins"))
+        trained.train()
+        assert [position for position, _ in trained.taken] == list(range(PASS))
+        rows = times([(place, batch) for place, batch in trained.taken if batch != [DUMMY]])
+        assert rows == dict.fromkeys(range(ROWS), 1)  # all of them, no message left out
+        sizes += [0 if batch == [DUMMY] else len(batch) for _, batch in trained.taken]
+        drawn.update(place for place, batch in trained.taken for row in batch if row == 0)
+    assert len(set(sizes)) > 3
+    assert len(drawn) > 1  # row 0 is elsewhere each time
+
+
+def test_an_empty_message_is_noise_of_the_same_stream(tmp_path: Path) -> None:
+    trained = trainer(
+        tmp_path, private(sampling="balls_in_bins"), per_device_train_batch_size=1, max_steps=26,
+        lr_scheduler_type="constant",
+    )  # fmt: skip
+    shared = []
+    step = GradGuardTrainer.training_step
+
+    def kept(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = step(self, *args, **kwargs)
+        shared.append(torch.cat([p.grad.flatten() for p in self.model.parameters()
+                                 if p.grad is not None]))  # fmt: skip
+        return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradGuardTrainer, "training_step", kept)
+        trained.train()
+    empty = [place for place, batch in trained.taken if batch == [DUMMY]]
+    assert empty  # with 26 rows in 26 places a third is empty
+    stream = trained._clients[0]._noise_stream  # type: ignore[attr-defined]
+    assert stream.position == 26  # those of no row included
+    assert all(float(shared[place].norm()) > 0 for place in empty)
+
+
+def test_places_of_rows_are_uniform(tmp_path: Path) -> None:
+    trained = trainer(tmp_path, private(sampling="balls_in_bins"))
+    rows = trained.private_rows
+    assert isinstance(rows, CorrelatedRows)
+    counts = torch.zeros(PASS)
+    for _ in range(200):
+        rows._transcript, rows._orders = rows._new_transcript(PASS), {}
+        order = rows._order(0)
+        assert sorted(row for message in order for row in message) == list(range(ROWS))
+        counts += torch.tensor([len(message) for message in order])
+    deviation = (200 * ROWS / PASS * (1 - 1 / PASS)) ** 0.5
+    assert float((counts - 200 * ROWS / PASS).abs().max()) < 4 * deviation
+
+
+def test_passes_keep_drawn_places(tmp_path: Path) -> None:
+    trained = trainer(
+        tmp_path, private(sampling="balls_in_bins", participations=2), max_steps=2 * PASS
+    )
+    trained.train()
+    for place, batch in trained.taken[PASS:]:
+        assert sorted(batch) == sorted(trained.taken[place - PASS][1])
+
+
+def test_the_second_epsilon_is_of_secret_places(tmp_path: Path) -> None:
+    trained = trainer(tmp_path, private(sampling="balls_in_bins", participations=2),
+                      max_steps=2 * PASS)  # fmt: skip
+    trained.train()
+    logged = trained.state.log_history[0]
+    assert logged["defense/epsilon"] == pytest.approx(gaussian_epsilon(1.5, 1e-5), rel=2e-3)
+    factor = make_factor("blt", 2 * PASS, 2, PASS, falling_rate=True)
+    column = factor.column(2 * PASS)
+    expected = balls_in_bins_epsilon(column, 1.5, PASS, 1e-5)
+    assert logged["defense/epsilon_secret_positions"] == pytest.approx(expected)
+    assert expected < 0.9 * logged["defense/epsilon"]
+    trained.create_model_card()
+    card = " ".join((tmp_path / "README.md").read_text().split())
+    power = balls_in_bins_power(column, 1.5, PASS)
+    assert f"ε = {expected:.4g} at δ = 1e-05, and at most {power:.2%} of the members" in card
+    assert "One that asks about a single message knows where to look" in card
+
+
+def test_a_resumed_run_keeps_its_sampling(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    first = trainer(tmp_path, private(sampling="balls_in_bins"), **settings)
+    first.add_callback(Stop(3))
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    other = trainer(tmp_path, private(), **settings)
+    with pytest.raises(ValueError, match="its rows would be in other messages"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    second = trainer(tmp_path, private(sampling="balls_in_bins"), **settings)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    taken = {place: batch for run in (first, second) for place, batch in run.taken}
+    assert sorted(taken) == list(range(PASS))
+    rows = times([(place, batch) for place, batch in taken.items() if batch != [DUMMY]])
+    assert rows == dict.fromkeys(range(ROWS), 1)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "constant"])

@@ -1,14 +1,15 @@
 """Rows of `dp_sgd` with correlated noise: each is in as many messages as was promised, at places
-that a private order decides and a checkpoint remembers.
+that a private order, or private draws, decide and a checkpoint remembers.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +18,19 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from ...leakage import PrivacyAccount, dp_sgd_noise_multiplier
+from ...defenses.factorization import Factor
+from ...leakage import (
+    PrivacyAccount,
+    balls_in_bins_epsilon,
+    balls_in_bins_power,
+    dp_sgd_noise_multiplier,
+)
 from ...randomness import KEY_BYTES, Stream
 from ..clients.batches import SampledRow
 from ..config import setting
 from ..exchange.start import check_agreed
 from ..message import ClientBatch
-from .private_rows import PrivateRows, RowSampler
+from .private_rows import DUMMY, PrivateRows, RowSampler, noise_if_empty
 
 logger = logging.get_logger(__name__)
 
@@ -38,6 +45,7 @@ class Transcript:
         noise_multiplier: σ.
         order_key: Of the rows' order, in hexadecimal digits. Private.
         position: How many messages were shared.
+        sampling: As of `dp_sgd`.
     """
 
     name: str
@@ -45,6 +53,19 @@ class Transcript:
     noise_multiplier: float
     order_key: str
     position: int = 0
+    sampling: str = "shuffle"
+
+
+class SecretPositions(NamedTuple):
+    """What holds for an attacker that does not know in which messages a row is.
+
+    Args:
+        epsilon: At the defense's δ; `None` without one.
+        power: The share of members that it finds at 1 % FPR, at most.
+    """
+
+    epsilon: float | None
+    power: float
 
 
 class PlacedRows(RowSampler):
@@ -80,7 +101,9 @@ class CorrelatedRows(PrivateRows):
     A pass goes through all rows in one order, B rows a message, and leaves out what is no full
     message. Later passes keep the order, so that a row's messages are a whole pass apart. ε is of
     data sets of which one has a row whose gradient counts as zero, for whoever knows the order and
-    sees all messages: nothing is gained by sampling. With `noise_for="sum"` it is for whoever sees
+    sees all messages: nothing is gained by sampling. With `sampling="balls_in_bins"` each row is
+    put into one message of a pass by a draw of its own, B rows a message on average, and a second ε
+    is for whoever does not know the draws. With `noise_for="sum"` it is for whoever sees
     all sums of the clients' messages, and has one rank's noise: noises of the others add up to one
     of the same factor.
 
@@ -119,8 +142,9 @@ class CorrelatedRows(PrivateRows):
         self.rate = 1.0  # of the account: whoever attacks knows in which messages a row is
         self._transcript: Transcript | None = None
         self._saved_position: int | None = None
-        self._orders: dict[int, np.ndarray] = {}
+        self._orders: dict[int, list[np.ndarray]] = {}
         self._shift = 0
+        self._sampling = self.defense.sampling or "shuffle"
 
     def sampler(self) -> PlacedRows:
         return PlacedRows(self._batch_at, self._rank, self._ranks, self._rounds)
@@ -193,15 +217,16 @@ class CorrelatedRows(PrivateRows):
             multiplier = dp_sgd_noise_multiplier(*target, 1.0, 1, self.account)
         seed = setting(self._args, "noise_seed")
         stream = Stream() if seed is None else Stream.from_seeds(seed, self._rank, 0, 3)
-        return Transcript(secrets.token_hex(4), messages, multiplier, stream.bytes(KEY_BYTES).hex())
+        key = stream.bytes(KEY_BYTES).hex()
+        return Transcript(secrets.token_hex(4), messages, multiplier, key, 0, self._sampling)
 
     @property
     def _requested_multiplier(self) -> float | None:
         """σ, or scale/(2C) of a batch that is clipped as a whole; `None` with `target_epsilon`."""
         return self.defense.noise_multiplier or self.defense.client_noise_multiplier
 
-    def _order(self, client: int) -> np.ndarray:
-        """A client's rows, `(rounds, B)`: those of each message of a pass."""
+    def _order(self, client: int) -> list[np.ndarray]:
+        """A client's rows: those of each message of a pass."""
         if client not in self._orders:
             assert self._transcript is not None
             key = bytes.fromhex(self._transcript.order_key)
@@ -209,9 +234,13 @@ class CorrelatedRows(PrivateRows):
             for _ in range(client // self._ranks + 1):  # each client of this rank has its own
                 child = stream.spawn()
             rows = self.rows_of_clients[client]
-            order = child.uniform((len(rows),), dtype=torch.float64).argsort().numpy()
-            size = int(self.batch_size)
-            self._orders[client] = rows[order[: self._rounds * size]].reshape(self._rounds, size)
+            draws = child.uniform((len(rows),), dtype=torch.float64).numpy()
+            order, size = draws.argsort(), int(self.batch_size)
+            ends = np.arange(1, self._rounds + 1) * size
+            if self._sampling == "balls_in_bins":
+                ends = (draws * self._rounds).astype(int)  # of each row; then of each message
+                ends = np.bincount(ends, minlength=self._rounds).cumsum()
+            self._orders[client] = np.split(rows[order], ends)[: self._rounds]
         return self._orders[client]
 
     def _batch_at(self, place: int) -> list[SampledRow]:
@@ -221,7 +250,7 @@ class CorrelatedRows(PrivateRows):
         return [
             SampledRow(row, client, share)
             for client in clients
-            for row in self._order(client)[message].tolist()
+            for row in self._order(client)[message].tolist() or [DUMMY]
         ]
 
     def count(self, batches: list[ClientBatch]) -> list[ClientBatch]:
@@ -239,7 +268,7 @@ class CorrelatedRows(PrivateRows):
         for batch in batches:
             hosted = next(n for n, client in enumerate(clients) if client is batch.defense)
             placed = self._order(self._rank + hosted * self._ranks)[plan.position % self._rounds]
-            if batch.rows is None or sorted(batch.rows.tolist()) != sorted(placed.tolist()):
+            if batch.rows is None or sorted(batch.rows) != (sorted(placed) or [DUMMY]):
                 raise RuntimeError(
                     "A batch holds other rows than dp_sgd with correlated=True placed in message "
                     f"{plan.position}, so nothing was shared: a row could be in more messages than "
@@ -257,7 +286,7 @@ class CorrelatedRows(PrivateRows):
         for client in clients:
             client.go_on_at(plan.position)  # type: ignore[attr-defined]
         plan.position += 1
-        return batches
+        return [noise_if_empty(batch) for batch in batches]
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop where what is planned is shared, which after a kill is before the last step."""
@@ -283,6 +312,11 @@ class CorrelatedRows(PrivateRows):
                 f"noise_multiplier is {requested:g}, and the noise of the run to resume was "
                 f"planned with {plan.noise_multiplier:g}. Set it as it was, or begin a new run."
             )
+        if plan.sampling != self._sampling:
+            raise ValueError(
+                f"sampling is {self._sampling!r}, and the run to resume has {plan.sampling!r}: its "
+                "rows would be in other messages. Set it as it was, or begin a new run."
+            )
         self._saved_position = plan.position
         for record in records:
             if record.get("transcript") == plan.name:
@@ -300,8 +334,45 @@ class CorrelatedRows(PrivateRows):
             f"{plan.position} messages of each client, with correlated noise "
             f"(`{self.defense.factorization or 'blt'}`, multiplier {plan.noise_multiplier:.4g} for "
             "all of them together). ε takes the order of rows for known; nothing is gained by "
-            "sampling."
+            f"sampling.{self._of_secret_positions()}"
         )
+
+    def _of_secret_positions(self) -> str:
+        """What holds for another attacker; nothing where positions are no draws."""
+        figures = self.secret_positions()
+        if figures is None:
+            return ""
+        of_epsilon = ""
+        if figures.epsilon is not None:
+            of_epsilon = f"ε = {figures.epsilon:.4g} at δ = {self.defense.delta:g}, and "
+        return (
+            " Messages of rows were drawn in secret (balls in bins). For an attacker that asks "
+            f"whether a row was used at all, and does not know its message: {of_epsilon}at most "
+            f"{figures.power:.2%} of the members found at 1 % FPR, of this training (Monte Carlo, "
+            "upper ends at 99.9 %). One that asks about a single message knows where to look: for "
+            "it only the former holds."
+        )
+
+    def secret_positions(self) -> SecretPositions | None:
+        """What a whole training tells an attacker that does not know in which messages a row is;
+        `None` where it can find out.
+        """
+        plan = self._transcript
+        if plan is None or plan.sampling != "balls_in_bins":
+            return None
+        client: Any = next(iter(self._clients()))
+        stream = client._noise_stream or client.new_stream()
+        strength = stream.sensitivity(client.participations or 1, client.min_separation)
+        return _secret_positions(
+            stream.factor, plan.messages, plan.noise_multiplier, self._rounds, strength,
+            self.defense.delta,
+        )  # fmt: skip
+
+    def metrics(self) -> dict[str, float]:
+        figures = self.secret_positions()
+        if figures is None or figures.epsilon is None:
+            return super().metrics()
+        return super().metrics() | {"defense/epsilon_secret_positions": figures.epsilon}
 
     def _announce(self, messages: int, multiplier: float) -> None:
         text = "dp_sgd with correlated=True protects one row of the training data"
@@ -321,12 +392,23 @@ class CorrelatedRows(PrivateRows):
             f"{text}: its gradients in all messages, and not logged losses, evaluation, or other "
             f"rows of the same person. Each row is in {passes} of {messages} messages of "
             f"{int(self.batch_size)} at most; noise multiplier {multiplier:.4g} for all of them "
-            "together, whoever knows which messages those are."
+            f"together, whoever knows which messages those are.{self._of_secret_positions()}"
         )
 
     @property
     def _transcript_is_new(self) -> bool:
         return self._transcript is None or self._transcript.position == 0
+
+
+@functools.lru_cache(maxsize=4)
+def _secret_positions(
+    factor: Factor, messages: int, noise_multiplier: float, bins: int, scale: float,
+    delta: float | None,
+) -> SecretPositions:  # fmt: skip
+    """Draws take seconds: once a plan."""
+    mechanism = factor.column(messages), noise_multiplier, bins
+    epsilon = None if delta is None else balls_in_bins_epsilon(*mechanism, delta, scale=scale)
+    return SecretPositions(epsilon, balls_in_bins_power(*mechanism, scale=scale))
 
 
 def check_is_linear(optimizer: Any, args: TrainingArguments) -> None:

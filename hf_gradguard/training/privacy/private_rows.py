@@ -259,21 +259,12 @@ class PrivateRows(TrainerCallback):
 
     def count(self, batches: list[ClientBatch]) -> list[ClientBatch]:
         """A step's clients, each of which now shares a message; of an empty batch noise alone."""
-        from ...defenses.dp import DPSGD, NoSample
-
         assert self.noise_multiplier is not None
         if self._account_file is not None:
             figures = {"noise_multiplier": self.noise_multiplier, "sampling_rate": self.rate}
             self._account_file.write({**figures, "messages": 1})
         self.account.add(self.noise_multiplier, self.rate)
-        counted = []
-        for batch in batches:
-            empty = batch.rows is not None and bool((batch.rows == DUMMY).any())
-            if empty and isinstance(batch.defense, DPSGD) and batch.rows is not None:
-                noise = NoSample.of(batch.defense)
-                batch = batch._replace(defense=noise, rows=batch.rows[:0])
-            counted.append(batch)
-        return counted
+        return [noise_if_empty(batch) for batch in batches]
 
     def saved_transcript(self) -> dict[str, Any] | None:
         """What a checkpoint has to remember of correlated noise; see `CorrelatedRows`."""
@@ -302,6 +293,16 @@ class PrivateRows(TrainerCallback):
     def metrics(self) -> dict[str, float]:
         """For the log."""
         return {} if self.epsilon is None else {"defense/epsilon": self.epsilon}
+
+
+def noise_if_empty(batch: ClientBatch) -> ClientBatch:
+    """The same; of no rows it shares noise alone."""
+    from ...defenses.dp import DPSGD, NoSample
+
+    if batch.rows is None or not bool((batch.rows == DUMMY).any()):
+        return batch
+    assert isinstance(batch.defense, DPSGD)
+    return batch._replace(defense=NoSample.of(batch.defense), rows=batch.rows[:0])
 
 
 def resume_epsilon(
