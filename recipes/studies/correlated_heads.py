@@ -16,8 +16,14 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard.defenses.factorization import make_factor
 from hf_gradguard.heads import FeatureHead, LayerFeatures, head_of
-from hf_gradguard.leakage import gaussian_epsilon, membership_power
+from hf_gradguard.leakage import (
+    balls_in_bins_epsilon,
+    balls_in_bins_power,
+    gaussian_epsilon,
+    membership_power,
+)
 
 from ..study import Study
 from . import frontier_clients as clients
@@ -52,11 +58,13 @@ class Kind(NamedTuple):
         noise_multiplier: Of `dp_sgd`; `None`: no defense.
         correlated: Whether its noise cancels in the weights.
         middle_rate: Around which rates are tried.
+        sampling: Of `dp_sgd`.
     """
 
     noise_multiplier: float | None
     correlated: bool
     middle_rate: float
+    sampling: str | None = None
 
     @property
     def strength(self) -> dict[str, Any]:
@@ -64,14 +72,18 @@ class Kind(NamedTuple):
         if self.noise_multiplier is None:
             return {}
         strength = {"per_sample": True, "clip": CLIP, "noise_multiplier": self.noise_multiplier}
+        if self.sampling is not None:
+            strength["sampling"] = self.sampling
         return strength | (PLANNED if self.correlated else {})
 
 
 NONE, CORRELATED, STRICTEST = "none", "σ 1.5 correlated", "σ 3 correlated"
+SECRET = "σ 0.95 correlated, balls in bins"
 KINDS = {
     NONE: Kind(None, False, GRID[4]),
     CORRELATED: Kind(1.5, True, GRID[6]),
     STRICTEST: Kind(3.0, True, GRID[5]),
+    SECRET: Kind(0.95, True, GRID[6], "balls_in_bins"),
     "σ 1.5 independent": Kind(1.5, False, GRID[2]),
 }
 ONE_AND_A_HALF = [NONE, CORRELATED, "σ 1.5 independent"]
@@ -99,8 +111,8 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    Row(1590, [*ONE_AND_A_HALF, STRICTEST]),
-    Row(4209, [NONE, CORRELATED, STRICTEST]),
+    Row(1590, [*ONE_AND_A_HALF, STRICTEST, SECRET]),
+    Row(4209, [NONE, CORRELATED, STRICTEST, SECRET]),
     Row(200, directions=200),
 ]
 
@@ -161,7 +173,13 @@ class HeadTask(FeaturesTask):
 
     def train(self, cell: dict, keep: bool = False) -> nn.Module:
         """By the cell's directions, too."""
-        rows = Rows(cut(self.train_rows, cell["directions"]))
+        tensors = cut(self.train_rows, cell["directions"])
+        if "sampling" in cell["strength"]:  # no more rows than messages hold: each is in one
+            generator = torch.Generator().manual_seed(cell["seed"])
+            order = torch.randperm(len(tensors["labels"]), generator=generator)
+            places = order[: cell["steps"] * cell["batch"]]
+            tensors = {name: tensor[places] for name, tensor in tensors.items()}
+        rows = Rows(tensors)
         trainer = self.trainer(self.start_of(rows.tensors), rows, cell)
         trainer.train()
         return trainer.model
@@ -221,6 +239,11 @@ class HeadTask(FeaturesTask):
             # a sentence is in one message, known to the attacker
             metrics["epsilon"] = gaussian_epsilon(noise, DELTA)
             metrics["members_found_at_most"] = membership_power(noise)
+        if "sampling" in cell["strength"]:  # and here unknown
+            column = make_factor("blt", cell["steps"], falling_rate=True).column(cell["steps"])
+            mechanism = column, noise, cell["steps"]
+            metrics["epsilon_unknown"] = balls_in_bins_epsilon(*mechanism, DELTA)
+            metrics["members_found_unknown"] = balls_in_bins_power(*mechanism)
         return metrics
 
 
@@ -357,11 +380,12 @@ class Texts(Study):
             runs = cells.get(tables.ACCURACY, {})
             plain = metrics.get(f"{NONE}, {row.partition(', ')[2]}", {}).get(tables.ACCURACY, {})
             first = next(iter(runs.values()), {})
-            proof = [f"{first[name]:.2g}" if name in first else "" for name in PROOF]
+            proof = [f"{first[name]:.2g}" if name in first else "" for name in PROOF + UNKNOWN]
             shown = [row, tried[row], f"{rates[row]:g}", tables.accuracy_text(runs)]
             rows.append([*shown, "" if runs is plain else tables.lost(runs, plain), *proof])
         header = ["", "rates (held out)", "rate", "accuracy", "less than none", "ε"]
-        write_table(self.output, [*header, "members found at most"], rows)
+        header += ["members found at most", "ε, message unknown", "members, message unknown"]
+        write_table(self.output, header, rows)
 
 
 class Choice(Texts):
@@ -423,3 +447,4 @@ def _seed_order(place: tuple[str, ...]) -> tuple[bool, str]:
 
 
 PROOF = ("epsilon", "members_found_at_most")
+UNKNOWN = ("epsilon_unknown", "members_found_unknown")  # for whoever does not know a row's message
