@@ -139,6 +139,7 @@ RUNS = [
         1,
     ),
     Run("whole_models", "whole_models:WholeModels", f"{TEXT} {STORED}", 2),
+    Run("correlated_models", "whole_models:Parts", TEXT, 2.5),
     Run(
         "correlated_bodies",
         "correlated_bodies:Bodies",

@@ -78,7 +78,7 @@ class Kind(NamedTuple):
 
 
 NONE, CORRELATED, STRICTEST = "none", "σ 1.5 correlated", "σ 3 correlated"
-SECRET = "σ 0.95 correlated, balls in bins"
+SECRET = "σ 0.95 correlated (balls in bins)"
 KINDS = {
     NONE: Kind(None, False, GRID[4]),
     CORRELATED: Kind(1.5, True, GRID[6]),
@@ -309,7 +309,7 @@ class Texts(Study):
             "--public": "a public text, WikiText-2's training part, a paragraph a line",
         }
     )
-    ROWS, QUICK_ROW = ROWS, Row(2, [NONE, CORRELATED])
+    ROWS, QUICK_ROW = ROWS, Row(2, [NONE, CORRELATED, SECRET])
     MORE_ROWS: Sequence[Row] = ()
     FEATURES = "all layers"
     SEEDS = SEEDS

@@ -157,7 +157,7 @@ class Parts(Study):
         cells: dict = {}
         for part in PARTS:
             for name in part.middle_rate:
-                place, common = f"{part.name}, {name}", self._trained(part, name)
+                place, common = self._place(part, name), self._trained(part, name)
                 search = self._search(part, name, common)
                 cells |= {(place, tables.RATES, tried): cell for tried, cell in search.items()}
                 rate = part.middle_rate[name]
@@ -168,6 +168,12 @@ class Parts(Study):
                         common | {"learning_rate": rate, "seed": seed}
                     )  # fmt: skip
         return cells
+
+    def _place(self, part: Part, name: str) -> str:
+        return f"{part.name}, {name}, {self._steps(part):,} messages"
+
+    def _steps(self, part: Part) -> int:
+        return 2 if self.quick else part.steps
 
     def _search(self, part: Part, name: str, common: dict) -> dict[str, dict]:
         """Cells of the rates so far, each judged on held-out rows."""
@@ -185,8 +191,7 @@ class Parts(Study):
             strength = {"per_sample": True, "clip": CLIP, "noise_multiplier": noise}
             strength |= heads.PLANNED
         return {"defense": "none" if noise is None else "dp_sgd", "strength": strength,
-                "rank": part.rank, "steps": 2 if self.quick else part.steps,
-                "batch": BATCH}  # fmt: skip
+                "rank": part.rank, "steps": self._steps(part), "batch": BATCH}  # fmt: skip
 
     def load(self) -> None:
         self.task = PartTask(self.args.model, self.args.data_dir)
@@ -197,9 +202,9 @@ class Parts(Study):
     def report(self, metrics: dict) -> None:
         rows, tried = [], tables.pop_rates(metrics)
         for part in PARTS:
-            plain = metrics.get(f"{part.name}, {heads.NONE}", {}).get(tables.ACCURACY, {})
+            plain = metrics.get(self._place(part, heads.NONE), {}).get(tables.ACCURACY, {})
             for name in part.middle_rate:
-                place = f"{part.name}, {name}"
+                place = self._place(part, name)
                 runs = metrics.get(place, {}).get(tables.ACCURACY, {})
                 first = next(iter(runs.values()), {})
                 proof = [f"{first[key]:.2g}" if key in first else "" for key in heads.PROOF]

@@ -21,6 +21,7 @@ CLIP, SIGMA, RATE = 50.0, 4e-4, 1e-6  # nothing is clipped
 SECURE = {"secure_aggregation": True, "secure_aggregation_range": 64.0}
 RUNS: dict[str, dict[str, Any]] = {
     "message": {}, "secure": SECURE, "sum": {**SECURE, "noise_for": "sum"},
+    "bins": {"sampling": "balls_in_bins"},
 }  # fmt: skip
 
 
@@ -32,7 +33,9 @@ def undefended(model: nn.Module, data: list[dict[str, Tensor]]) -> dict[str, Ten
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def trainer(folder: Path, data: Any, **settings: Any) -> GradGuardTrainer:
+def trainer(
+    folder: Path, data: Any, sampling: str | None = None, **settings: Any
+) -> GradGuardTrainer:
     args = GradGuardConfig(
         str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH, optim="sgd",
         clients_per_process=CLIENTS, learning_rate=RATE, lr_scheduler_type="constant",
@@ -40,8 +43,9 @@ def trainer(folder: Path, data: Any, **settings: Any) -> GradGuardTrainer:
         save_steps=SAVED, noise_seed=5, **settings,
     )  # fmt: skip
     defense = make_defense(
-        "dp_sgd", per_sample=True, clip=CLIP, noise_multiplier=SIGMA, correlated=True
-    )
+        "dp_sgd", per_sample=True, clip=CLIP, noise_multiplier=SIGMA, correlated=True,
+        sampling=sampling,
+    )  # fmt: skip
     return GradGuardTrainer(
         model=make_task("bert", dtype=torch.float64)[0], args=args, defense=defense,
         train_dataset=data,

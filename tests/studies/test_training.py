@@ -32,6 +32,7 @@ from recipes.studies.frontier_tables import lost, score_text
 from recipes.studies.lib.intervals import over_seeds
 from recipes.studies.lib.text import sst2
 from recipes.studies.private_accuracy import RATES, Accuracy
+from recipes.studies.whole_models import PartTask
 
 
 @pytest.fixture(scope="module")
@@ -297,15 +298,20 @@ def test_correlated_heads(encoder, sentences, public, quick, tmp_path, monkeypat
     data = ("--model", encoder, "--data_dir", sentences, "--public", public)
     output, models = tmp_path / "correlated_heads", tmp_path / "models"
     study = quick("correlated_heads", *data, "--models", models, output=output)
-    plain, private = study.figures.values()
+    plain, private, secret = study.figures.values()
     assert plain.keys() == private.keys() == {"learning rate", "accuracy"}
     (run,) = private["accuracy"].values()
     assert run["epsilon"] == pytest.approx(gaussian_epsilon(1.5, 1e-5))
     assert "epsilon" not in plain["accuracy"]["0"]
+    (run,) = secret["accuracy"].values()
+    assert run["epsilon"] == pytest.approx(gaussian_epsilon(0.95, 1e-5))
+    assert run["epsilon_unknown"] < run["epsilon"]
     rows = study.rows()
     shape = "2 messages of 4, 5 directions"
-    assert [row[0] for row in rows] == [f"none, {shape}", f"σ 1.5 correlated, {shape}"]
-    assert rows[1][-1] == "0.048"
+    names = ["none", "σ 1.5 correlated", "σ 0.95 correlated (balls in bins)"]
+    assert [row[0] for row in rows] == [f"{name}, {shape}" for name in names]
+    assert rows[1][-3:] == ["0.048", "", ""]
+    assert rows[2][-2:] == [f"{run['epsilon_unknown']:.2g}", f"{run['members_found_unknown']:.2g}"]
     kept = load_file(models / "correlated-heads" / "features-test.safetensors")
     torch.testing.assert_close(kept["features"].norm(dim=1), torch.ones(len(kept["labels"])))
 
@@ -347,6 +353,24 @@ def test_the_whole_model_is_trained_at_the_rate_of_held_out_rows(
                          f"{0.98 * accuracy:.3f}"]  # fmt: skip
 
 
+def test_parts_of_a_model_are_trained_by_correlated_noise(
+    encoder, sentences, quick, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(PartTask, "HELD_OUT", 20)
+    data = ("--model", encoder, "--data_dir", sentences)
+    study = quick("correlated_models", *data, output=tmp_path / "correlated_models")
+    rows = study.rows()
+    assert [row[0] for row in rows] == [
+        f"{part}, {kind}, 2 messages"
+        for part in ("LoRA of rank 8", "whole model")
+        for kind in ("none", "σ 1.5 correlated")
+    ]
+    shared = [int(row[1].replace(",", "")) for row in rows]
+    assert shared[0] == shared[1] < shared[2] == shared[3]
+    assert rows[1][-2:] == ["2.8", "0.048"]
+    assert rows[0][-2:] == ["", ""]
+
+
 def test_settings_of_heads_are_chosen_by_simulation(
     encoder, sentences, public, quick, tmp_path, monkeypatch
 ):
@@ -370,7 +394,8 @@ def test_correlated_heads_of_images(cifar10, quick, tmp_path, monkeypatch):
     output, models = tmp_path / "correlated_heads_images", tmp_path / "models"
     data = ("--train", cifar10, "--test", cifar10, "--public", cifar10, "--models", models)
     study = quick("correlated_heads_images", *data, output=output)
-    assert [row[0].split(",")[0] for row in study.rows()] == ["none", "σ 1.5 correlated"]
+    kinds = ["none", "σ 1.5 correlated", "σ 0.95 correlated (balls in bins)"]
+    assert [row[0].split(",")[0] for row in study.rows()] == kinds
     rows = load_file(models / "correlated-image-heads" / "features-train.safetensors")
     torch.testing.assert_close(rows["features"].norm(dim=1), torch.ones(len(rows["labels"])))
     task = ImagesTask(str(cifar10), str(cifar10), str(models), str(cifar10))
