@@ -158,6 +158,10 @@ def test_the_second_epsilon_is_of_secret_places(tmp_path: Path) -> None:
     power = balls_in_bins_power(column, 1.5, PASS)
     assert f"ε = {expected:.4g} at δ = 1e-05, and at most {power:.2%} of the members" in card
     assert "One that asks about a single message knows where to look" in card
+    # of one training: it stands beside no ε of two
+    trained.train()
+    assert "defense/epsilon_secret_positions" not in trained.state.log_history[-1]
+    assert trained.state.log_history[-1]["defense/epsilon"] > logged["defense/epsilon"]
 
 
 def test_a_resumed_run_keeps_its_sampling(tmp_path: Path) -> None:

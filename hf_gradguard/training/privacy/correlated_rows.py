@@ -348,9 +348,9 @@ class CorrelatedRows(PrivateRows):
         return (
             " Messages of rows were drawn in secret (balls in bins). For an attacker that asks "
             f"whether a row was used at all, and does not know its message: {of_epsilon}at most "
-            f"{figures.power:.2%} of the members found at 1 % FPR, of this training (Monte Carlo, "
-            "upper ends at 99.9 %). One that asks about a single message knows where to look: for "
-            "it only the former holds."
+            f"{figures.power:.2%} of the members found at 1 % FPR, of this training alone (Monte "
+            "Carlo, upper ends at 99.9 %). One that asks about a single message knows where to "
+            "look: for it only the former holds."
         )
 
     def secret_positions(self) -> SecretPositions | None:
@@ -370,7 +370,8 @@ class CorrelatedRows(PrivateRows):
 
     def metrics(self) -> dict[str, float]:
         figures = self.secret_positions()
-        if figures is None or figures.epsilon is None:
+        is_all = sum(self.account.messages.values()) <= 1  # this training's, and no other's
+        if figures is None or figures.epsilon is None or not is_all:
             return super().metrics()
         return super().metrics() | {"defense/epsilon_secret_positions": figures.epsilon}
 
