@@ -240,11 +240,20 @@ class HeadTask(FeaturesTask):
             metrics["epsilon"] = gaussian_epsilon(noise, DELTA)
             metrics["members_found_at_most"] = membership_power(noise)
         if "sampling" in cell["strength"]:  # and here unknown
-            column = make_factor("blt", cell["steps"], falling_rate=True).column(cell["steps"])
-            mechanism = column, noise, cell["steps"]
-            metrics["epsilon_unknown"] = balls_in_bins_epsilon(*mechanism, DELTA)
-            metrics["members_found_unknown"] = balls_in_bins_power(*mechanism)
+            metrics |= of_unknown_messages(noise, cell["steps"], cell.get("head_steps"))
         return metrics
+
+
+def of_unknown_messages(noise: float, *trainings: int | None) -> dict[str, float]:
+    """What holds for an attacker that knows in which training a sentence is, and not its message:
+    of the worst of them.
+    """
+    figures = []
+    for steps in filter(None, trainings):
+        column = make_factor("blt", steps, falling_rate=True).column(steps)
+        epsilon = balls_in_bins_epsilon(column, noise, steps, DELTA)
+        figures.append((epsilon, balls_in_bins_power(column, noise, steps)))
+    return dict(zip(UNKNOWN, map(max, zip(*figures, strict=True)), strict=True))
 
 
 class ImagesTask(HeadTask):
@@ -383,8 +392,7 @@ class Texts(Study):
             proof = [f"{first[name]:.2g}" if name in first else "" for name in PROOF + UNKNOWN]
             shown = [row, tried[row], f"{rates[row]:g}", tables.accuracy_text(runs)]
             rows.append([*shown, "" if runs is plain else tables.lost(runs, plain), *proof])
-        header = ["", "rates (held out)", "rate", "accuracy", "less than none", "ε"]
-        header += ["members found at most", "ε, message unknown", "members, message unknown"]
+        header = ["", "rates (held out)", "rate", "accuracy", "less than none", *BOUNDS]
         write_table(self.output, header, rows)
 
 
@@ -447,4 +455,5 @@ def _seed_order(place: tuple[str, ...]) -> tuple[bool, str]:
 
 
 PROOF = ("epsilon", "members_found_at_most")
-UNKNOWN = ("epsilon_unknown", "members_found_unknown")  # for whoever does not know a row's message
+UNKNOWN = ("epsilon_unknown", "members_found_unknown")  # to whom a row's message is unknown
+BOUNDS = ("ε", "members found at most", "ε, message unknown", "members, message unknown")
