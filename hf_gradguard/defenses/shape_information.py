@@ -47,8 +47,8 @@ def strength_trace(
     is_budget = noise.utility_budget is not None
     weight = {name: shape[name] if is_budget else torch.ones(()) for name in gradient}
     unit = float(total({name: g.square() * weight[name] for name, g in gradient.items()}, None))
-    follows = {name: 2 / (unit or 1.0) * g * weight[name] for name, g in moving.items()}
-    slope = vjp(cast_like(follows, gmap)).double()
+    change = {name: 2 / (unit or 1.0) * g * weight[name] for name, g in moving.items()}
+    slope = vjp(cast_like(change, gmap)).double()
     noisy = int(total({name: (shape[name] > 0).sum() for name in gradient}, None))
     return noisy / 2 * float(slope.square().sum())
 
@@ -78,13 +78,13 @@ def own_shape_trace(gmap: GradientMap, gradient: Tensors, weight: Tensors, noise
     weight_sum = float(total(weight, gmap.shards))
     if not weight_sum:
         return 0.0
-    follows = {name: w.where(w < LARGEST_RATIO, 0) for name, w in weight.items()}
+    uncapped = {name: w.where(w < LARGEST_RATIO, 0) for name, w in weight.items()}
     vjp = None if noise.granularity == "layer" else _product(gmap)
     if vjp is None:
-        return _bound(gradient, weight, follows, noise, gmap.shards)
-    own_part = float(power(OnDemand(follows, lambda name: follows[name].double()), None))
+        return _bound(gradient, weight, uncapped, noise, gmap.shards)
+    own_part = float(power(OnDemand(uncapped, lambda name: uncapped[name].double()), None))
     inverse = {
-        name: (1 / g).where((follows[name] > 0) & (g.abs() >= noise.smallest_gradient), 0)
+        name: (1 / g).where((uncapped[name] > 0) & (g.abs() >= noise.smallest_gradient), 0)
         for name, g in gradient.items()
     }
     is_relative = noise.relative_scale is not None and not noise.follows_transcript
@@ -121,7 +121,7 @@ def _product(gmap: GradientMap) -> Callable[[Tensors], Tensor] | None:
 
 
 def _bound(
-    gradient: Tensors, weight: Tensors, follows: Tensors, noise: Any, shards: Shards | None
+    gradient: Tensors, weight: Tensors, uncapped: Tensors, noise: Any, shards: Shards | None
 ) -> float:
     """With r the ratio of a coordinate, or of its tensor: ‖∂ log w‖ ≤ r, ‖∂ ‖g‖²‖ ≤ 2 r ‖g‖², and
     the triangle inequality.
@@ -129,7 +129,7 @@ def _bound(
 
     def weighted_mean(weights: Tensors) -> float:
         weight_sum = float(total(weights, shards))
-        following = {name: w * follows[name] for name, w in weights.items()}
+        following = {name: w * uncapped[name] for name, w in weights.items()}
         return float(total(following, shards)) / (weight_sum or 1.0)
 
     if noise.utility_budget is not None:
@@ -141,6 +141,6 @@ def _bound(
         if noise.relative_scale is not None and not noise.follows_transcript:
             slope_bound += 2 * weighted_mean({name: g.square() for name, g in gradient.items()})
     bounds = OnDemand(
-        follows, lambda name: (follows[name].double() + slope_bound).where(weight[name] > 0, 0)
+        uncapped, lambda name: (uncapped[name].double() + slope_bound).where(weight[name] > 0, 0)
     )
     return float(power(bounds, shards)) / 2

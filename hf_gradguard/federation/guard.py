@@ -359,9 +359,9 @@ def check_difference(
         Traceback (most recent call last):
         ValueError: Nothing was sent: 'w' has shape (3,) and not (2,).
     """
-    if odd := sorted(set(received) ^ set(trained)):
-        which = "was not among the weights received" if odd[0] in trained else "is missing"
-        raise ValueError(f"Nothing was sent: {odd[0]!r} {which}.")
+    if unmatched := sorted(set(received) ^ set(trained)):
+        which = "was not among the weights received" if unmatched[0] in trained else "is missing"
+        raise ValueError(f"Nothing was sent: {unmatched[0]!r} {which}.")
     for name, tensor in trained.items():
         for property_name, has, expected in (
             ("shape", tuple(tensor.shape), tuple(received[name].shape)),

@@ -319,8 +319,9 @@ class Pixels(SearchSpace):
         return total_variation(x)
 
     def batch_norm_distance(self, model: nn.Module, x: Tensor) -> Tensor | float:
-        norms = any(isinstance(m, nn.modules.batchnorm._NormBase) for m in model.modules())
-        return batch_norm_distance(model, x) if norms else 0.0
+        layers = model.modules()
+        is_normalized = any(isinstance(m, nn.modules.batchnorm._NormBase) for m in layers)
+        return batch_norm_distance(model, x) if is_normalized else 0.0
 
 
 SPACES: dict[str, type[Tokens] | type[Pixels]] = {"text": Tokens, "image": Pixels}
