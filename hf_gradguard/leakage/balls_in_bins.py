@@ -105,8 +105,12 @@ def balls_in_bins_power(
     if least > draws:
         raise ValueError(f"draws={draws} are too few for false_alarms={false_alarms}.")
     threshold = pair.without_row(draws).losses.neg().topk(least).values[-1]
-    found = int((pair.with_row(draws).losses >= threshold).sum())
-    return 1.0 if found == draws else float(beta.ppf(CONFIDENCE, found + 1, draws - found))
+    detections = int((pair.with_row(draws).losses >= threshold).sum())
+    return (
+        1.0
+        if detections == draws
+        else float(beta.ppf(CONFIDENCE, detections + 1, draws - detections))
+    )
 
 
 def balls_in_bins_noise_multiplier(
@@ -179,32 +183,32 @@ class _Pair:
     def with_row(self, draws: int, shifts: Sequence[float] = (0.0,)) -> _Losses:
         """Shifted along the row's mean."""
         factors = 1 + torch.tensor(shifts) / self._pulse.norm()
-        parts = []
-        for count, generator in self._parts(draws):
+        chunks = []
+        for count, generator in self._chunks(draws):
             places = torch.randint(self._bins, (count,), generator=generator)
             factor = factors[torch.arange(count) % len(factors), None]
             messages = self._white(count, generator) + factor * self._means(places)
             exponents = self._exponents(messages)
             losses = self._log_mean(exponents - self._squares / 2)
             shifted = [self._log_mean(f * exponents - f**2 * self._squares / 2) for f in factors]
-            parts.append(_Losses(losses, _weights(losses, shifted)))
-        return _joined(parts)
+            chunks.append(_Losses(losses, _weights(losses, shifted)))
+        return _joined(chunks)
 
     def without_row(self, draws: int, shifts: Sequence[float] = (0.0,)) -> _Losses:
         """Shifted against the mean of all means."""
         direction = self._means(torch.arange(self._used)).mean(0)
         direction /= direction.norm()
-        parts = []
-        for count, generator in self._parts(draws):
+        chunks = []
+        for count, generator in self._chunks(draws):
             shift = torch.tensor(shifts)[torch.arange(count) % len(shifts), None]
             messages = self._white(count, generator) - shift * direction
             losses = -self._log_mean(self._exponents(messages) - self._squares / 2)
             along = messages @ direction
             shifted = [-size * along - size**2 / 2 for size in shifts]
-            parts.append(_Losses(losses, _weights(torch.zeros_like(losses), shifted)))
-        return _joined(parts)
+            chunks.append(_Losses(losses, _weights(torch.zeros_like(losses), shifted)))
+        return _joined(chunks)
 
-    def _parts(self, draws: int) -> Iterator[tuple[int, torch.Generator]]:
+    def _chunks(self, draws: int) -> Iterator[tuple[int, torch.Generator]]:
         generator = torch.Generator().manual_seed(0)  # the same settings, the same figures
         chunk = max(1, _CHUNK // len(self._pulse))
         for start in range(0, draws, chunk):
@@ -237,28 +241,28 @@ def _weights(log_density: Tensor, drawn_from: Sequence[Tensor]) -> Tensor:
     return (log_density - mixture).exp()
 
 
-def _joined(parts: list[_Losses]) -> _Losses:
-    return _Losses(*(torch.cat(column).double() for column in zip(*parts, strict=True)))
+def _joined(chunks: list[_Losses]) -> _Losses:
+    return _Losses(*(torch.cat(column).double() for column in zip(*chunks, strict=True)))
 
 
-def _epsilon(drawn: _Losses, delta: float) -> float:
-    epsilon, error = _solved(drawn, delta, _DEVIATIONS)
+def _epsilon(sample: _Losses, delta: float) -> float:
+    epsilon, error = _solved(sample, delta, _DEVIATIONS)
     if error > _COARSEST:
         raise ArithmeticError(
-            f"draws={len(drawn.losses)} give a δ of {delta:g} with a standard error of {error:.0%} "
-            "of it. Take more of them."
+            f"draws={len(sample.losses)} give a δ of {delta:g} with a standard error of "
+            f"{error:.0%} of it. Take more of them."
         )
     return epsilon
 
 
-def _solved(drawn: _Losses, delta: float, deviations: float) -> tuple[float, float]:
+def _solved(sample: _Losses, delta: float, deviations: float) -> tuple[float, float]:
     """The ε at which the estimate of δ, or so many standard errors above it, is this δ; and that
     error relative to the estimate, infinite where nothing was drawn beyond ε.
     """
     low, high = 0.0, _MOST_EPSILON
 
     def estimate(epsilon: float) -> tuple[float, float]:
-        beyond = drawn.weights * -torch.expm1((epsilon - drawn.losses).clamp(max=0))
+        beyond = sample.weights * -torch.expm1((epsilon - sample.losses).clamp(max=0))
         return float(beyond.mean()), float(beyond.std()) / math.sqrt(len(beyond))
 
     for _ in range(50):

@@ -216,6 +216,7 @@ def test_every_setting_has_its_range_tested() -> None:
     private = {"noise_multiplier", "target_epsilon", "delta", "expected_batch_size"}
     correlated = {"correlated", "participations", "min_separation", "factorization"}
     correlated |= {"bands", "messages", "falling_rate"}  # in test_correlated_noise.py
+    correlated |= {"sampling"}  # in test_balls_in_bins.py
     elsewhere = {"strength", "public_data", *correlated}
     for name, _ in CASES.values():
         for field in fields(DEFENSES[name]):
