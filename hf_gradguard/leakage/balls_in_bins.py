@@ -54,7 +54,7 @@ def balls_in_bins_epsilon(
 
     Returns:
         The upper end of an interval at 99.9 %, by the estimate's standard error: of data sets with
-        a row more, and of data sets with one less.
+        a row more, and of data sets with one less. Infinite above 200.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -106,11 +106,8 @@ def balls_in_bins_power(
         raise ValueError(f"draws={draws} are too few for false_alarms={false_alarms}.")
     threshold = pair.without_row(draws).losses.neg().topk(least).values[-1]
     detections = int((pair.with_row(draws).losses >= threshold).sum())
-    return (
-        1.0
-        if detections == draws
-        else float(beta.ppf(CONFIDENCE, detections + 1, draws - detections))
-    )
+    missed = draws - detections
+    return float(beta.ppf(CONFIDENCE, detections + 1, missed)) if missed else 1.0
 
 
 def balls_in_bins_noise_multiplier(
@@ -265,6 +262,8 @@ def _solved(sample: _Losses, delta: float, deviations: float) -> tuple[float, fl
         beyond = sample.weights * -torch.expm1((epsilon - sample.losses).clamp(max=0))
         return float(beyond.mean()), float(beyond.std()) / math.sqrt(len(beyond))
 
+    if estimate(high)[0] > delta:
+        return math.inf, 0.0
     for _ in range(50):
         middle = (low + high) / 2
         mean, error = estimate(middle)

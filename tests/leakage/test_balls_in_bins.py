@@ -44,6 +44,11 @@ def test_one_message_has_no_secret(sigma: float) -> None:
     assert power <= balls_in_bins_power(ONE, sigma, 1) <= 1.2 * power
 
 
+def test_hardly_any_noise_has_no_small_epsilon() -> None:
+    assert gaussian_epsilon(0.04, 1e-5) > 200
+    assert balls_in_bins_epsilon(ONE, 0.04, 1, 1e-5) == math.inf
+
+
 def quadrature(means: np.ndarray, delta: float) -> float:
     """ε of two messages by sums on a grid of both, the larger of two directions."""
     axis = np.arange(-9, 12, 0.01)
