@@ -100,7 +100,7 @@ class Part(NamedTuple):
 SGD_GRID = tuple(1e-3 * 4**power for power in range(9))
 PARTS = (
     Part("LoRA of rank 8", 8, 1590, {heads.NONE: SGD_GRID[4], heads.CORRELATED: SGD_GRID[4]}),
-    Part("whole model", None, 800, {heads.NONE: SGD_GRID[2], heads.CORRELATED: SGD_GRID[1]}),
+    Part("whole model", None, 800, {heads.NONE: SGD_GRID[3], heads.CORRELATED: SGD_GRID[2]}),
 )
 CLIP = 1.0  # below the norm of nearly every sentence's gradient
 
