@@ -77,9 +77,7 @@ class DPSGD(NoiseDefense):
         messages: T. The Trainer sets it.
         falling_rate: Whether learning rates fall to zero. The Trainer sets it by its schedule.
         sampling: How a Trainer puts rows into correlated messages, with `per_sample`: `"shuffle"`
-            (default) into as many each, or `"balls_in_bins"`, each row into one that is drawn for
-            it alone. Then whoever does not know which one that is has less to go on; see
-            `leakage.balls_in_bins_epsilon`.
+            (default), or each into one drawn in secret; see `leakage.balls_in_bins_epsilon`.
     """
 
     name: ClassVar[str] = "dp_sgd"
@@ -142,9 +140,7 @@ class DPSGD(NoiseDefense):
         if self.falling_rate not in (None, True, False):
             raise ValueError(f"falling_rate must be true or false, not {self.falling_rate!r}.")
         if self.sampling not in (None, "shuffle", "balls_in_bins"):
-            raise ValueError(
-                f"sampling must be 'shuffle' or 'balls_in_bins', but is {self.sampling!r}."
-            )
+            raise ValueError(f"sampling must be shuffle or balls_in_bins, not {self.sampling!r}.")
         if self.sampling == "balls_in_bins" and not self.per_sample:
             raise ValueError("sampling='balls_in_bins' places single rows: set per_sample=True.")
         for name in _WHOLE_NUMBERS:
@@ -257,22 +253,20 @@ class DPSGD(NoiseDefense):
         """The next message is this one of the plan: noise of those between was drawn or is of no
         use. Where it lies behind, another plan begins, with other noise.
         """
+        self._noise_stream = self.stream_at(position)
+        self._noise_stream.skip_to(position)
+
+    def stream_at(self, position: int) -> NoiseStream:
+        """The one that goes on there, if there is one, and a new one otherwise."""
         stream = self._noise_stream
         if stream is None or stream.position > position or stream.messages != self.messages:
-            self._noise_stream = self.new_stream(position)
-        else:
-            stream.skip_to(position)
+            return self._new_stream(position)
+        return stream
 
-    def new_stream(self, position: int = 0) -> NoiseStream:
-        """Of the messages that are planned, of which so many are shared."""
+    def _new_stream(self, position: int = 0) -> NoiseStream:
         from .correlated import NoiseStream
         from .factorization import make_factor
 
-        if self.sampling == "balls_in_bins" and not self._is_calibrated:
-            raise ValueError(
-                "dp_sgd with sampling='balls_in_bins' needs a Trainer, which places the rows. "
-                "Elsewhere leave sampling out."
-            )
         if self.messages is None:
             raise ValueError(
                 "dp_sgd with correlated=True needs messages, for how many the noise is planned. A "
@@ -351,7 +345,12 @@ class DPSGD(NoiseDefense):
     ) -> Message:  # fmt: skip
         from .correlated import add_on_grid
 
-        stream = self._noise_stream = self._noise_stream or self.new_stream()
+        if self.sampling is not None and not self._is_calibrated:
+            raise ValueError(
+                f"dp_sgd with sampling={self.sampling!r} needs a Trainer that draws its batches "
+                "itself. Elsewhere leave sampling out."
+            )
+        stream = self._noise_stream = self._noise_stream or self._new_stream()
         values = torch.cat([tensor.flatten() for tensor in total.values()])
         noise = stream.draw(len(values), values.device, generator)
         strength = stream.sensitivity(self.participations or 1, self.min_separation)
@@ -388,6 +387,7 @@ class NoSample(DPSGD):
         settings = {f.name: getattr(defense, f.name) for f in fields(DPSGD)}
         noise = cls(**settings)
         noise._noise_stream = defense._noise_stream  # goes on with this message
+        noise._is_calibrated = defense._is_calibrated
         return noise
 
 

@@ -293,6 +293,11 @@ def _protection_of_transcript(defense: Any) -> str:
     """What `dp_sgd` with correlated noise says of all of a client's updates together."""
     from ..leakage import gaussian_epsilon
 
+    if defense.per_sample:
+        raise ValueError(
+            f"{PREFIX}dp_sgd.per_sample clips single rows' gradients, and an update has none. "
+            "Leave it out, and give scale and clip_by='norm' of updates."
+        )
     if defense.messages is None:
         raise ValueError(
             f"{PREFIX}dp_sgd.messages is missing: in how many rounds at most this client trains, "

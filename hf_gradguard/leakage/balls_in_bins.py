@@ -17,7 +17,7 @@ References: Chua et al., "Balls-and-Bins Sampling for DP-SGD" (2024); Choquette-
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,10 +31,12 @@ DRAWS = 100_000
 CONFIDENCE = 0.999
 """Of an upper end, one-sided."""
 _DEVIATIONS = 3.0902  # of a normal estimate, by that confidence
+_OF_BOTH = (1 + CONFIDENCE) / 2  # of a threshold and of a share, so that both hold by it
 _CHUNK = 2**22  # entries of messages drawn at a time
 _SHIFTS = (0.0, 1.5, 3.0, 4.5, 6.0)
 """By which draws are moved, in deviations, to where losses are large; as many of each."""
-_COARSEST = 0.2  # of a δ, its standard error relative to it
+_COARSEST = 0.1  # of a δ, its standard error relative to it
+_DOUBLINGS = 4  # of draws that were too few for it
 _MOST_EPSILON = 200.0
 
 
@@ -50,26 +52,28 @@ def balls_in_bins_epsilon(
         bins: Places of a pass, each as likely. A row is in message i, i + bins, i + 2 bins, …
         delta: δ.
         scale: The sensitivity that noise was made for. Default: that of as many passes.
-        draws: How many.
+        draws: How many, to begin with: where they are too few for this δ, up to 16 times as many.
 
     Returns:
-        The upper end of an interval at 99.9 %, by the estimate's standard error: of data sets with
-        a row more, and of data sets with one less. Infinite above 200.
+        The upper end of an interval at 99.9 %, by the estimate's standard error (it is taken for
+        normal). In the neighboring data set the row's gradient is zero, or it is in this one; the
+        larger ε of both. Infinite above 200.
 
     Raises:
         ValueError: If an argument is out of range.
-        ArithmeticError: If the draws are too few for this δ.
+        ArithmeticError: If so many draws are too few.
 
     Example:
-        >>> from hf_gradguard.defenses.factorization import square_root
-        >>> known, secret = 4.98, balls_in_bins_epsilon(square_root(500), 0.9, 500, 1e-5)
-        >>> 1.8 < secret < 2.2 < known
+        >>> from hf_gradguard.defenses.factorization import make_factor
+        >>> column = make_factor("blt", 500, falling_rate=True).column(500)  # as a Trainer has it
+        >>> known, secret = 4.65, balls_in_bins_epsilon(column, 0.95, 500, 1e-5)
+        >>> 2.6 < secret < 2.9 < known
         True
     """
     if not 0 < delta < 1:
         raise ValueError(f"delta must be between 0 and 1, but is {delta!r}.")
     pair = _Pair(column, noise_multiplier, bins, scale)
-    return max(_epsilon(draw(draws, _SHIFTS), delta) for draw in (pair.with_row, pair.without_row))
+    return max(_epsilon(draw, draws, delta) for draw in (pair.with_row, pair.without_row))
 
 
 def balls_in_bins_power(
@@ -82,32 +86,33 @@ def balls_in_bins_power(
     Args:
         column: As for `balls_in_bins_epsilon`.
         noise_multiplier: Likewise.
-        bins: Likewise.
+        bins: Likewise. Of rows whose place is in no message nobody is found.
         false_alarms: α, the share of others that the test takes for members.
         scale: As there.
         draws: How many.
 
     Returns:
-        Its upper end, at 99.8 % (Clopper and Pearson; both the threshold and the share are drawn).
+        Its upper end, at 99.9 % (Clopper and Pearson; both the threshold and the share are drawn).
 
     Raises:
         ValueError: If an argument is out of range.
 
     Example:
-        >>> from hf_gradguard.defenses.factorization import square_root
-        >>> round(balls_in_bins_power(square_root(500), 0.9, 500), 2)
-        0.03
+        >>> from hf_gradguard.defenses.factorization import make_factor
+        >>> column = make_factor("blt", 500, falling_rate=True).column(500)
+        >>> round(balls_in_bins_power(column, 0.95, 500), 2)
+        0.05
     """
     if not 0 < false_alarms < 1:
         raise ValueError(f"false_alarms must be between 0 and 1, but is {false_alarms}.")
     pair = _Pair(column, noise_multiplier, bins, scale)
-    least = int(binom.ppf(CONFIDENCE, draws, false_alarms)) + 1
+    least = int(binom.ppf(_OF_BOTH, draws, false_alarms)) + 1
     if least > draws:
         raise ValueError(f"draws={draws} are too few for false_alarms={false_alarms}.")
     threshold = pair.without_row(draws).losses.neg().topk(least).values[-1]
     detections = int((pair.with_row(draws).losses >= threshold).sum())
     missed = draws - detections
-    return float(beta.ppf(CONFIDENCE, detections + 1, missed)) if missed else 1.0
+    return float(beta.ppf(_OF_BOTH, detections + 1, missed)) if missed else 1.0
 
 
 def balls_in_bins_noise_multiplier(
@@ -178,14 +183,14 @@ class _Pair:
         self._squares = torch.nn.functional.pad(squares, (0, self._bins - self._used))
 
     def with_row(self, draws: int, shifts: Sequence[float] = (0.0,)) -> _Losses:
-        """Shifted along the row's mean."""
-        factors = 1 + torch.tensor(shifts) / self._pulse.norm()
+        """Shifted along the row's mean, as far wherever it is."""
+        norms = self._squares.sqrt().clamp(min=1e-6)
+        factors = 1 + torch.tensor(shifts)[:, None] / norms  # (shifts, bins)
         chunks = []
-        for count, generator in self._chunks(draws):
-            places = torch.randint(self._bins, (count,), generator=generator)
-            factor = factors[torch.arange(count) % len(factors), None]
-            messages = self._white(count, generator) + factor * self._means(places)
-            exponents = self._exponents(messages)
+        for kinds, generator in self._chunks(draws, len(shifts)):
+            places = torch.randint(self._bins, (len(kinds),), generator=generator)
+            means = factors[kinds, places][:, None] * self._means(places)
+            exponents = self._exponents(self._white(len(kinds), generator) + means)
             losses = self._log_mean(exponents - self._squares / 2)
             shifted = [self._log_mean(f * exponents - f**2 * self._squares / 2) for f in factors]
             chunks.append(_Losses(losses, _weights(losses, shifted)))
@@ -196,20 +201,20 @@ class _Pair:
         direction = self._means(torch.arange(self._used)).mean(0)
         direction /= direction.norm()
         chunks = []
-        for count, generator in self._chunks(draws):
-            shift = torch.tensor(shifts)[torch.arange(count) % len(shifts), None]
-            messages = self._white(count, generator) - shift * direction
+        for kinds, generator in self._chunks(draws, len(shifts)):
+            messages = self._white(len(kinds), generator)
+            messages -= torch.tensor(shifts)[kinds, None] * direction
             losses = -self._log_mean(self._exponents(messages) - self._squares / 2)
             along = messages @ direction
             shifted = [-size * along - size**2 / 2 for size in shifts]
             chunks.append(_Losses(losses, _weights(torch.zeros_like(losses), shifted)))
         return _joined(chunks)
 
-    def _chunks(self, draws: int) -> Iterator[tuple[int, torch.Generator]]:
+    def _chunks(self, draws: int, kinds: int) -> Iterator[tuple[Tensor, torch.Generator]]:
+        """Of which kind each draw is, all kinds in turn."""
         generator = torch.Generator().manual_seed(0)  # the same settings, the same figures
-        chunk = max(1, _CHUNK // len(self._pulse))
-        for start in range(0, draws, chunk):
-            yield min(chunk, draws - start), generator
+        for chunk in torch.arange(draws).split(max(1, _CHUNK // len(self._pulse))):
+            yield chunk % kinds, generator
 
     def _white(self, count: int, generator: torch.Generator) -> Tensor:
         return torch.randn(count, len(self._pulse), generator=generator)
@@ -242,14 +247,15 @@ def _joined(chunks: list[_Losses]) -> _Losses:
     return _Losses(*(torch.cat(column).double() for column in zip(*chunks, strict=True)))
 
 
-def _epsilon(sample: _Losses, delta: float) -> float:
-    epsilon, error = _solved(sample, delta, _DEVIATIONS)
-    if error > _COARSEST:
-        raise ArithmeticError(
-            f"draws={len(sample.losses)} give a δ of {delta:g} with a standard error of "
-            f"{error:.0%} of it. Take more of them."
-        )
-    return epsilon
+def _epsilon(draw: Callable[..., _Losses], draws: int, delta: float) -> float:
+    for doubling in range(_DOUBLINGS + 1):
+        epsilon, error = _solved(draw(draws * 2**doubling, _SHIFTS), delta, _DEVIATIONS)
+        if error <= _COARSEST:
+            return epsilon
+    raise ArithmeticError(
+        f"draws={draws} and {2**_DOUBLINGS} times as many give a δ of {delta:g} with a standard "
+        f"error of {error:.0%} of it. Take more of them, or a larger δ."
+    )
 
 
 def _solved(sample: _Losses, delta: float, deviations: float) -> tuple[float, float]:
@@ -262,7 +268,8 @@ def _solved(sample: _Losses, delta: float, deviations: float) -> tuple[float, fl
         beyond = sample.weights * -torch.expm1((epsilon - sample.losses).clamp(max=0))
         return float(beyond.mean()), float(beyond.std()) / math.sqrt(len(beyond))
 
-    if estimate(high)[0] > delta:
+    mean, error = estimate(high)
+    if mean + deviations * error > delta:
         return math.inf, 0.0
     for _ in range(50):
         middle = (low + high) / 2

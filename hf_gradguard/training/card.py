@@ -255,7 +255,7 @@ def _epsilon(trainer: Any) -> str:
     )
     covers_all = not uncovered and trainer.shared_messages.complete
     return (
-        "**For one row of the training data, added or removed: "
+        f"**For one row of the training data, {rows.neighbors}: "
         f"ε = {rows.epsilon:.4g} at δ = {rows.defense.delta:g}**, of {' and '.join(subjects)}"
         f"{_OF_MODEL if covers_all else ''} (privacy loss distributions, by dp-accounting). "
         f"{sampled}{left_out if uncovered else ''}"

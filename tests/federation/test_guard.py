@@ -314,3 +314,14 @@ def test_correlated_noise_says_what_it_protects(caplog: pytest.LogCaptureFixture
     assert f"ε = {gaussian_epsilon(1.5, 1e-5):.4g}" in caplog.text
     with pytest.raises(ValueError, match="messages"):
         Guard(correlated(messages=None))
+
+
+def test_rows_of_an_update_are_not_clipped() -> None:
+    settings = {
+        "per_sample": True,
+        "correlated": True,
+        "noise_multiplier": 1.0,
+        "messages": 3,
+    }
+    with pytest.raises(ValueError, match="per_sample clips single rows"):
+        Guard(GuardSettings("dp_sgd", settings))

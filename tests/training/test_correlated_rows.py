@@ -19,6 +19,7 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.defenses.factorization import make_factor
 from hf_gradguard.leakage import balls_in_bins_epsilon, balls_in_bins_power, gaussian_epsilon
+from hf_gradguard.training.privacy import correlated_rows
 from hf_gradguard.training.privacy.correlated_rows import CorrelatedRows
 from hf_gradguard.training.privacy.private_rows import DUMMY
 
@@ -157,7 +158,8 @@ def test_the_second_epsilon_is_of_secret_places(tmp_path: Path) -> None:
     card = " ".join((tmp_path / "README.md").read_text().split())
     power = balls_in_bins_power(column, 1.5, PASS)
     assert f"ε = {expected:.4g} at δ = 1e-05, and at most {power:.2%} of the members" in card
-    assert "One that asks about a single message knows where to look" in card
+    assert "an attacker that asks about a single message knows where to look" in card
+    assert "nothing is gained by sampling" not in card
     # of one training: it stands beside no ε of two
     trained.train()
     assert "defense/epsilon_secret_positions" not in trained.state.log_history[-1]
@@ -171,7 +173,7 @@ def test_a_resumed_run_keeps_its_sampling(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         first.train()
     other = trainer(tmp_path, private(), **settings)
-    with pytest.raises(ValueError, match="its rows would be in other messages"):
+    with pytest.raises(ValueError, match="sampling: 'shuffle' now"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     second = trainer(tmp_path, private(sampling="balls_in_bins"), **settings)
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -179,6 +181,75 @@ def test_a_resumed_run_keeps_its_sampling(tmp_path: Path) -> None:
     assert sorted(taken) == list(range(PASS))
     rows = times([(place, batch) for place, batch in taken.items() if batch != [DUMMY]])
     assert rows == dict.fromkeys(range(ROWS), 1)
+
+
+@pytest.mark.parametrize("sampling", ["shuffle", "balls_in_bins"])
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [({"participations": 3, "min_separation": 1}, {}), ({}, {"per_device_train_batch_size": 3})],
+)
+def test_a_resumed_run_keeps_what_its_noise_was_planned_for(
+    tmp_path: Path, sampling: str, settings: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    kept: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    first = trainer(tmp_path, private(sampling=sampling), **kept)
+    first.add_callback(Stop(3))
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    other = trainer(tmp_path, private(sampling=sampling, **settings), **kept, **arguments)
+    with pytest.raises(ValueError, match="in the run to resume"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_places_that_are_not_shared_hide_nobody(tmp_path: Path) -> None:
+    """Of 26 places three are shared: who is in one of these is as well hidden as among three."""
+    run = trainer(
+        tmp_path, private(sampling="balls_in_bins"), per_device_train_batch_size=1, max_steps=3
+    )
+    run.train()
+    assert isinstance(run.private_rows, CorrelatedRows)
+    figures = run.private_rows.secret_positions()
+    assert figures is not None
+    column = make_factor("blt", 3, falling_rate=True).column(3)
+    assert figures.epsilon == pytest.approx(balls_in_bins_epsilon(column, 1.5, 3, 1e-5))
+
+
+def test_a_second_training_announces_its_own_bound(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = trainer(tmp_path, private(sampling="balls_in_bins"), max_steps=3)
+    run.train()
+    run.args.max_steps = PASS
+    caplog.clear()
+    run.train()
+    column = make_factor("blt", PASS, falling_rate=True).column(PASS)
+    expected = balls_in_bins_epsilon(column, 1.5, PASS, 1e-5)
+    assert f"ε = {expected:.4g} at δ = 1e-05, and at most" in caplog.text
+
+
+@pytest.mark.parametrize("arguments", [{"noise_seed": 1}, {"max_steps": 1}])
+def test_places_that_anybody_knows_are_no_secret(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    run = trainer(tmp_path, private(sampling="balls_in_bins"), **arguments)
+    run.train()
+    assert isinstance(run.private_rows, CorrelatedRows)
+    assert run.private_rows.secret_positions() is None
+    assert "nothing is gained by sampling" in run.private_rows.describe_sampling()
+    assert "defense/epsilon_secret_positions" not in run.state.log_history[0]
+
+
+def test_a_delta_too_small_for_draws_has_the_known_epsilon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_coarse(*args: Any, **kwargs: Any) -> float:
+        raise ArithmeticError("draws=1 are too few")
+
+    monkeypatch.setattr(correlated_rows, "balls_in_bins_epsilon", too_coarse)
+    correlated_rows._secret_positions.cache_clear()
+    run = trainer(tmp_path, private(sampling="balls_in_bins"))
+    run.train()
+    logged = run.state.log_history[0]
+    assert logged["defense/epsilon_secret_positions"] == logged["defense/epsilon"]
+    correlated_rows._secret_positions.cache_clear()
 
 
 @pytest.mark.parametrize("schedule", ["linear", "constant"])

@@ -8,7 +8,7 @@ import functools
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from ...leakage import (
     balls_in_bins_epsilon,
     balls_in_bins_power,
     dp_sgd_noise_multiplier,
+    membership_power,
 )
 from ...randomness import KEY_BYTES, Stream
 from ..clients.batches import SampledRow
@@ -45,7 +46,7 @@ class Transcript:
         noise_multiplier: σ.
         order_key: Of the rows' order, in hexadecimal digits. Private.
         position: How many messages were shared.
-        sampling: As of `dp_sgd`.
+        settings: Under which they were shared, and all of it has to be.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Transcript:
     noise_multiplier: float
     order_key: str
     position: int = 0
-    sampling: str = "shuffle"
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 class SecretPositions(NamedTuple):
@@ -61,7 +62,7 @@ class SecretPositions(NamedTuple):
 
     Args:
         epsilon: At the defense's δ; `None` without one.
-        power: The share of members that it finds at 1 % FPR, at most.
+        power: The share of members that it finds at 1 % FPR, at most; of rows that are in one.
     """
 
     epsilon: float | None
@@ -116,6 +117,8 @@ class CorrelatedRows(PrivateRows):
         NotImplementedError: For arguments under which rows would not come as promised.
     """
 
+    neighbors = "whose gradient counts or is zero"
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         arguments = self._args
@@ -139,12 +142,15 @@ class CorrelatedRows(PrivateRows):
                 f"gradient_accumulation_steps={accumulation} takes more rows a step than "
                 f"a client has ({min(map(len, self.rows_of_clients))})."
             )
+        if not self.defense.per_sample:
+            self.neighbors = "and all that is in its messages, whatever they are replaced by"
         self.rate = 1.0  # of the account: whoever attacks knows in which messages a row is
         self._transcript: Transcript | None = None
         self._saved_position: int | None = None
         self._orders: dict[int, list[np.ndarray]] = {}
         self._shift = 0
         self._sampling = self.defense.sampling or "shuffle"
+        self._least_rounds = self._rounds  # of all ranks
 
     def sampler(self) -> PlacedRows:
         return PlacedRows(self._batch_at, self._rank, self._ranks, self._rounds)
@@ -173,7 +179,12 @@ class CorrelatedRows(PrivateRows):
             position = torch.tensor([plan.position], device=args.device)
             plan.position = int(gather(position).max())
             self._count_as_others(args.device)
-            agreed = {"the messages planned": plan.messages, "σ": plan.noise_multiplier}
+            rounds = torch.tensor([self._rounds], device=args.device)
+            self._least_rounds = int(gather(rounds).min())
+            agreed = {
+                "the messages planned": plan.messages, "σ": plan.noise_multiplier,
+                "sampling": self._sampling,
+            }  # fmt: skip
             check_agreed(agreed | {"clients_per_process": len(self._clients())}, args.device)
         if lost := plan.position - saved if is_resumed else 0:
             logger.warning(_LOST.format(lost, -(-lost // accumulation)))
@@ -218,7 +229,17 @@ class CorrelatedRows(PrivateRows):
         seed = setting(self._args, "noise_seed")
         stream = Stream() if seed is None else Stream.from_seeds(seed, self._rank, 0, 3)
         key = stream.bytes(KEY_BYTES).hex()
-        return Transcript(secrets.token_hex(4), messages, multiplier, key, 0, self._sampling)
+        return Transcript(secrets.token_hex(4), messages, multiplier, key, 0, self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        """What decides in which messages a row is, and how much noise it has there."""
+        defense = self.defense
+        return {
+            "sampling": self._sampling, "participations": defense.participations,
+            "min_separation": defense.min_separation, "factorization": defense.factorization,
+            "bands": defense.bands, "rows of a message": int(self.batch_size),
+            "messages of a pass": self._rounds,
+        }  # fmt: skip
 
     @property
     def _requested_multiplier(self) -> float | None:
@@ -268,7 +289,8 @@ class CorrelatedRows(PrivateRows):
         for batch in batches:
             hosted = next(n for n, client in enumerate(clients) if client is batch.defense)
             placed = self._order(self._rank + hosted * self._ranks)[plan.position % self._rounds]
-            if batch.rows is None or sorted(batch.rows) != (sorted(placed) or [DUMMY]):
+            placed_rows = sorted(placed.tolist()) or [DUMMY]
+            if batch.rows is None or sorted(batch.rows.tolist()) != placed_rows:
                 raise RuntimeError(
                     "A batch holds other rows than dp_sgd with correlated=True placed in message "
                     f"{plan.position}, so nothing was shared: a row could be in more messages than "
@@ -312,11 +334,13 @@ class CorrelatedRows(PrivateRows):
                 f"noise_multiplier is {requested:g}, and the noise of the run to resume was "
                 f"planned with {plan.noise_multiplier:g}. Set it as it was, or begin a new run."
             )
-        if plan.sampling != self._sampling:
-            raise ValueError(
-                f"sampling is {self._sampling!r}, and the run to resume has {plan.sampling!r}: its "
-                "rows would be in other messages. Set it as it was, or begin a new run."
-            )
+        for name, now in self._settings().items():
+            if name in plan.settings and plan.settings[name] != now:
+                raise ValueError(
+                    f"{name}: {now!r} now, and {plan.settings[name]!r} in the run to resume, whose "
+                    "rows would be in other messages or behind other noise. Set it as it was, or "
+                    "begin a new run."
+                )
         self._saved_position = plan.position
         for record in records:
             if record.get("transcript") == plan.name:
@@ -329,49 +353,51 @@ class CorrelatedRows(PrivateRows):
         passes = math.ceil(plan.messages / self._rounds)
         often = "one message" if passes == 1 else f"up to {passes} messages"
         clipped = "Each row's gradient" if self.defense.per_sample else "Each message as a whole"
+        order = self._of_secret_positions() or "nothing is gained by sampling."
         return (
             f"{clipped} was clipped, and each row was in {often} at most: "
             f"{plan.position} messages of each client, with correlated noise "
             f"(`{self.defense.factorization or 'blt'}`, multiplier {plan.noise_multiplier:.4g} for "
-            "all of them together). ε takes the order of rows for known; nothing is gained by "
-            f"sampling.{self._of_secret_positions()}"
+            f"all of them together). ε takes the order of rows for known; {order}"
         )
 
     def _of_secret_positions(self) -> str:
-        """What holds for another attacker; nothing where positions are no draws."""
+        """What holds for another attacker; nothing where positions are no secret."""
         figures = self.secret_positions()
         if figures is None:
             return ""
-        of_epsilon = ""
+        bound = f"at most {figures.power:.2%} of the members found at 1 % FPR"
         if figures.epsilon is not None:
-            of_epsilon = f"ε = {figures.epsilon:.4g} at δ = {self.defense.delta:g}, and "
+            bound = f"ε = {figures.epsilon:.4g} at δ = {self.defense.delta:g}, and {bound}"
         return (
-            " Messages of rows were drawn in secret (balls in bins). For an attacker that asks "
-            f"whether a row was used at all, and does not know its message: {of_epsilon}at most "
-            f"{figures.power:.2%} of the members found at 1 % FPR, of this training alone (Monte "
-            "Carlo, upper ends at 99.9 %). One that asks about a single message knows where to "
-            "look: for it only the former holds."
+            "an attacker that asks about a single message knows where to look. Messages of rows "
+            "were drawn in secret (balls in bins). For an attacker that asks whether a row is in "
+            f"any message, and does not know in which: {bound}, of this training alone (Monte "
+            "Carlo, upper ends at 99.9 %)."
         )
 
     def secret_positions(self) -> SecretPositions | None:
-        """What a whole training tells an attacker that does not know in which messages a row is;
-        `None` where it can find out.
+        """What a whole training tells an attacker that does not know in which messages a row is,
+        and asks whether it is in any; `None` where it can find out: in an order, with one message
+        a pass, or with a `noise_seed` that it may know.
         """
         plan = self._transcript
-        if plan is None or plan.sampling != "balls_in_bins":
+        if plan is None or self._sampling != "balls_in_bins":
+            return None
+        bins = min(self._least_rounds, plan.messages)  # places that are not shared hide nobody
+        if bins == 1 or setting(self._args, "noise_seed") is not None:
             return None
         client: Any = next(iter(self._clients()))
-        stream = client._noise_stream or client.new_stream()
+        stream = client.stream_at(plan.position)
         strength = stream.sensitivity(client.participations or 1, client.min_separation)
         return _secret_positions(
-            stream.factor, plan.messages, plan.noise_multiplier, self._rounds, strength,
-            self.defense.delta,
-        )  # fmt: skip
+            stream.factor, plan.messages, plan.noise_multiplier, bins, strength, self.defense.delta
+        )
 
     def metrics(self) -> dict[str, float]:
-        figures = self.secret_positions()
         is_all = sum(self.account.messages.values()) <= 1  # this training's, and no other's
-        if figures is None or figures.epsilon is None or not is_all:
+        figures = self.secret_positions() if is_all and self._rank == 0 else None
+        if figures is None or figures.epsilon is None:
             return super().metrics()
         return super().metrics() | {"defense/epsilon_secret_positions": figures.epsilon}
 
@@ -382,18 +408,16 @@ class CorrelatedRows(PrivateRows):
             planned.add(multiplier, 1.0, int(self._transcript_is_new))
             text = (
                 f"ε = {planned.epsilon(delta):.4g} at δ = {delta:g} for one row of the training "
-                "data, "
+                f"data, {self.neighbors}"
             )
-            text += (
-                "whose gradient counts or is zero" if self.defense.per_sample
-                else "and all that is in its messages, whatever they are replaced by"
-            )  # fmt: skip
         passes = math.ceil(messages / self._rounds)
+        secret = self._of_secret_positions()
         logger.warning(
             f"{text}: its gradients in all messages, and not logged losses, evaluation, or other "
             f"rows of the same person. Each row is in {passes} of {messages} messages of "
-            f"{int(self.batch_size)} at most; noise multiplier {multiplier:.4g} for all of them "
-            f"together, whoever knows which messages those are.{self._of_secret_positions()}"
+            f"{int(self.batch_size)}{' on average' if secret else ''} at most; noise multiplier "
+            f"{multiplier:.4g} for all of them together, whoever knows which messages those are."
+            f"{secret and ' ' + secret[0].upper() + secret[1:]}"
         )
 
     @property
@@ -406,10 +430,19 @@ def _secret_positions(
     factor: Factor, messages: int, noise_multiplier: float, bins: int, scale: float,
     delta: float | None,
 ) -> SecretPositions:  # fmt: skip
-    """Draws take seconds: once a plan."""
+    """Draws take seconds, a minute for thousands of messages: once a plan. No attacker knows less
+    than one that knows the place.
+    """
     mechanism = factor.column(messages), noise_multiplier, bins
-    epsilon = None if delta is None else balls_in_bins_epsilon(*mechanism, delta, scale=scale)
-    return SecretPositions(epsilon, balls_in_bins_power(*mechanism, scale=scale))
+    power = balls_in_bins_power(*mechanism, scale=scale)
+    power, epsilon = min(power, membership_power(noise_multiplier)), None
+    if delta is not None:
+        epsilon = PrivacyAccount({(noise_multiplier, 1.0): 1}).epsilon(delta)
+        try:
+            epsilon = min(epsilon, balls_in_bins_epsilon(*mechanism, delta, scale=scale))
+        except ArithmeticError as error:
+            logger.warning(f"ε of secret messages is that of known ones: {error}")
+    return SecretPositions(epsilon, power)
 
 
 def check_is_linear(optimizer: Any, args: TrainingArguments) -> None:

@@ -123,12 +123,15 @@ class PrivateRows(TrainerCallback):
         account_file: Where each message is written down before it is shared.
 
     Attributes:
+        neighbors: In what data sets that ε compares differ, of a row.
         rows_of_clients: On all ranks.
         account: Of this rank's clients, each of which shares as many messages as the others.
 
     Raises:
         ValueError: If a client would have no rows.
     """
+
+    neighbors = "added or removed"
 
     def __init__(
         self, defense: DPSGD, args: TrainingArguments, rows: int, rank: int, ranks: int,
@@ -246,7 +249,7 @@ class PrivateRows(TrainerCallback):
             planned.add(multiplier, self.rate, messages)
             text = (
                 f"ε = {planned.epsilon(delta):.4g} at δ = {delta:g} in the end, for one row of the "
-                "training data, added or removed"
+                f"training data, {self.neighbors}"
             )
             if delta * most >= 1:
                 text += f" (δ is no less than one over {most} rows: it would let a row be shown)"
