@@ -158,20 +158,18 @@ class Bodies(heads.Texts):
     Conditions and figures: docs/findings/correlated_heads.md.
     """
 
-    ROWS = [
-        Row(1590, [heads.CORRELATED, heads.SECRET]), Row(4209, [heads.CORRELATED, heads.NONE])
-    ]  # fmt: skip
+    ROWS = [Row(1590, [heads.CORRELATED]), Row(4209, [heads.CORRELATED, heads.NONE])]
     MORE_ROWS: Sequence[heads.Row] = [Row(1590, [heads.NONE])]
     QUICK_ROW = Row(4, [heads.CORRELATED])
     FASTER, SEEDS = -2, 5
-    FEW_SEEDS = (RATES_SEED, 0, 1)  # of the others: each makes rows of its own, for half an hour
+    UNDEFENDED = (RATES_SEED, 0, 1)  # seeds: each makes rows of its own, for half an hour
 
     def cells(self) -> dict:
-        cells, all_seeds = super().cells(), heads.KINDS[heads.CORRELATED].strength
+        cells = super().cells()
         return {
             place: cell
             for place, cell in cells.items()
-            if cell["strength"] == all_seeds or cell["seed"] in self.FEW_SEEDS
+            if cell["defense"] != "none" or cell["seed"] in self.UNDEFENDED
         }
 
     def search(self, row: heads.Row, kind: heads.Kind, **other: float) -> dict[str, dict]:
@@ -201,14 +199,13 @@ class Bodies(heads.Texts):
                 continue
             runs, head = metrics[place].get(tables.ACCURACY, {}), self._heads(row, name)
             first = next(iter(runs.values()), {})
-            bounds = heads.PROOF + heads.UNKNOWN
-            proof = [f"{first[name]:.2g}" if name in first else "" for name in bounds]
+            proof = [f"{first[name]:.2g}" if name in first else "" for name in heads.PROOF]
             shown = [place, tried[place], f"{self.rate_of(row, name):g}"]
             gains = [tables.lost(head, runs), tables.lost(self._heads(row, heads.NONE), runs)]
             rows.append([*shown, tables.accuracy_text(runs), *gains, *proof])
         header = ["head of 400, then its body", "rates (held out)", "rate", "accuracy"]
-        header += ["more than such a head", "more than the undefended head", *heads.BOUNDS]
-        write_table(self.output, header, rows)
+        header += ["more than such a head", "more than the undefended head", "ε"]
+        write_table(self.output, [*header, "members found at most"], rows)
 
     def _heads(self, row: heads.Row, name: str) -> dict:
         """Runs of heads alone, by as many messages, if they are published beside this."""

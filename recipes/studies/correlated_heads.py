@@ -240,20 +240,15 @@ class HeadTask(FeaturesTask):
             metrics["epsilon"] = gaussian_epsilon(noise, DELTA)
             metrics["members_found_at_most"] = membership_power(noise)
         if "sampling" in cell["strength"]:  # and here unknown
-            metrics |= of_unknown_messages(noise, cell["steps"], cell.get("head_steps"))
+            metrics |= of_unknown_messages(noise, cell["steps"])
         return metrics
 
 
-def of_unknown_messages(noise: float, *trainings: int | None) -> dict[str, float]:
-    """What holds for an attacker that knows in which training a sentence is, and not its message:
-    of the worst of them.
-    """
-    figures = []
-    for steps in filter(None, trainings):
-        column = make_factor("blt", steps, falling_rate=True).column(steps)
-        epsilon = balls_in_bins_epsilon(column, noise, steps, DELTA)
-        figures.append((epsilon, balls_in_bins_power(column, noise, steps)))
-    return dict(zip(UNKNOWN, map(max, zip(*figures, strict=True)), strict=True))
+def of_unknown_messages(noise: float, steps: int) -> dict[str, float]:
+    """What holds for an attacker that does not know in which message a sentence is."""
+    mechanism = make_factor("blt", steps, falling_rate=True).column(steps), noise, steps
+    epsilon, power = balls_in_bins_epsilon(*mechanism, DELTA), balls_in_bins_power(*mechanism)
+    return dict(zip(UNKNOWN, (epsilon, power), strict=True))
 
 
 class ImagesTask(HeadTask):
