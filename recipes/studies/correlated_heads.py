@@ -435,7 +435,9 @@ class Images(Texts):
         "--models": "folder that keeps features",
         "--public": "npz with x_train: images that are nobody's secret, Tiny ImageNet",
     }  # fmt: skip
-    ROWS = [Row(750, [NONE, CORRELATED], 64, directions) for directions in (800, 400)]
+    ROWS = [
+        Row(750, [NONE, CORRELATED, SECRET], 64, 800), Row(750, [NONE, CORRELATED], 64, 400)
+    ]  # fmt: skip
     MORE_ROWS: Sequence[Row] = ()
     FEATURES, FASTER = "patches", 2
 
