@@ -89,18 +89,23 @@ class Part(NamedTuple):
         rank: Of LoRA on queries and values; `None`: all weights but the words' table.
         steps: Messages.
         middle_rate: Around which rates are tried, without defense and with it.
+        searched_rank: With which they are tried, if it is another.
+        judged: Whether the best rate is judged on the test set: not where none learns.
     """
 
     name: str
     rank: int | None
     steps: int
     middle_rate: dict[str, float]
+    searched_rank: int | None = None
+    judged: bool = True
 
 
 SGD_GRID = tuple(1e-3 * 4**power for power in range(9))
 PARTS = (
     Part("LoRA of rank 8", 8, 1590, {heads.NONE: SGD_GRID[4], heads.CORRELATED: SGD_GRID[4]}),
-    Part("whole model", None, 800, {heads.NONE: SGD_GRID[3], heads.CORRELATED: SGD_GRID[2]}),
+    Part("LoRA of rank 2", 2, 1590, {heads.CORRELATED: SGD_GRID[4]}, 8),
+    Part("whole model", None, 800, {heads.CORRELATED: SGD_GRID[2]}, judged=False),
 )
 CLIP = 1.0  # below the norm of nearly every sentence's gradient
 
@@ -163,7 +168,7 @@ class Parts(Study):
                 rate = part.middle_rate[name]
                 if not self.quick:
                     rate = clients.chosen_rate(Results(self.output), search)
-                for seed in range(self.SEEDS) if rate is not None else ():
+                for seed in range(self.SEEDS) if rate is not None and part.judged else ():
                     cells[place, tables.ACCURACY, str(seed)] = (
                         common | {"learning_rate": rate, "seed": seed}
                     )  # fmt: skip
@@ -177,11 +182,13 @@ class Parts(Study):
 
     def _search(self, part: Part, name: str, common: dict) -> dict[str, dict]:
         """Cells of the rates so far, each judged on held-out rows."""
-        common, middle = common | {"seed": RATES_SEED}, SGD_GRID.index(part.middle_rate[name])
+        common = common | {"seed": RATES_SEED, "rank": part.searched_rank or part.rank}
+        middle = SGD_GRID.index(part.middle_rate[name])
         rates: Sequence[float] = SGD_GRID[middle : middle + 1]
         if not self.quick:
-            start = SGD_GRID[middle - 1 : middle + 2]
-            rates = clients.rates_so_far(Results(self.output), common, start, SGD_GRID)
+            rates = SGD_GRID[middle - 1 : middle + 2]
+            if part.judged:
+                rates = clients.rates_so_far(Results(self.output), common, rates, SGD_GRID)
         return clients.cells_by_rate(common, rates)
 
     def _trained(self, part: Part, name: str) -> dict:
