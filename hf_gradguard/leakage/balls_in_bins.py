@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from scipy.fft import next_fast_len
-from scipy.stats import beta, binom
 from torch import Tensor
 
 from .differential_privacy import _least, of_rounded_sums
@@ -62,6 +60,7 @@ def balls_in_bins_epsilon(
     Raises:
         ValueError: If an argument is out of range.
         ArithmeticError: If so many draws are too few.
+        ImportError: Without scipy, which the extra `accounting` brings.
 
     Example:
         >>> from hf_gradguard.defenses.factorization import make_factor
@@ -106,6 +105,8 @@ def balls_in_bins_power(
     if not 0 < false_alarms < 1:
         raise ValueError(f"false_alarms must be between 0 and 1, but is {false_alarms}.")
     pair = _Pair(column, noise_multiplier, bins, scale)
+    from scipy.stats import beta, binom
+
     least = int(binom.ppf(_OF_BOTH, draws, false_alarms)) + 1
     if least > draws:
         raise ValueError(f"draws={draws} are too few for false_alarms={false_alarms}.")
@@ -177,6 +178,13 @@ class _Pair:
         pulse /= of_rounded_sums(noise_multiplier) * strength
         self._pulse = pulse.float()  # far finer than what so many draws can tell
         self._bins, self._used = bins, min(bins, messages)  # the others' rows are in no message
+        try:
+            from scipy.fft import next_fast_len
+        except ImportError as error:
+            raise ImportError(
+                "Bounds for rows at secret places take scipy, which comes with: pip install "
+                "'hf-gradguard[accounting]'. Without it leave sampling='balls_in_bins' out."
+            ) from error
         self._length = next_fast_len(2 * messages - 1, real=True)
         self._spectrum = torch.fft.rfft(self._pulse, self._length).conj()
         squares = pulse.square().cumsum(0).flip(0)[: self._used].float()

@@ -90,6 +90,7 @@ class Part(NamedTuple):
         steps: Messages.
         middle_rate: Around which rates are tried, without defense and with it.
         searched_rank: With which they are tried, if it is another.
+        seeds: How many.
         judged: Whether the best rate is judged on the test set: not where none learns.
     """
 
@@ -98,13 +99,14 @@ class Part(NamedTuple):
     steps: int
     middle_rate: dict[str, float]
     searched_rank: int | None = None
+    seeds: int = 1
     judged: bool = True
 
 
 SGD_GRID = tuple(1e-3 * 4**power for power in range(9))
 PARTS = (
     Part("LoRA of rank 8", 8, 1590, {heads.NONE: SGD_GRID[4], heads.CORRELATED: SGD_GRID[4]}),
-    Part("LoRA of rank 2", 2, 1590, {heads.CORRELATED: SGD_GRID[4]}, 8),
+    Part("LoRA of rank 2", 2, 1590, {heads.CORRELATED: SGD_GRID[4]}, 8, seeds=2),
     Part("whole model", None, 800, {heads.CORRELATED: SGD_GRID[2]}, judged=False),
 )
 CLIP = 1.0  # below the norm of nearly every sentence's gradient
@@ -155,7 +157,6 @@ class Parts(Study):
     """
 
     ARGUMENTS: dict[str, Any] = clients.TEXT_FLAGS
-    SEEDS = 1
 
     def cells(self) -> dict:
         """Rates first, then what takes the best of them."""
@@ -168,7 +169,7 @@ class Parts(Study):
                 rate = part.middle_rate[name]
                 if not self.quick:
                     rate = clients.chosen_rate(Results(self.output), search)
-                for seed in range(self.SEEDS) if rate is not None and part.judged else ():
+                for seed in range(part.seeds) if rate is not None and part.judged else ():
                     cells[place, tables.ACCURACY, str(seed)] = (
                         common | {"learning_rate": rate, "seed": seed}
                     )  # fmt: skip
