@@ -132,9 +132,9 @@ def balls_in_bins_noise_multiplier(
         ValueError: If an argument is out of range.
 
     Example:
-        >>> column = torch.tensor([1.0])  # one message: no secret
-        >>> round(balls_in_bins_noise_multiplier(1.0, 1e-5, column, bins=1), 1)
-        3.7
+        >>> column = torch.tensor([1.0])  # one message: no secret, and 3.73 is exact
+        >>> 3.73 < balls_in_bins_noise_multiplier(1.0, 1e-5, column, bins=1) < 3.85
+        True
     """
     if not 0 < target_epsilon < math.inf:
         raise ValueError(f"target_epsilon must be above 0 and finite, but is {target_epsilon!r}.")
