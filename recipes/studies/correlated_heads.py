@@ -117,6 +117,18 @@ ROWS = [
 ]
 
 
+def sgd_arguments(folder: str, cell: dict, **settings: Any) -> GradGuardConfig:
+    """SGD with a rate that falls to zero, which logs at the end and keeps nothing."""
+    return GradGuardConfig(
+        folder, defense=cell["defense"], defense_kwargs=cell["strength"],
+        learning_rate=cell["learning_rate"], max_steps=cell["steps"], optim="sgd",
+        lr_scheduler_type="linear", max_grad_norm=0.0, seed=cell["seed"],
+        per_device_train_batch_size=cell["batch"], noise_seed=cell["seed"],
+        save_strategy="no", logging_steps=cell["steps"], report_to="none", disable_tqdm=True,
+        **settings,
+    )  # fmt: skip
+
+
 class HeadTask(FeaturesTask):
     """Trainings of a head on features of sentences, which are made once and kept in `folder`.
 
@@ -216,15 +228,8 @@ class HeadTask(FeaturesTask):
         return {"held_out": round(sum(scores) / ORDERS, 5), "messages": steps}
 
     def trainer(self, model: nn.Module, rows: Any, cell: dict) -> GradGuardTrainer:
-        """One client, by SGD with a rate that falls to zero."""
-        args = GradGuardConfig(
-            self._scratch.name, defense=cell["defense"], defense_kwargs=cell["strength"],
-            learning_rate=cell["learning_rate"], max_steps=cell["steps"], optim="sgd",
-            lr_scheduler_type="linear", max_grad_norm=0.0, seed=cell["seed"],
-            per_device_train_batch_size=cell["batch"], noise_seed=cell["seed"],
-            save_strategy="no", logging_steps=cell["steps"], report_to="none", disable_tqdm=True,
-            remove_unused_columns=False,
-        )  # fmt: skip
+        """One client."""
+        args = sgd_arguments(self._scratch.name, cell, remove_unused_columns=False)
         return GradGuardTrainer(model, args, train_dataset=rows)
 
     def learned(self, cell: dict) -> dict:

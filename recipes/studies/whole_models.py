@@ -10,7 +10,7 @@ import numpy as np
 from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
 
-from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard import GradGuardTrainer
 from hf_gradguard.gradient_map.parameters import shared_parameters
 from hf_gradguard.leakage import gaussian_epsilon, membership_power
 
@@ -122,13 +122,7 @@ class PartTask(clients.TextTask):
                 target_modules=["query", "value"],
             )  # fmt: skip
             model = get_peft_model(model, lora)
-        args = GradGuardConfig(
-            self._scratch.name, defense=cell["defense"], defense_kwargs=cell["strength"],
-            learning_rate=cell["learning_rate"], max_steps=cell["steps"], optim="sgd",
-            lr_scheduler_type="linear", max_grad_norm=0.0, seed=cell["seed"],
-            per_device_train_batch_size=cell["batch"], noise_seed=cell["seed"],
-            save_strategy="no", logging_steps=cell["steps"], report_to="none", disable_tqdm=True,
-        )  # fmt: skip
+        args = heads.sgd_arguments(self._scratch.name, cell)
         return GradGuardTrainer(
             model, args, train_dataset=rows, processing_class=self.processing_class
         )
