@@ -36,6 +36,7 @@ __all__ = [
     "final_error",
     "make_factor",
     "prefix_error",
+    "response",
     "sensitivity",
     "square_root",
 ]
@@ -308,14 +309,29 @@ def _toeplitz(column: Tensor, length: int) -> Tensor:
     return padded[length + place[:, None] - place]
 
 
-def _square_sensitivity(column: Tensor, participations: int, min_separation: int) -> Tensor:
+def response(column: Tensor, participations: int, min_separation: int) -> Tensor:
+    """C g of a row of norm 1 in the messages 0, b, 2b, …, `(T,)`.
+
+    Args:
+        column: c, `(T,)`.
+        participations: In how many messages it is, as far as there are so many.
+        min_separation: b.
+
+    Example:
+        >>> response(torch.tensor([1.0, 0.5, 0.25]), 2, 2).tolist()
+        [1.0, 0.5, 1.25]
+    """
     total = column
     for number in range(1, participations):
         shift = number * min_separation
         if shift >= len(column):
             break
         total = total + torch.nn.functional.pad(column, (shift, -shift))
-    return total.square().sum()
+    return total
+
+
+def _square_sensitivity(column: Tensor, participations: int, min_separation: int) -> Tensor:
+    return response(column, participations, min_separation).square().sum()
 
 
 def _square_final_error(inverse: Tensor) -> Tensor:

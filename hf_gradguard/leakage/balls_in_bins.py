@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..defenses.factorization import response, sensitivity
 from .differential_privacy import _least, of_rounded_sums
 
 DRAWS = 100_000
@@ -168,14 +169,11 @@ class _Pair:
             raise ValueError(f"noise_multiplier must be above 0, but is {noise_multiplier}.")
         if bins < 1:
             raise ValueError(f"bins must be at least 1, but is {bins}.")
-        column, messages = column.double(), len(column)
-        if bool((column < 0).any()) or bool((column.diff() > 1e-12).any()):
-            raise ValueError("The factor's column must be at least 0 and never rise.")
-        pulse = torch.zeros_like(column)
-        for start in range(0, messages, bins):
-            pulse[start:] += column[: messages - start]
-        strength = float(pulse.norm()) if scale is None else scale  # the first place's is largest
-        pulse /= of_rounded_sums(noise_multiplier) * strength
+        messages = len(column)
+        passes = -(-messages // bins)
+        strength = sensitivity(column, passes, bins)  # refuses columns that it cannot judge
+        deviation = of_rounded_sums(noise_multiplier) * (strength if scale is None else scale)
+        pulse = response(column.double(), passes, bins) / deviation
         self._pulse = pulse.float()  # far finer than what so many draws can tell
         self._bins, self._used = bins, min(bins, messages)  # the others' rows are in no message
         try:
@@ -206,7 +204,8 @@ class _Pair:
 
     def without_row(self, draws: int, shifts: Sequence[float] = (0.0,)) -> _Losses:
         """Shifted against the mean of all means."""
-        direction = self._means(torch.arange(self._used)).mean(0)
+        direction = self._pulse.cumsum(0)  # in proportion to that mean: each place adds a pulse
+        direction[self._used :] -= direction[: -self._used].clone()
         direction /= direction.norm()
         chunks = []
         for kinds, generator in self._chunks(draws, len(shifts)):

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -235,18 +234,18 @@ class HeadTask(FeaturesTask):
     def learned(self, cell: dict) -> dict:
         """Accuracy, which test rows are right, and what a proof says."""
         right = self.right(self.train(cell), cut(self.test_rows, cell["directions"]))
-        metrics = {
-            "accuracy": float(right.mean()), "right": np.packbits(right).tobytes().hex(),
-            "of": len(right),
-        }  # fmt: skip
+        metrics = clients.judgment(right)
         noise = cell["strength"].get("noise_multiplier")
         if noise is not None and cell["strength"].get("correlated"):
-            # a sentence is in one message, known to the attacker
-            metrics["epsilon"] = gaussian_epsilon(noise, DELTA)
-            metrics["members_found_at_most"] = membership_power(noise)
+            metrics |= of_known_messages(noise)
         if "sampling" in cell["strength"]:  # and here unknown
             metrics |= of_unknown_messages(noise, cell["steps"])
         return metrics
+
+
+def of_known_messages(noise: float) -> dict[str, float]:
+    """What holds for whoever knows in which message a sentence is: it is in one."""
+    return dict(zip(PROOF, (gaussian_epsilon(noise, DELTA), membership_power(noise)), strict=True))
 
 
 def of_unknown_messages(noise: float, steps: int) -> dict[str, float]:

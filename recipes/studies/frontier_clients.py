@@ -89,9 +89,7 @@ class Client:
         model = self.train(cell, keep=True)
         right = self.right(model, self.test_rows)
         held_out = self.right(model, self.held_out())
-        bits = np.packbits(right).tobytes().hex()
-        metrics = {"accuracy": float(right.mean()), "held_out": float(held_out.mean()),
-                   "right": bits, "of": len(right)}  # fmt: skip
+        metrics = judgment(right) | {"held_out": float(held_out.mean())}
         noise = cell["strength"].get("noise_multiplier")
         if noise is not None:
             chance = cell["batch"] / len(self.rows_to_learn())
@@ -162,6 +160,12 @@ def _batch_counts(defense: Any) -> dict[str, Tensor] | None:
     if not isinstance(defense, PruningDefense) or not defense._left_out.batches:
         return None
     return {name: count.short() + 1 for name, count in defense._left_out.batches.items()}
+
+
+def judgment(right: np.ndarray) -> dict[str, Any]:
+    """What is kept of which rows are right: runs are paired by them."""
+    bits = np.packbits(right).tobytes().hex()
+    return {"accuracy": float(right.mean()), "right": bits, "of": len(right)}
 
 
 class TextTask(Client):

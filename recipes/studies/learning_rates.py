@@ -238,9 +238,7 @@ def accuracy(task: clients.Client, cell: dict) -> dict:
         trained = [p for p in trainer.model.parameters() if p.requires_grad]
         trainer.optimizer = CorrectedAdamW(trained, cell["learning_rate"], RATIO)
     trainer.train()
-    right = task.right(trainer.model, task.test_rows)
-    bits = np.packbits(right).tobytes().hex()
-    return {"accuracy": float(right.mean()), "right": bits, "of": len(right)}
+    return clients.judgment(task.right(trainer.model, task.test_rows))
 
 
 def spread(task: Any, batches: int) -> dict[str, float]:

@@ -6,19 +6,17 @@ proof.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
 
 from hf_gradguard import GradGuardTrainer
 from hf_gradguard.gradient_map.parameters import shared_parameters
-from hf_gradguard.leakage import gaussian_epsilon, membership_power
 
 from ..study import Study
 from . import correlated_heads as heads
 from . import frontier_clients as clients
 from . import frontier_tables as tables
-from .frontier_rows import BATCH, DELTA, GRID, RATES_SEED
+from .frontier_rows import BATCH, GRID, RATES_SEED
 from .lib.results import Results
 from .lib.tables import write_table
 
@@ -133,14 +131,9 @@ class PartTask(clients.TextTask):
         trainer.train()
         right = self.right(trainer.model, self.test_rows)
         shared = shared_parameters(trainer.model).values()
-        metrics = {"accuracy": float(right.mean()), "of": len(right),
-                   "numbers": sum(p.numel() for p in shared),
-                   "right": np.packbits(right).tobytes().hex()}  # fmt: skip
+        metrics = clients.judgment(right) | {"numbers": sum(p.numel() for p in shared)}
         noise = cell["strength"].get("noise_multiplier")
-        if noise is not None:  # a phrase is in one message, known to the attacker
-            metrics["epsilon"] = gaussian_epsilon(noise, DELTA)
-            metrics["members_found_at_most"] = membership_power(noise)
-        return metrics
+        return metrics if noise is None else metrics | heads.of_known_messages(noise)
 
 
 class Parts(Study):
@@ -187,12 +180,9 @@ class Parts(Study):
         return clients.cells_by_rate(common, rates)
 
     def _trained(self, part: Part, name: str) -> dict:
-        noise = heads.KINDS[name].noise_multiplier
-        strength: dict[str, Any] = {}
-        if noise is not None:
-            strength = {"per_sample": True, "clip": CLIP, "noise_multiplier": noise}
-            strength |= heads.PLANNED
-        return {"defense": "none" if noise is None else "dp_sgd", "strength": strength,
+        strength = heads.KINDS[name].strength
+        strength |= {"clip": CLIP} if strength else {}
+        return {"defense": "dp_sgd" if strength else "none", "strength": strength,
                 "rank": part.rank, "steps": self._steps(part), "batch": BATCH}  # fmt: skip
 
     def load(self) -> None:

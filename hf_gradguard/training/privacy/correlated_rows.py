@@ -259,8 +259,8 @@ class CorrelatedRows(PrivateRows):
             order, size = draws.argsort(), int(self.batch_size)
             ends = np.arange(1, self._rounds + 1) * size
             if self._sampling == "balls_in_bins":
-                ends = (draws * self._rounds).astype(int)  # of each row; then of each message
-                ends = np.bincount(ends, minlength=self._rounds).cumsum()
+                places = (draws * self._rounds).astype(int)
+                ends = np.bincount(places, minlength=self._rounds).cumsum()
             self._orders[client] = np.split(rows[order], ends)[: self._rounds]
         return self._orders[client]
 
