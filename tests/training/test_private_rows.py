@@ -23,7 +23,12 @@ from hf_gradguard.leakage import FisherAccountant, PrivacyAccount, dp_sgd_epsilo
 from hf_gradguard.training.message import ClientBatch
 from hf_gradguard.training.privacy import private_rows
 from hf_gradguard.training.privacy.coupling import CouplingCheck
-from hf_gradguard.training.privacy.private_rows import DUMMY, PoissonSampler, PrivateRows
+from hf_gradguard.training.privacy.private_rows import (
+    DUMMY,
+    PoissonSampler,
+    PrivateRows,
+    rounding_of_rows,
+)
 
 ROWS = 24
 
@@ -407,7 +412,8 @@ def test_noise_for_a_sum_is_shared_among_clients(noise_for: str, each: float) ->
     rows = PrivateRows(defense, args, 90, 1, 3, lambda: clients)
     state = type("State", (), {"max_steps": 5, "global_step": 0})
     rows.on_train_begin(args, state, None, model=torch.nn.Linear(1, 1))
-    assert [client.noise_multiplier for client in clients] == [pytest.approx(each)] * 3
+    expected = each * (1 + rounding_of_rows(2))
+    assert [client.noise_multiplier for client in clients] == [pytest.approx(expected)] * 3
     assert [client.expected_batch_size for client in clients] == [2.0] * 3
     assert sorted(np.concatenate(rows.rows_of_clients)) == list(range(90))
     rows.count([])

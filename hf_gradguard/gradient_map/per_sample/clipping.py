@@ -1,33 +1,54 @@
 """The sum of samples' gradients, each clipped by itself: Σ_b min(1, C/‖g_b‖) g_b.
 
 g_b is the gradient of sample b's own mean loss, so that what a sample adds depends on no other. Of
-a batch-mean loss L = Σ_b w_b L_b (w_b = 1/B for a mean over rows, n_b/Σn for one over tokens) it is
-1/w_b times what the sample adds to the batch's gradient.
+a batch-mean loss L = Σ_b n_b L_b / N (n_b = 1 for a mean over rows, or a row's tokens; N = Σ_b n_b)
+the sum N L is differentiated, to which a sample adds n_b g_b. So no number that a sample's part is
+made of follows how many others there are. A mean's slopes would: they carry 1/N, each is rounded,
+and all would err together.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from ..domain import count_rows
 from ..map import GradientMap
 from ..types import Tensors
 from .listener import Listener, NotApartError, listen
-from .plan import known_plan, norms_of, plain_gradient, plan_of, rows_of, total_of, wide
+from .plan import (
+    known_plan,
+    norms_of,
+    plain_gradient,
+    plan_of,
+    real_tokens,
+    rows_of,
+    sample_items,
+    shorter,
+    total_of,
+)
 from .shares import Share
+
+logger = logging.get_logger(__name__)
+
+LEFT_OUT = (
+    "A row's gradient is not finite, or too large for float32. It adds nothing to its message, as "
+    "do all such rows from now on: a training that stopped would tell that the row is there. Only "
+    "this process is told."
+)
 
 
 class ClippedSum(NamedTuple):
     """Samples' clipped gradients, added up.
 
     Args:
-        total: Σ_b min(1, C/‖g_b‖) g_b, by parameter, at least in float32.
+        total: Σ_b min(1, C/‖g_b‖) g_b, by parameter, at least in float32. A sample whose gradient
+            is not finite adds nothing, so that it stops no training, which would tell of it.
         norms: ‖g_b‖, `(B,)` in float64; never below the true one by more than rounding.
     """
 
@@ -39,9 +60,9 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
     """The sum of the batch's gradients, each clipped to the norm C.
 
     Samples' norms come from one pass, by products of what layers took in and gave back, and the sum
-    from the same products. Where a model does not let samples be told apart so, they are
-    differentiated one by one, which is said once. Which of both is tried out on a model's first
-    batch of several samples, against gradients of single ones.
+    from the same products. Where a model does not let samples be told apart so, or computes in half
+    precision, they are differentiated one by one, which is said once. Which of both is tried out on
+    a model's first batch of several samples, against gradients of single ones.
 
     Args:
         gmap: A client's own map; first-order ones will do.
@@ -75,53 +96,90 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
     _refuse_batch_statistics(gmap.model)
     samples = count_rows(gmap.batch)
     if samples == 1:
-        return _clipped({n: wide(g)[None] for n, g in gmap.gradient().items()}, clip)
+        real = real_tokens(gmap.model, gmap.batch)
+        if real is not None and not bool(real.all()):
+            return _one_by_one(gmap, 1, clip)
+        total = _zeros(gmap)
+        return _summed(gmap, total, [_add_clipped(total, gmap.gradient(), clip)])
     # Before a model is tried out again, whose passes may write to what this pass has saved.
-    shares = gmap.shares if isinstance(gmap, SampleMap) else None
-    plan, weights = plan_of(gmap, samples)
+    shares, scale = (gmap.shares, gmap.scale) if isinstance(gmap, SampleMap) else (None, 0.0)
+    plan, items = plan_of(gmap, samples)
     if plan.reason:
         return _one_by_one(gmap, samples, clip)
+    count = float(items.sum().clamp(min=1))
     try:
         if shares is None:
+            scale = count
             with gmap.replay.run():
-                shares = listen(gmap, gmap.batch, samples)
+                shares = listen(gmap, gmap.batch, samples, scale)
     except NotApartError:  # samples lie otherwise than when the model was tried out
         return _one_by_one(gmap, samples, clip)
     if not shares or shares.keys() - plan.modules:
         return _one_by_one(gmap, samples, clip)
-    counts = weights > 0
-    inverse = torch.where(counts, 1 / weights, 0.0)
+    # What a sample adds is n_b g_b, unless the rule was found out after the pass.
+    inverse = torch.where(items > 0, count / scale / items, 0.0)
+    inverse = inverse.to(next(iter(gmap.parameters.values())).device)
     norms = inverse * norms_of(shares)
-    return ClippedSum(total_of(gmap.parameters, shares, inverse * _factors(norms, clip)), norms)
+    is_usable = _usable(norms, clip)
+    if not bool(is_usable.all()):
+        shares = {name: share.without(~is_usable) for name, share in shares.items()}
+    factors = (inverse * _factors(norms, clip)).where(is_usable, 0.0)
+    return ClippedSum(total_of(gmap.parameters, shares, factors), norms)
 
 
 def _factors(norms: Tensor, clip: float) -> Tensor:
-    """min(1, C/‖g‖); not a number stays so, to be refused."""
-    return torch.where(norms > clip, clip / norms, torch.ones_like(norms)).where(
-        norms.isfinite(), math.nan
-    )
+    """Gives min(1, C/‖g‖)."""
+    return torch.where(norms > clip, clip / norms, torch.ones_like(norms))
 
 
-def _clipped(sample_gradients: Tensors, clip: float) -> ClippedSum:
-    squares = [tensor.flatten(1).double().square().sum(1) for tensor in sample_gradients.values()]
-    norms = torch.stack(squares).sum(0).sqrt()
-    factors = _factors(norms, clip)
-    total = {n: torch.tensordot(factors.to(t.dtype), t, 1) for n, t in sample_gradients.items()}
-    return ClippedSum(total, norms)
+def _usable(norms: Tensor, clip: float) -> Tensor:
+    """Tells which samples add something: not those whose gradient is no number, or so large that
+    float32 has few digits for the factor that clips it.
+    """
+    is_usable = norms * torch.finfo(torch.float32).tiny < clip  # false where it is no number
+    if not bool(is_usable.all()):
+        logger.warning_once(LEFT_OUT)
+    return is_usable
 
 
 def _one_by_one(gmap: GradientMap, samples: int, clip: float) -> ClippedSum:
-    total = {n: wide(torch.zeros_like(p, requires_grad=False)) for n, p in gmap.parameters.items()}
-    norms = []
+    """Clips each sample's gradient in a pass that is the same whatever stands beside it: of its own
+    tokens, without the padding of the longest text.
+    """
+    total = _zeros(gmap)
+    real, norms = real_tokens(gmap.model, gmap.batch), []
     with gmap.replay.run():
         for row in range(samples):
             sample = rows_of(gmap.batch, [row], samples)
-            gradient = plain_gradient(gmap, sample)
-            clipped = _clipped({n: g[None] for n, g in gradient.items()}, clip)
-            norms.append(clipped.norms)
-            for name, tensor in clipped.total.items():
-                total[name] += tensor
-    return ClippedSum(total, torch.cat(norms))
+            if real is not None and bool(real[row].any()):
+                sample = shorter(gmap.model, sample, real[row : row + 1])
+            norms.append(_add_clipped(total, plain_gradient(gmap, sample), clip))
+    return _summed(gmap, total, norms)
+
+
+def _zeros(gmap: GradientMap) -> Tensors:
+    return {
+        name: torch.zeros_like(p, dtype=torch.float64, requires_grad=False)
+        for name, p in gmap.parameters.items()
+    }
+
+
+def _summed(gmap: GradientMap, total: Tensors, norms: list[Tensor]) -> ClippedSum:
+    types = {n: torch.promote_types(p.dtype, torch.float32) for n, p in gmap.parameters.items()}
+    return ClippedSum({n: tensor.to(types[n]) for n, tensor in total.items()}, torch.stack(norms))
+
+
+def _add_clipped(total: Tensors, gradient: Tensors, clip: float) -> Tensor:
+    """Adds one sample's clipped gradient to a sum in float64, in which the order does not matter.
+    Returns its norm before.
+    """
+    squares = [tensor.double().square().sum() for tensor in gradient.values()]
+    size = torch.stack(squares).sum().sqrt()
+    if bool(_usable(size, clip)):
+        factor = _factors(size, clip)
+        for name, tensor in gradient.items():
+            total[name] += tensor.double() * factor
+    return size
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:
@@ -151,6 +209,10 @@ class SampleMap(GradientMap):
         True
     """
 
+    scale: float = 1.0
+    """What the loss was multiplied by before it was differentiated: how many rows or tokens its
+    mean is over, so that slopes are those of the sum.
+    """
     _listener: Listener | None = None
     _gradient_versions: dict[str, int] | None = None
 
@@ -163,7 +225,7 @@ class SampleMap(GradientMap):
             return None
         try:
             with self.replay.kernels():
-                shares = self._listener.shares(self._loss)
+                shares = self._listener.shares(self._loss, self.scale)
         except NotApartError:
             return None
         plan = known_plan(self)
@@ -195,8 +257,8 @@ class SampleMap(GradientMap):
             with self.replay.run():
                 gradient = plain_gradient(self, self._batch)
         else:
-            unit_factors = torch.ones(count_rows(self._batch), device=self._loss.device)
-            gradient = total_of(self.parameters, self.shares, unit_factors)
+            factors = torch.full((count_rows(self._batch),), 1 / self.scale)
+            gradient = total_of(self.parameters, self.shares, factors.to(self._loss.device))
         gradient = {name: gradient[name].to(p.dtype) for name, p in self._parameters.items()}
         self._gradient_versions = {name: g._version for name, g in gradient.items()}
         return gradient
@@ -205,7 +267,9 @@ class SampleMap(GradientMap):
         plan, samples = known_plan(self), count_rows(self._batch)
         if plan is None or plan.reason or samples == 1 or self.replay.recomputes():
             return super()._first_pass()
-        self._listener = Listener(self.model, self._parameters, self._batch, samples)
+        self._listener = Listener(self.model, self._parameters, self._batch, samples, is_exact=True)
+        items = sample_items(plan.rules[0], self._batch)
+        self.scale = float(items.sum().clamp(min=1))
         try:
             with self._listener.listening():
                 return super()._first_pass()

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..layers import Layer, layers_of
 from ..map import GradientMap
 from ..replay import hooked
+from .precision import is_coarse
 from .shares import OfLayer, OfTable, Share, Written, of_module
 
 
@@ -46,12 +47,14 @@ class Listener:
         parameters: Those that are shared, by name.
         batch: What it is evaluated on.
         samples: How many there are in it.
+        is_exact: Whether numbers of half precision are refused, by `NotApartError`.
     """
 
     model: nn.Module
     parameters: Mapping[str, Tensor]
     batch: Mapping[str, Any]
     samples: int
+    is_exact: bool = False
     _calls: dict[str, list[_Call]] = field(default_factory=dict)
     _copies: dict[str, list[Tensor]] = field(default_factory=dict)
 
@@ -97,8 +100,13 @@ class Listener:
             for name, parameters in replaced.items():
                 self._modules[name]._parameters.update(parameters)
 
-    def shares(self, loss: Tensor) -> dict[str, Share]:
+    def shares(self, loss: Tensor, scale: float = 1.0) -> dict[str, Share]:
         """What samples add, after one backward pass, by modules and copied parameters.
+
+        Args:
+            loss: What the pass gave back.
+            scale: What the loss is multiplied by. With as many as its mean is over, slopes of a
+                sample are those of the sum, which no other sample decides.
 
         Raises:
             NotApartError: With the module in which samples are not rows.
@@ -107,7 +115,8 @@ class Listener:
         edges = [call.output for calls in self._calls.values() for call in calls]
         copies = [copy for copies in self._copies.values() for copy in copies]
         heard: list[Any] = [*edges, *copies]
-        slopes = list(torch.autograd.grad(loss, heard, allow_unused=True)) if heard else []
+        factor = torch.full_like(loss, scale)
+        slopes = list(torch.autograd.grad(loss, heard, factor, allow_unused=True)) if heard else []
         shares: dict[str, Share] = {}
         for name, calls in self._calls.items():
             calls_with_slopes = [(call, slopes.pop(0)) for call in calls]
@@ -186,6 +195,8 @@ class Listener:
         ) -> Tensor | None:
             if isinstance(output, Tensor) and not output.requires_grad:
                 return None
+            if self.is_exact and any(map(is_coarse, (*args, output))):
+                raise NotApartError(f"{name} computes in half precision")
             if not args or kwargs or not isinstance(output, Tensor):
                 raise NotApartError(f"{name} is called with names, or returns no tensor")
             expanded = output
@@ -235,14 +246,16 @@ def _wide(value: Any) -> Any:
     return value
 
 
-def listen(gmap: GradientMap, batch: Mapping[str, Any], samples: int) -> dict[str, Share]:
-    """What each sample of a batch adds to the gradient of its loss. To be called inside
-    `gmap.replay.run()`.
+def listen(
+    gmap: GradientMap, batch: Mapping[str, Any], samples: int, scale: float = 1.0
+) -> dict[str, Share]:
+    """What each sample of a batch adds to the gradient of its loss times `scale`. To be called
+    inside `gmap.replay.run()`.
 
     Raises:
         NotApartError: With the module that does not tell samples apart.
     """
-    listener = Listener(gmap.model, gmap.parameters, batch, samples)
+    listener = Listener(gmap.model, gmap.parameters, batch, samples, is_exact=True)
     with listener.listening():
         loss = gmap.loss_fn(gmap.model, dict(batch))
-    return listener.shares(loss)
+    return listener.shares(loss, scale)

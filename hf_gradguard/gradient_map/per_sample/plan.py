@@ -19,6 +19,7 @@ from ..replay import differentiate, modes_kept
 from ..sensitivity import code_of
 from ..types import Tensors
 from .listener import NotApartError, listen
+from .precision import coarse_arithmetic
 from .shares import Share
 
 logger = logging.get_logger(__name__)
@@ -41,29 +42,37 @@ def _key(gmap: GradientMap) -> Hashable:
 
 
 def plan_of(gmap: GradientMap, samples: int) -> tuple[SamplePlan, Tensor]:
-    """The plan, and the weights of this batch's samples."""
+    """The plan, and how much each of this batch's samples counts, as `sample_items` says."""
     plan = known_plan(gmap)
     if plan is None:
         plan = _try_out(gmap, samples, WEIGHT_RULES)
+        if plan is None:  # of no row: it is the model's doing
+            with gmap.replay.run():
+                gradient = plain_gradient(gmap, gmap.batch)
+            broken = (name for name, tensor in gradient.items() if not tensor.isfinite().all())
+            raise FloatingPointError(NOT_FINITE.format(name=next(broken, "a parameter")))
+        plan = plan._replace(coarse=coarse_arithmetic(gmap))
     weights = [sample_weights(rule, gmap.batch) for rule in plan.rules]
     agree = _agree(weights)  # if not, the first batches had as many tokens in every row
     if not agree or (not plan.reason and _has_untried(plan, gmap.batch)):
-        new_plan = _try_out(gmap, samples, plan.rules, plan.labels)
+        new_plan = _try_out(gmap, samples, plan.rules, plan.labels) or plan
         modules = new_plan.modules | plan.modules if agree else new_plan.modules
-        plan = new_plan._replace(modules=modules, padded=plan.padded)
+        plan = new_plan._replace(modules=modules, padded=plan.padded, coarse=plan.coarse)
         weights = [sample_weights(rule, gmap.batch) for rule in plan.rules]
     if len(plan.padded) < PADDED:
         plan = plan._replace(padded=plan.padded | _try_padding(gmap, samples, plan.padded))
     if gmap.replay.recomputes():
         plan = plan._replace(reason="activation checkpointing runs layers a second time")
-    if plan.reason:
+    if plan.coarse:
+        logger.warning_once(COARSE.format(type(gmap.model).__name__, plan.coarse))
+        plan = plan._replace(reason=plan.coarse)
+    elif plan.reason:
         logger.warning_once(
             f"{type(gmap.model).__name__}: {plan.reason}, so each sample's gradient takes a pass "
             "of its own. Freeze or withhold what stands in the way for one pass per batch."
         )
     cache_of(gmap.model).sample_plans[_key(gmap)] = plan
-    device = next(iter(gmap.parameters.values())).device
-    return plan, weights[0].to(device)
+    return plan, sample_items(plan.rules[0], gmap.batch)
 
 
 def _try_out(
@@ -71,19 +80,22 @@ def _try_out(
     samples: int,
     rules: tuple[str, ...],
     labels: tuple[frozenset[int], ...] = (),
-) -> SamplePlan:
-    """Compares a few samples together with each by itself, without dropout."""
-    chosen = _to_try(gmap.batch, labels)
-    batch = rows_of(gmap.batch, chosen, samples)
-    labels = _joined(labels, frozenset().union(*_labels(batch)))
+) -> SamplePlan | None:
+    """Compares a few samples together with each by itself, without dropout. Those whose gradients
+    are not finite say nothing: `None` if none is.
+    """
+    batch = rows_of(gmap.batch, _to_try(gmap.batch, labels), samples)
     with _still(gmap, batch), gmap.replay.run(), gmap.replay.full_precision():
+        tried = range(count_rows(batch))
+        single = [plain_gradient(gmap, rows_of(batch, [row], len(tried))) for row in tried]
+        norms = [float(_norm(sample_gradient)) for sample_gradient in single]
+        chosen = [row for row in tried if math.isfinite(norms[row])]
+        if not chosen:
+            return None
+        batch, single = rows_of(batch, chosen, len(tried)), [single[row] for row in chosen]
+        labels = _joined(labels, frozenset().union(*_labels(batch)))
         batch_gradient = plain_gradient(gmap, batch)
-        single = [plain_gradient(gmap, rows_of(gmap.batch, [row], samples)) for row in chosen]
-        size = sum(float(_norm(sample_gradient)) for sample_gradient in single) / len(chosen)
-        if not math.isfinite(size):
-            broken = (n for g in single for n, t in g.items() if not t.isfinite().all())
-            raise FloatingPointError(NOT_FINITE.format(name=next(broken, "a parameter")))
-        tolerance = size * _tolerance(gmap) + 1e-30
+        tolerance = sum(norms[row] for row in chosen) / len(chosen) * _tolerance(gmap) + 1e-30
         fitting = []
         for rule in rules:
             weights = sample_weights(rule, batch)
@@ -301,10 +313,21 @@ def count_items(batch: Mapping[str, Any], shifted: bool) -> Tensor:
 
 def sample_weights(rule: str, batch: Mapping[str, Any]) -> Tensor:
     """What each sample's own mean loss weighs in a batch's, `(B,)`, by one of `WEIGHT_RULES`."""
-    items = count_items(batch, rule == "shifted tokens").double()
-    if rule == "rows":
-        items = (items > 0).double()
+    items = sample_items(rule, batch)
     return items / items.sum().clamp(min=1)
+
+
+def sample_items(rule: str, batch: Mapping[str, Any]) -> Tensor:
+    """Counts what of each sample a batch's mean loss is over, `(B,)` in float64: a row, or its
+    labels.
+
+    Example:
+        >>> labels = torch.tensor([[5, 6, -100], [7, 8, 9], [-100, -100, -100]])
+        >>> sample_items("tokens", {"labels": labels}), sample_items("rows", {"labels": labels})
+        (tensor([2., 3., 0.], dtype=torch.float64), tensor([1., 1., 0.], dtype=torch.float64))
+    """
+    items = count_items(batch, rule == "shifted tokens").double()
+    return (items > 0).double() if rule == "rows" else items
 
 
 WEIGHT_RULES = ("rows", "tokens", "shifted tokens")
@@ -350,6 +373,11 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+COARSE = (
+    "{}: {}. A row's part of a sum would follow from how many rows stand beside it, which no "
+    "clipping bounds, so each sample's gradient takes a pass of its own. Train in float32 for one "
+    "pass per batch."
+)
 READS_PADDING = (
     "gives a text another gradient where others of its batch are longer: it reads the padding, or "
     "counts positions from it, as with padding on the left. So one long text changes what all "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,12 @@ class Share(ABC):
     @abstractmethod
     def total(self, factors: Tensor) -> Tensors:
         """Σ_b factor_b · (what b adds), by parameter."""
+
+    @abstractmethod
+    def without(self, left_out: Tensor) -> Share:
+        """The same, where some samples, `(B,)` bools, add zeros: what they hold may be no number,
+        which no factor of zero would take away.
+        """
 
     @abstractmethod
     def inner(self, message: Mapping[str, Tensor]) -> Tensors:
@@ -82,6 +88,17 @@ class Written(Share):
                 sums[name] = sums[name] + added if name in sums else added
             start += count
         return sums
+
+    def without(self, left_out: Tensor) -> Share:
+        def write_gradients() -> Iterator[Tensors]:
+            start = 0
+            for chunk in self._write_gradients():
+                count = len(next(iter(chunk.values())))
+                rows = left_out[start : start + count]
+                yield {name: _zeroed(gradients, rows) for name, gradients in chunk.items()}
+                start += count
+
+        return Written(write_gradients)
 
     def inner(self, message: Mapping[str, Tensor]) -> Tensors:
         products: dict[str, list[Tensor]] = {}
@@ -142,6 +159,10 @@ class OfLayer(Share):
             if self.layer.bias is not None:
                 _add(totals, self.layer.bias, self.layer.bias_gradients(scaled).sum(0))
         return totals
+
+    def without(self, left_out: Tensor) -> Share:
+        rows = [(_zeroed(slopes, left_out), _zeroed(f, left_out)) for slopes, f in self.rows]
+        return replace(self, rows=rows)
 
     def inner(self, message: Mapping[str, Tensor]) -> Tensors:
         products = self._bias().inner(message)
@@ -252,6 +273,9 @@ class OfTable(Share):
         rows = self.slopes.new_zeros(self.table.shape).index_add_(0, self.ids.flatten(), scaled)
         return {self.name: rows}
 
+    def without(self, left_out: Tensor) -> Share:
+        return replace(self, slopes=_zeroed(self.slopes, left_out))
+
     def inner(self, message: Mapping[str, Tensor]) -> Tensors:
         if self.name not in message:
             return {}
@@ -346,6 +370,11 @@ def _slices(samples: Tensor, size: int) -> Iterator[slice]:
     entries = CACHED_ENTRIES if samples.device.type == "cpu" else ENTRIES
     at_once = max(1, entries // max(size, 1))
     return (slice(start, start + at_once) for start in range(0, len(samples), at_once))
+
+
+def _zeroed(rows: Tensor, left_out: Tensor) -> Tensor:
+    """Rows of samples `(B, ...)`, of which some are zeros."""
+    return rows.masked_fill(left_out.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
 def _add(totals: Tensors, name: str, value: Tensor) -> None:

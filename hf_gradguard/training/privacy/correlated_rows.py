@@ -31,7 +31,13 @@ from ..clients.batches import SampledRow
 from ..config import setting
 from ..exchange.start import check_agreed
 from ..message import ClientBatch
-from .private_rows import DUMMY, PrivateRows, RowSampler, noise_if_empty
+from .private_rows import (
+    DUMMY,
+    PrivateRows,
+    RowSampler,
+    noise_if_empty,
+    rounding_of_rows,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -193,6 +199,7 @@ class CorrelatedRows(PrivateRows):
         # A row is in one of the sums, and moves it by the clip and what ranks round.
         rounding = self._rounding(args, model)
         own_multiplier = plan.noise_multiplier * (1 + rounding) / self._messages_of_sum(args)
+        own_multiplier *= 1 + rounding_of_rows(self.batch_size)
         for client in self._clients():
             client.calibrate(  # type: ignore[attr-defined]
                 own_multiplier, self.batch_size, messages=plan.messages,

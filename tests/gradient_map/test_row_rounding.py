@@ -1,0 +1,165 @@
+"""One row more moves a clipped sum by its own clipped gradient, in every arithmetic: by C, and what
+noise is made larger for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_task
+from torch import Tensor, nn
+
+from hf_gradguard.gradient_map import GradientMap
+from hf_gradguard.gradient_map.per_sample.clipping import SampleMap, clipped_sum
+from hf_gradguard.gradient_map.per_sample.listener import Listener
+from hf_gradguard.training.privacy.private_rows import rounding_of_rows
+
+CLIP, WIDTH = 1.0, 8
+SIZES = [1, 2, 3, 7, 15, 16, 31, 63, 100, 127, 255, 511, 1020]
+
+
+class Head(nn.Module):
+    """A head of zeros on given features: rows that are alike all point in one direction, where
+    what is rounded adds up the most.
+    """
+
+    def __init__(self, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 2, dtype=dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.dtype, self.autocast = dtype, autocast
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Any:
+        with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
+            logits = self.head(pixel_values.flatten(1).to(self.dtype))
+            return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels))
+
+
+def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    total: Tensor = model(**batch).loss
+    return total
+
+
+def clipped(model: nn.Module, batch: dict[str, Tensor], clip: float = CLIP) -> Tensor:
+    gmap = GradientMap(model, batch, loss_fn=loss, second_order=False, needs_input=False)
+    return torch.cat([t.flatten().double() for t in clipped_sum(gmap, clip).total.values()])
+
+
+ARITHMETICS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "float32": (torch.float32, None),
+    "bfloat16 autocast": (torch.float32, torch.bfloat16),
+    "float16 autocast": (torch.float32, torch.float16),
+    "bfloat16 weights": (torch.bfloat16, None),
+    "float16 weights": (torch.float16, None),
+}
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize("length", [0.8, 0.99, 1.3])
+def test_one_row_more_moves_the_sum_by_no_more_than_is_counted(
+    arithmetic: str, length: float
+) -> None:
+    """By 5.6 C under autocast where slopes of the mean were rounded, and multiplied afterwards."""
+    model = Head(*ARITHMETICS[arithmetic])
+    row = torch.randn(1, WIDTH, 1, 1, generator=torch.Generator().manual_seed(1))
+    row *= (2 * length**2 - 1) ** 0.5 / row.norm()  # slopes of one half, two classes, a bias
+    for size in SIZES:
+        before, after = (
+            clipped(model, {"pixel_values": row.expand(count, -1, -1, -1),
+                            "labels": torch.ones(count, dtype=torch.long)})
+            for count in (size, size + 1)
+        )  # fmt: skip
+        moved = float((after - before).norm()) / CLIP
+        assert moved <= 1 + rounding_of_rows(size), (size, moved)
+
+
+def task(dtype: torch.dtype, name: str = "bert") -> tuple[nn.Module, dict[str, Tensor]]:
+    model, batch = make_task(name, batch_size=6, dtype=torch.float32)
+    if "attention_mask" in batch:
+        for row, length in enumerate([3, 5, 4, 2, 5, 3]):
+            batch["attention_mask"][row, length:] = 0
+        batch["input_ids"] *= batch["attention_mask"]  # as a tokenizer pads
+        model.config.pad_token_id = 0
+    batch = {n: e.to(dtype) if e.is_floating_point() else e for n, e in batch.items()}
+    return model.to(dtype), batch
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "vit"])
+def test_a_row_adds_the_same_whatever_stands_beside_it(name: str) -> None:
+    """In half precision: whether others are there, how many, and how long they are."""
+    model, batch = task(torch.bfloat16, name)
+    clipped(model, batch)  # tries the model out
+    alone = [clipped(model, {n: e[[row]] for n, e in batch.items()}) for row in range(6)]
+    for rows in itertools.chain(itertools.combinations(range(6), 2), [(1, 2, 3), tuple(range(6))]):
+        total = clipped(model, {n: e[list(rows)] for n, e in batch.items()})
+        expected = torch.stack([alone[row] for row in rows]).sum(0)
+        # sums are rounded to float32 here; one bit of a bfloat16 is 2^-9
+        assert float((total - expected).norm()) <= 1e-6 * float(expected.norm())
+
+
+@pytest.mark.parametrize("setting", ["weights", "autocast", "matmul", "backend"])
+def test_half_precision_is_found(setting: str) -> None:
+    """Wherever it is asked for, rows are differentiated one by one."""
+    model, batch = task(torch.bfloat16 if setting == "weights" else torch.float32)
+    gmap = GradientMap(model, batch, second_order=False)
+    inside = torch.autocast("cpu", torch.bfloat16, enabled=setting == "autocast")
+    calls = 0
+
+    def counted(_module: nn.Module, _inputs: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    try:
+        if setting == "matmul":
+            torch.set_float32_matmul_precision("medium")
+        if setting == "backend":
+            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        with inside:
+            clipped_sum(gmap, CLIP)  # tries the model out
+            model.register_forward_pre_hook(counted)
+            clipped_sum(GradientMap(model, batch, second_order=False), CLIP)
+        assert calls >= 1 + 6
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+        torch.backends.cuda.matmul.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_half_precision_that_begins_later_is_found() -> None:
+    """A model that was tried out in float32 is not taken for one afterwards."""
+    model, batch = task(torch.float32)
+    clipped_sum(GradientMap(model, batch, second_order=False), CLIP)
+    model.bfloat16()
+    gmap = SampleMap(model, batch, second_order=False, needs_input=False)
+    assert gmap.shares is None
+    total = clipped_sum(gmap, CLIP).total
+    alone = [
+        clipped_sum(GradientMap(model, {n: e[[row]] for n, e in batch.items()},
+                                second_order=False), CLIP).total
+        for row in range(6)
+    ]  # fmt: skip
+    for name, tensor in total.items():
+        expected = torch.stack([one[name].double() for one in alone]).sum(0)
+        torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-9)
+
+
+def test_slopes_are_those_of_the_sum() -> None:
+    """To the bit, for as many rows as one likes: none is divided by their number."""
+    model = Head(torch.float32, None)
+    rows = torch.randn(64, WIDTH, 1, 1, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(64) % 2
+    found = []
+    for count in (40, 41, 47, 55, 61, 64):
+        batch = {"pixel_values": rows[:count], "labels": labels[:count]}
+        listener = Listener(model, dict(model.named_parameters()), batch, count)
+        with listener.listening():
+            mean = loss(model, batch)
+        ((slopes, _),) = listener.shares(mean, float(count))["head"].rows  # type: ignore[attr-defined]
+        found.append(slopes[:40])
+    assert all(torch.equal(slopes, found[0]) for slopes in found)
+    assert not torch.equal(found[0], torch.zeros_like(found[0]))
