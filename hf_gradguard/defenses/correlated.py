@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import Tensors
-from ..randomness import KEY_BYTES, Stream, grid_spacing
+from ..randomness import Stream, grid_spacing
 from .factorization import Banded, Buffered, Factor, sensitivity
+
+Keys = Callable[[int], bytes | None]
+"""Gives the key of the noise of a message, by its number; `None` where that noise was never drawn.
+"""
 
 
 class NoiseStream:
     """The noises C⁻¹ z of a client's messages, one after the other.
 
-    Each z is drawn under a key of its own, and each key gives the next one, but not the last one.
-    So whoever has the state knows the noise to come, and of the noise before its running sums. It
-    is as private as the data: never shared, in the client's private file alone.
+    Each z is drawn under a key of its own. Neither this object's state nor a copy of it holds one,
+    so no two objects ever draw the same noise. Two that go on from one state share the messages
+    before it, and count as two mechanisms.
 
     Args:
         factor: C.
@@ -28,6 +33,8 @@ class NoiseStream:
 
     Attributes:
         position: How many are shared.
+        keys: Gives the keys of messages to come, and of those that left without being remembered.
+            Without it noise is from the generator that `draw` is given.
 
     Example:
         >>> stream = NoiseStream(Banded((1.0, 0.5)), messages=2)
@@ -38,18 +45,21 @@ class NoiseStream:
 
     def __init__(self, factor: Factor, messages: int, position: int = 0) -> None:
         self.factor, self.messages, self.position = factor, messages, position
-        self._key: bytes | None = None
+        self.keys: Keys | None = None
         self._memory: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "keys": None}
 
     def draw(
         self, entries: int, device: torch.device | str, generator: Stream | None = None
     ) -> Tensor:
-        """The next message's noise, `(entries,)` in float64, before it is scaled.
+        """Draw the next message's noise, `(entries,)` in float64, before it is scaled.
 
         Args:
             entries: Of the message; as many as of the last one.
             device: Where to draw it.
-            generator: Gives the first key.
+            generator: Of the noise, where `keys` gives no key. Default: a new `Stream`.
 
         Raises:
             RuntimeError: If all messages are shared, or another one had more or fewer entries.
@@ -59,8 +69,7 @@ class NoiseStream:
                 f"dp_sgd with correlated=True was planned for messages={self.messages}, and all of "
                 "them are shared: one more would be less protected. Plan for more of them."
             )
-        if self._key is None or self._memory is None:
-            self._key = (generator or Stream()).bytes(KEY_BYTES)
+        if self._memory is None:
             shape = self.factor.memory, entries
             self._memory = torch.zeros(shape, dtype=torch.float64, device=device)
         if self._memory.shape[1] != entries:
@@ -68,29 +77,35 @@ class NoiseStream:
                 f"dp_sgd with correlated=True made noise of {self._memory.shape[1]} entries, and a "
                 f"message has {entries}: what is shared may not change within a training."
             )
-        key = hashlib.sha256(b"noise" + self._key).digest()
-        white_noise = Stream(key).normal((entries,), device=device, dtype=torch.float64)
+        key = None if self.keys is None else self.keys(self.position)
+        stream = (generator or Stream()) if key is None else Stream(key)
+        white_noise = stream.normal((entries,), device=device, dtype=torch.float64)
         noise, self._memory = self.factor.correlate(white_noise, self._memory.to(device))
-        self._key = hashlib.sha256(b"next" + self._key).digest()
         self.position += 1
         return noise
 
     def skip_to(self, position: int) -> None:
-        """Messages that left without being remembered, as before a kill, had their noise. What
-        follows goes on from there, and no noise is drawn twice.
+        """Go on at a later message. Those between left without being remembered, as before a kill:
+        the noise that they had is drawn again by its key, for what follows to cancel it. Noise
+        without a key was never drawn.
         """
         while self._memory is not None and self.position < position:
-            self.draw(self._memory.shape[1], self._memory.device)
+            entries, device = self._memory.shape[1], self._memory.device
+            if self.keys is not None and self.keys(self.position) is not None:
+                self.draw(entries, device)
+            else:
+                zeros = torch.zeros(entries, dtype=torch.float64, device=device)
+                _, self._memory = self.factor.correlate(zeros, self._memory)
+                self.position += 1
         self.position = position
 
     def state_dict(self) -> Tensors:
-        """All of it; nothing before the first message."""
-        if self._key is None or self._memory is None:
+        """What is needed to go on, without any key; nothing before the first message."""
+        if self._memory is None:
             return {}
         factor = self.factor
         numbers = [factor.bands] if isinstance(factor, Banded) else [factor.decays, factor.weights]
         return {
-            "key": torch.tensor(list(self._key), dtype=torch.uint8),
             "memory": self._memory.clone(),
             "factor": torch.tensor(numbers, dtype=torch.float64),
             "plan": torch.tensor([self.messages, self.position]),
@@ -98,13 +113,13 @@ class NoiseStream:
 
     @classmethod
     def of_state(cls, state: Tensors) -> NoiseStream:
-        """What `state_dict` returned, of another one. Its factor is the one that it was made with,
-        also where another machine would fit it in other digits.
+        """Take up what `state_dict` returned, of another one. Its factor is the one that it was
+        made with, also where another machine would fit it in other digits.
         """
         rows = [tuple(row) for row in state["factor"].tolist()]
         factor: Factor = Banded(*rows) if len(rows) == 1 else Buffered(*rows)
         stream = cls(factor, *map(int, state["plan"].tolist()))
-        stream._key, stream._memory = bytes(state["key"].tolist()), state["memory"].clone()
+        stream._memory = state["memory"].clone()
         return stream
 
     def power(self) -> float:

@@ -25,7 +25,7 @@ from .noise import STRENGTHS, NoiseDefense, OptimalNoise, add_noise
 from .sensitivity import PUBLISHED_SMALLEST, ShapedBy
 
 if TYPE_CHECKING:
-    from .correlated import NoiseStream
+    from .correlated import Keys, NoiseStream
 
 
 @dataclass
@@ -248,11 +248,16 @@ class DPSGD(NoiseDefense):
         for name, number in plan.items():
             setattr(self, name, number)
 
-    def go_on_at(self, position: int) -> None:
-        """The next message is this one of the plan: noise of those between was drawn or is of no
-        use. Where it lies behind, another plan begins, with other noise.
+    def go_on_at(self, position: int, keys: Keys | None = None) -> None:
+        """Go on at this message of the plan. Where it lies behind, another plan begins, with other
+        noise.
+
+        Args:
+            position: The next message's number.
+            keys: As for `NoiseStream`.
         """
         self._noise_stream = self.stream_at(position)
+        self._noise_stream.keys = keys
         self._noise_stream.skip_to(position)
 
     def stream_at(self, position: int) -> NoiseStream:

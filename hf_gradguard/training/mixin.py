@@ -431,12 +431,14 @@ class GradGuardMixin(TrainerAdapter):
         records = []
         if saved is not None and (self._has_account or saved.privacy is not None):
             account.go_on_with(saved.run)
+            account.come_from(Path(folder).parent)
+            is_only = not saved.counted or account.is_untouched()
             records = account.records([Path(folder).parent, self.args.output_dir], saved.counted)
             if saved.privacy is not None:  # also where this training adds nothing to it
                 self._privacy_account = self._privacy_account or PrivacyAccount()
                 resume_epsilon(self._privacy_account, saved.privacy, records)
             if self.private_rows is not None:
-                self.private_rows.resume(saved.transcript, records)
+                self.private_rows.resume(saved.transcript, records, is_only)
         releases = [entry["release"] for entry in records if "release" in entry]
         names = load_private_state(
             folder, rank, self._clients, self.accountant, self.args.device, self._labels.key,

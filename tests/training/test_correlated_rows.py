@@ -5,6 +5,7 @@ refused, and how it goes on after a kill.
 from __future__ import annotations
 
 import collections
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -16,10 +17,12 @@ from helpers import make_task
 from transformers import TrainerCallback, TrainerState
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
+from hf_gradguard.defenses.correlated import NoiseStream
 from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.defenses.factorization import make_factor
 from hf_gradguard.leakage import balls_in_bins_epsilon, balls_in_bins_power, gaussian_epsilon
-from hf_gradguard.training.privacy import correlated_rows
+from hf_gradguard.randomness import Stream
+from hf_gradguard.training.privacy import secret_positions
 from hf_gradguard.training.privacy.correlated_rows import CorrelatedRows
 from hf_gradguard.training.privacy.private_rows import DUMMY
 
@@ -243,13 +246,13 @@ def test_a_delta_too_small_for_draws_has_the_known_epsilon(
     def too_coarse(*args: Any, **kwargs: Any) -> float:
         raise ArithmeticError("draws=1 are too few")
 
-    monkeypatch.setattr(correlated_rows, "balls_in_bins_epsilon", too_coarse)
-    correlated_rows._secret_positions.cache_clear()
+    monkeypatch.setattr(secret_positions, "balls_in_bins_epsilon", too_coarse)
+    secret_positions.positions_unknown.cache_clear()
     run = trainer(tmp_path, private(sampling="balls_in_bins"))
     run.train()
     logged = run.state.log_history[0]
     assert logged["defense/epsilon_secret_positions"] == logged["defense/epsilon"]
-    correlated_rows._secret_positions.cache_clear()
+    secret_positions.positions_unknown.cache_clear()
 
 
 @pytest.mark.parametrize("schedule", ["linear", "constant"])
@@ -318,33 +321,46 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def test_a_killed_run_shares_no_message_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [7, None])
+def test_a_killed_run_shares_no_message_twice(seed: int | None, tmp_path: Path) -> None:
     """Messages 2 and 3 left after the checkpoint, so it goes on with message 4: rows of those
     between are in no further one, and the noise goes on where it was.
     """
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
-    killed = trainer(tmp_path / "killed", **settings, noise_seed=7)
+    killed = trainer(tmp_path / "killed", **settings, noise_seed=seed)
     killed.add_callback(Stop(4))
     with pytest.raises(KeyboardInterrupt):
         killed.train()
     shutil.rmtree(tmp_path / "killed/checkpoint-4", ignore_errors=True)  # it never got that far
-    resumed = trainer(tmp_path / "killed", **settings, noise_seed=7)
+    resumed = trainer(tmp_path / "killed", **settings, noise_seed=seed)
     resumed.train(resume_from_checkpoint=True)
     assert [position for position, _ in killed.taken] == [0, 1, 2, 3]
     assert [position for position, _ in resumed.taken] == [4, 5]
     assert resumed.state.global_step == 4  # two steps early
     assert set(times(killed.taken + resumed.taken).values()) == {1}
-    epsilon = resumed.private_rows.epsilon  # type: ignore[union-attr]
-    assert epsilon == pytest.approx(gaussian_epsilon(1.5, 1e-5), rel=2e-3)
+    account = resumed.private_rows.account  # type: ignore[union-attr]
+    assert account.epsilon(1e-5) == pytest.approx(gaussian_epsilon(1.5, 1e-5), rel=2e-3)
+    # what follows cancels the noise of all messages, also of those that were forgotten
+    lines = (tmp_path / "killed/gradguard_account_rank0.jsonl").read_text().splitlines()
+    records = [json.loads(line.rpartition("\t")[0]) for line in lines]
+    whole, found = NoiseStream(make_factor("blt", 6, falling_rate=True), 6), stream_of(resumed)
+    for record in records:
+        key = hashlib.sha256(bytes.fromhex(record["key"]) + bytes(8)).digest()
+        whole.draw(found._memory.shape[1], "cpu", Stream(key))
+    torch.testing.assert_close(found._memory, whole._memory)
+    if seed is None:
+        return
     # as a run that was left alone has them
-    alone = trainer(tmp_path / "alone", **settings, noise_seed=7)
+    alone = trainer(tmp_path / "alone", **settings, noise_seed=seed)
     alone.train()
     assert [sorted(rows) for _, rows in killed.taken + resumed.taken] == [
         sorted(rows) for _, rows in alone.taken
     ]
-    streams = [run._clients[0]._noise_stream for run in (resumed, alone)]  # type: ignore[attr-defined]
-    torch.testing.assert_close(streams[0]._memory, streams[1]._memory)
-    assert streams[0]._key == streams[1]._key
+    torch.testing.assert_close(found._memory, stream_of(alone)._memory)
+
+
+def stream_of(run: Any) -> Any:
+    return run._clients[0]._noise_stream
 
 
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:

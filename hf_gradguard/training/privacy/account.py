@@ -3,9 +3,14 @@
 A run that is killed forgets what it shared after its last checkpoint. So each message is written to
 the output folder, and flushed to the disk, before it is exchanged; a run that resumes counts it.
 
-Of (ε, δ) a record holds public figures alone: noise multiplier, sampling rate, number of messages.
-Of the Fisher information it holds dFIL by row, which is private. So the file is its owner's alone,
-and is never pushed.
+Of (ε, δ) a record holds public figures: noise multiplier, sampling rate, number of messages. Of the
+Fisher information it holds dFIL by row, and of correlated noise the key of a message's own noise,
+which are private. So the file is its owner's alone, and is never pushed.
+
+An account is complete only where it is known that nobody else goes on with its run. So each record
+says on which machine and in which file it was written, and when. A file that was copied or restored
+is another one, or was changed after its last record was written: `is_untouched` tells. A run that
+goes on in another folder says so in the account that it comes from.
 """
 
 from __future__ import annotations
@@ -14,16 +19,23 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import secrets
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
 NAME = "gradguard_account_rank{}.jsonl"
+CLOCK = 0.05
+"""Seconds between a record's time and the file's change, at most: more of them, and somebody else
+has changed it since.
+"""
 _EMPTIED = (
     "{} beside the checkpoint holds fewer messages of this run than the checkpoint counted: it was "
     "removed, emptied or swapped, so what left after the checkpoint cannot be counted. Copy it "
@@ -37,6 +49,18 @@ _OTHER_RUNS = (
 _OTHER_RUN = (
     "This Trainer has shared messages of a run of its own, which the account of the checkpoint's "
     "run would leave out. Make a new Trainer to resume the other run."
+)
+_TAKEN = (
+    "{}: another process has shared messages of this run since. This one stops before its message "
+    "leaves, which the other's account would leave out. Resume one of them: it counts both."
+)
+_FOUND = (
+    "A run that began at a checkpoint of this one is trained elsewhere ({}). What both tell of the "
+    "data adds up, so its messages, as many as it planned, count here too."
+)
+_UNTOLD = (
+    "{} cannot be written ({}), so whoever goes on with the run there does not learn of this one, "
+    "which begins at its checkpoint: what both tell of the data adds up."
 )
 _CHANGED = (
     "{}, line {}: its checksum is another, so what left this rank cannot be counted. Copy the file "
@@ -68,6 +92,7 @@ class AccountFile:
         self._path, self._name = Path(folder) / NAME.format(rank), NAME.format(rank)
         self._counted: dict[str, int] = {}  # by attempt; of this run, in this file
         self._digest, self._end = "", (-1, -1)  # of the file as this object left it
+        self._skew, self._origin = 0.0, None
 
     @property
     def counted(self) -> dict[str, int]:
@@ -85,17 +110,50 @@ class AccountFile:
             self._path, self._attempt = Path(folder) / self._name, secrets.token_hex(4)
             self._counted = {}
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """A message is about to leave. Returns once the disk has it.
+    def write(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Write down that a message is about to leave. Returns once the disk has it, with what
+        other runs have said since that began at this one's checkpoints.
 
         Raises:
             OSError: If it cannot be written. Then the message must stay.
             ValueError: If the file was changed since.
+            RuntimeError: If another process goes on with the run.
         """
         number = self._counted.get(self._attempt, 0)
         about = {"run": self.run, "attempt": self._attempt, "number": number}
-        self._append(json.dumps(about | dict(record)))
+        branches = self._append(self._path, about | dict(record))
         self._counted[self._attempt] = number + 1
+        return branches
+
+    def come_from(self, folder: str | os.PathLike[str]) -> None:
+        """Note that the run comes from a checkpoint in that output folder."""
+        self._origin = Path(folder) / self._name
+
+    def tell_origin(self, figures: Mapping[str, Any]) -> None:
+        """Write to the account that the run comes from, if it is another one, that this one goes on
+        elsewhere and is to share messages of these figures.
+        """
+        origin, self._origin = self._origin, None
+        if origin is None or origin.resolve() == self._path.resolve() or not origin.is_file():
+            return
+        about = {"run": self.run, "attempt": self._attempt, "number": 0, "messages": 0}
+        try:
+            self._append(origin, about | dict(figures) | {"branch": str(self._path.resolve())})
+        except OSError as error:
+            logger.warning(_UNTOLD.format(origin, error.strerror))
+
+    def is_untouched(self) -> bool:
+        """Whether the file is where this run wrote it last, and as it was then: not copied, not
+        restored, and on the same machine.
+        """
+        records, _, _ = _read_records(self._path)
+        own = [record for record in records if record["run"] == self.run]
+        if not own or "time" not in records[-1]:
+            return False
+        state = self._path.stat()
+        return own[-1].get("place") == _place(state) and (
+            os.name == "nt" or abs(state.st_ctime - records[-1]["time"]) <= CLOCK
+        )
 
     def records(
         self, folders: Iterable[str | os.PathLike[str]], counted: Mapping[str, int]
@@ -113,7 +171,7 @@ class AccountFile:
         beyond, present = [], dict.fromkeys(counted, 0)
         for path in dict.fromkeys((Path(folder) / self._name).resolve() for folder in folders):
             for record in _read_records(path)[0]:
-                if record["run"] != self.run:
+                if record["run"] != self.run or record.get("branch") == str(self._path.resolve()):
                     continue
                 attempt, number = record["attempt"], record["number"] + 1
                 present[attempt] = max(present.get(attempt, 0), number)
@@ -143,26 +201,60 @@ class AccountFile:
         records, _, _ = _read_records(self._path)
         return records[-1]["run"] if records else None
 
-    def _append(self, content: str) -> None:
-        is_new = not self._path.is_file()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            state = os.fstat(descriptor)
-            if (state.st_ino, state.st_size) != self._end:  # the first line, or another Trainer's
-                records, self._digest, size = _read_records(self._path)
-                if not self._counted and (runs := {r["run"] for r in records} - {self.run}):
-                    logger.warning(_OTHER_RUNS.format(self._path, len(records), len(runs)))
-                os.ftruncate(descriptor, size)  # a line that a kill cut off: it never left
-            line, self._digest = _sealed(content, self._digest)
-            os.write(descriptor, line)
-            os.fsync(descriptor)
-            state = os.fstat(descriptor)
-            self._end = state.st_ino, state.st_size
-        finally:
-            os.close(descriptor)
+    def _append(self, path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """Add a record to an account. Returns branches of this run that it has met there."""
+        is_new, is_own = not path.is_file(), path == self._path
+        branches: list[dict[str, Any]] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Between two processes nobody is to write where the other one has read.
+        with FileLock(f"{path}.lock", mode=0o600):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                state = os.fstat(descriptor)
+                digest = self._digest
+                if not is_own or (state.st_ino, state.st_size) != self._end:  # first, or another's
+                    records, digest, size = _read_records(path)
+                    if is_own:
+                        branches = self._met(records)
+                    os.ftruncate(descriptor, size)  # a line that a kill cut off: it never left
+                record |= {"place": _place(state), "time": round(time.time() + self._skew, 3)}
+                line, digest = _sealed(json.dumps(record), digest)
+                os.write(descriptor, line)
+                state = os.fstat(descriptor)
+                os.fsync(descriptor)
+                if abs(late := state.st_ctime - record["time"]) > 1:
+                    self._skew += late  # a file server has a clock of its own
+                if is_own:
+                    self._digest, self._end = digest, (state.st_ino, state.st_size)
+            finally:
+                os.close(descriptor)
         if is_new:
-            _sync_folder(self._path.parent)
+            _sync_folder(path.parent)
+        return branches
+
+    def _met(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What others have written to the own file since."""
+        if not self._counted and (runs := {r["run"] for r in records} - {self.run}):
+            logger.warning(_OTHER_RUNS.format(self._path, len(records), len(runs)))
+        branches = []
+        for record in records:
+            attempt, number = record["attempt"], record["number"] + 1
+            if record["run"] != self.run or number <= self._counted.get(attempt, 0):
+                continue
+            if "branch" not in record:
+                raise RuntimeError(_TAKEN.format(self._path))
+            self._counted[attempt] = number
+            logger.warning(_FOUND.format(Path(record["branch"]).parent))
+            branches.append(record)
+        return branches
+
+
+def _place(state: os.stat_result) -> str:
+    """Names a file on a machine."""
+    machine = platform.node()
+    with contextlib.suppress(OSError):
+        machine += Path("/etc/machine-id").read_text()
+    return hashlib.sha256(f"{machine} {state.st_ino}".encode()).hexdigest()[:16]
 
 
 def _sealed(content: str, digest: str) -> tuple[bytes, str]:

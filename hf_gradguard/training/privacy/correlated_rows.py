@@ -5,11 +5,12 @@ that a private order, or private draws, decide and a checkpoint remembers.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +19,7 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from ...defenses.factorization import Factor
-from ...leakage import (
-    PrivacyAccount,
-    balls_in_bins_epsilon,
-    balls_in_bins_power,
-    dp_sgd_noise_multiplier,
-    membership_power,
-)
+from ...leakage import PrivacyAccount, dp_sgd_noise_multiplier
 from ...randomness import KEY_BYTES, Stream
 from ..clients.batches import SampledRow
 from ..config import setting
@@ -38,6 +32,7 @@ from .private_rows import (
     noise_if_empty,
     rounding_of_rows,
 )
+from .secret_positions import SecretPositions, positions_unknown
 
 logger = logging.get_logger(__name__)
 
@@ -53,6 +48,8 @@ class Transcript:
         order_key: Of the rows' order, in hexadecimal digits. Private.
         position: How many messages were shared.
         settings: Under which they were shared, and all of it has to be.
+        is_counted: Whether the account has it.
+        lost: How many of them left before a kill, without the steps that they were for.
     """
 
     name: str
@@ -61,18 +58,8 @@ class Transcript:
     order_key: str
     position: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
-
-
-class SecretPositions(NamedTuple):
-    """What holds for an attacker that does not know in which messages a row is.
-
-    Args:
-        epsilon: At the defense's δ; `None` without one.
-        power: The share of members that it finds at 1 % FPR, at most; of rows that are in one.
-    """
-
-    epsilon: float | None
-    power: float
+    is_counted: bool = False
+    lost: int = 0
 
 
 class PlacedRows(RowSampler):
@@ -114,6 +101,11 @@ class CorrelatedRows(PrivateRows):
     all sums of the clients' messages, and has one rank's noise: noises of the others add up to one
     of the same factor.
 
+    Each message's noise has a key of its own, which the account has before the message leaves. A
+    run that is resumed draws the noise again that it does not remember, for what follows to cancel
+    it. Where somebody else may go on from the same checkpoint, a new transcript begins there: its
+    rows are in both, so both count.
+
     Args:
         *args: As for `PrivateRows`.
         **kwargs: Likewise.
@@ -153,6 +145,8 @@ class CorrelatedRows(PrivateRows):
         self.rate = 1.0  # of the account: whoever attacks knows in which messages a row is
         self._transcript: Transcript | None = None
         self._saved_position: int | None = None
+        self._is_branch = False
+        self._keys: dict[int, bytes] = {}
         self._orders: dict[int, list[np.ndarray]] = {}
         self._shift = 0
         self._sampling = self.defense.sampling or "shuffle"
@@ -172,10 +166,15 @@ class CorrelatedRows(PrivateRows):
         self._saved_position = None  # a second training of this process is a new transcript
         if not is_resumed:
             self._check_promise(messages)
-            self._transcript = self._new_transcript(messages)
+            self._transcript, self._keys = self._new_transcript(messages), {}
         plan = self._transcript
         assert plan is not None
-        if messages > plan.messages - saved:
+        is_branch = torch.tensor([is_resumed and self._is_branch], device=args.device)
+        if args.world_size > 1:
+            is_branch = gather(is_branch)
+        if bool(is_branch.any()):
+            self._branch_off(plan, saved)
+        if messages > plan.messages - saved + plan.lost:
             raise ValueError(
                 f"max_steps asks for {messages} more messages, where the noise of this run was "
                 f"planned for {plan.messages} in all, {saved} of them shared. Keep max_steps as it "
@@ -193,6 +192,7 @@ class CorrelatedRows(PrivateRows):
             }  # fmt: skip
             check_agreed(agreed | {"clients_per_process": len(self._clients())}, args.device)
         if lost := plan.position - saved if is_resumed else 0:
+            plan.lost += lost
             logger.warning(_LOST.format(lost, -(-lost // accumulation)))
         self._shift = plan.position - state.global_step * accumulation
         self.noise_multiplier, self._orders = plan.noise_multiplier, {}
@@ -206,8 +206,28 @@ class CorrelatedRows(PrivateRows):
                 min_separation=self._rounds if plan.messages > self._rounds else None,
                 falling_rate=args.lr_scheduler_type in _FALLING,
             )  # fmt: skip
+        self._tell_origin(plan.noise_multiplier, 1.0, 1)
         if self._rank == 0:
             self._announce(plan.messages, plan.noise_multiplier)
+
+    def _branch_off(self, plan: Transcript, position: int) -> None:
+        """Let a transcript of its own begin at a checkpoint, from which others may go on.
+
+        Raises:
+            ValueError: If both spend more than was asked for.
+        """
+        plan.name, plan.position, plan.is_counted = secrets.token_hex(4), position, False
+        self._keys, self._is_branch = {}, False
+        if (target := self.defense.target_epsilon) is None or self.defense.delta is None:
+            return
+        both = PrivacyAccount(self.account.messages)
+        both.add(plan.noise_multiplier, 1.0)
+        if (spent := both.epsilon(self.defense.delta)) > target * (1 + TOLERANCE):
+            raise ValueError(
+                f"target_epsilon={target:g} would be exceeded: the run to resume may be gone on "
+                f"with elsewhere, and both together have ε = {spent:.4g}. Resume where it was "
+                "trained, set a larger one, or begin a new run."
+            )
 
     def _check_promise(self, messages: int) -> None:
         promised = self.defense.participations or 1
@@ -306,16 +326,29 @@ class CorrelatedRows(PrivateRows):
         # a transcript is one Gaussian mechanism, which its first message enters
         figures = {
             "noise_multiplier": plan.noise_multiplier, "sampling_rate": 1.0,
-            "messages": int(plan.position == 0),
+            "messages": int(not plan.is_counted),
         }  # fmt: skip
-        if self._account_file is not None:
-            place = {"transcript": plan.name, "position": plan.position}
-            self._account_file.write(figures | place)
+        key = self._new_key(plan.position)
+        place = {"transcript": plan.name, "position": plan.position, "key": key.hex()}
+        self._write(figures | place)
         self.account.add(*figures.values())  # type: ignore[arg-type]
-        for client in clients:
-            client.go_on_at(plan.position)  # type: ignore[attr-defined]
+        plan.is_counted, self._keys[plan.position] = True, key
+        for number, client in enumerate(clients):
+            keys = functools.partial(self._key_of, number)
+            client.go_on_at(plan.position, keys)  # type: ignore[attr-defined]
         plan.position += 1
         return [noise_if_empty(batch) for batch in batches]
+
+    def _new_key(self, position: int) -> bytes:
+        """Draws the key of a message's noise: that of a `noise_seed` if there is one."""
+        seed = setting(self._args, "noise_seed")
+        stream = Stream() if seed is None else Stream.from_seeds(seed, self._rank, position, 4)
+        return stream.bytes(KEY_BYTES)
+
+    def _key_of(self, client: int, position: int) -> bytes | None:
+        """Gives the key of one of this rank's clients, if the message is known."""
+        key = self._keys.get(position)
+        return None if key is None else hashlib.sha256(key + client.to_bytes(8)).digest()
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop where what is planned is shared, which after a kill is before the last step."""
@@ -326,7 +359,9 @@ class CorrelatedRows(PrivateRows):
     def saved_transcript(self) -> dict[str, Any] | None:
         return None if self._transcript is None else asdict(self._transcript)
 
-    def resume(self, saved: Mapping[str, Any] | None, records: Iterable[Mapping[str, Any]]) -> None:
+    def resume(
+        self, saved: Mapping[str, Any] | None, records: Iterable[Mapping[str, Any]], is_only: bool
+    ) -> None:
         """Go on with a checkpoint's transcript, after the messages that left since.
 
         Raises:
@@ -348,10 +383,17 @@ class CorrelatedRows(PrivateRows):
                     "rows would be in other messages or behind other noise. Set it as it was, or "
                     "begin a new run."
                 )
-        self._saved_position = plan.position
+        super().resume(saved, records, is_only)
+        self._saved_position, self._is_branch = plan.position, not is_only
+        plan.is_counted |= plan.position > 0  # an older version did not say
         for record in records:
-            if record.get("transcript") == plan.name:
-                plan.position = max(plan.position, record["position"] + 1)
+            if record.get("transcript") != plan.name:
+                continue
+            plan.position = max(plan.position, record["position"] + 1)
+            if "key" in record:
+                self._keys[record["position"]] = bytes.fromhex(record["key"])
+            else:  # an older version's: its noise cannot be canceled
+                self._is_branch = True
         self._transcript = plan
 
     def describe_sampling(self) -> str:
@@ -397,7 +439,7 @@ class CorrelatedRows(PrivateRows):
         client: Any = next(iter(self._clients()))
         stream = client.stream_at(plan.position)
         strength = stream.sensitivity(client.participations or 1, client.min_separation)
-        return _secret_positions(
+        return positions_unknown(
             stream.factor, plan.messages, plan.noise_multiplier, bins, strength, self.defense.delta
         )
 
@@ -429,27 +471,7 @@ class CorrelatedRows(PrivateRows):
 
     @property
     def _transcript_is_new(self) -> bool:
-        return self._transcript is None or self._transcript.position == 0
-
-
-@functools.lru_cache(maxsize=4)
-def _secret_positions(
-    factor: Factor, messages: int, noise_multiplier: float, bins: int, scale: float,
-    delta: float | None,
-) -> SecretPositions:  # fmt: skip
-    """Draws take seconds, a minute for thousands of messages: once a plan. No attacker knows less
-    than one that knows the place.
-    """
-    mechanism = factor.column(messages), noise_multiplier, bins
-    power = balls_in_bins_power(*mechanism, scale=scale)
-    power, epsilon = min(power, membership_power(noise_multiplier)), None
-    if delta is not None:
-        epsilon = PrivacyAccount({(noise_multiplier, 1.0): 1}).epsilon(delta)
-        try:
-            epsilon = min(epsilon, balls_in_bins_epsilon(*mechanism, delta, scale=scale))
-        except ArithmeticError as error:
-            logger.warning(f"ε of secret messages is that of known ones: {error}")
-    return SecretPositions(epsilon, power)
+        return self._transcript is None or not self._transcript.is_counted
 
 
 def check_is_linear(optimizer: Any, args: TrainingArguments) -> None:
@@ -485,9 +507,11 @@ def check_is_linear(optimizer: Any, args: TrainingArguments) -> None:
         )
 
 
+TOLERANCE = 1e-3
+"""By how much more than a target is no more than rounding."""
 _FALLING = ("linear", "cosine", "polynomial")  # schedules that end at zero
 _SAY = "GradGuardTrainer does not support dp_sgd with correlated=True"
 _LOST = (
     "{} message(s) left after the checkpoint, before the run ended. Their rows are in no further "
-    "message and their noise is never drawn again, so this training ends {} step(s) early."
+    "message, and no other message has their noise, so this training ends {} step(s) early."
 )

@@ -191,6 +191,7 @@ class PrivateRows(TrainerCallback):
         own_multiplier = multiplier * (1 + rounding) / self._messages_of_sum(args)
         own_multiplier *= 1 + rounding_of_rows(self.batch_size)
         self._rounding(args, model)  # refuses noise, known only now, that is too fine
+        self._tell_origin(multiplier, self.rate, messages)
         for client in self._clients():
             client.calibrate(own_multiplier, self.batch_size)  # type: ignore[attr-defined]
         if self._rank == 0:
@@ -264,18 +265,37 @@ class PrivateRows(TrainerCallback):
     def count(self, batches: list[ClientBatch]) -> list[ClientBatch]:
         """A step's clients, each of which now shares a message; of an empty batch noise alone."""
         assert self.noise_multiplier is not None
-        if self._account_file is not None:
-            figures = {"noise_multiplier": self.noise_multiplier, "sampling_rate": self.rate}
-            self._account_file.write({**figures, "messages": 1})
+        self._write({"noise_multiplier": self.noise_multiplier, "sampling_rate": self.rate})
         self.account.add(self.noise_multiplier, self.rate)
         return [noise_if_empty(batch) for batch in batches]
+
+    def _write(self, figures: Mapping[str, Any]) -> None:
+        """Write down a message before it leaves, and count what went on elsewhere."""
+        if self._account_file is not None:
+            for record in self._account_file.write({"messages": 1, **figures}):
+                self.account.add(*(record[name] for name in _FIGURES))
+
+    def _tell_origin(self, *figures: float) -> None:
+        """Tell the account that a checkpoint is from what this run is to share."""
+        if self._account_file is not None:
+            self._account_file.tell_origin(dict(zip(_FIGURES, figures, strict=True)))
 
     def saved_transcript(self) -> dict[str, Any] | None:
         """What a checkpoint has to remember of correlated noise; see `CorrelatedRows`."""
         return None
 
-    def resume(self, saved: Mapping[str, Any] | None, records: Iterable[Mapping[str, Any]]) -> None:
-        """Take in what a checkpoint has of it, and what left since."""
+    def resume(
+        self, saved: Mapping[str, Any] | None, records: Iterable[Mapping[str, Any]], is_only: bool
+    ) -> None:
+        """Take in what a checkpoint has of it, and what left since.
+
+        Args:
+            saved: As `saved_transcript` has it.
+            records: Of the account of what left, beyond the checkpoint.
+            is_only: Whether nobody else goes on with the run.
+        """
+        if not is_only:
+            logger.warning(ELSEWHERE)
 
     def describe_sampling(self) -> str:
         """For the card: how rows came into messages, and their noise."""
@@ -299,6 +319,11 @@ class PrivateRows(TrainerCallback):
         return {} if self.epsilon is None else {"defense/epsilon": self.epsilon}
 
 
+ELSEWHERE = (
+    "The account of this run is not where the run wrote it: it goes on in another folder or on "
+    "another machine, or its files were copied or restored. What was shared from the same "
+    "checkpoint after that and is not in the accounts here adds to ε, and cannot be counted."
+)
 ROW_ROUNDING = 2.0**-20
 """How much of C another row moves what a row adds, at most, by what float32 rounds: 16 units in the
 last place. docs/differential_privacy.md has what was measured.
