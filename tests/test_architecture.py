@@ -172,21 +172,6 @@ def test_no_circle() -> None:
             visit(module, ())
 
 
-def test_sizes() -> None:
-    wrong = []
-    for path in modules().values():
-        name = path.relative_to(PACKAGE)
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        if lines > 500:
-            wrong.append(f"{name} has {lines} lines")
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or 0) - node.lineno + 1
-                if length > 60:
-                    wrong.append(f"{name}:{node.lineno} {node.name} has {length} lines")
-    assert not wrong, "\n".join(wrong)
-
-
 def test_who_differentiates() -> None:
     found = {
         str(path.relative_to(PACKAGE))

@@ -205,7 +205,8 @@ class TrainerAdapter(Trainer):
         """As in `Trainer`, of batches that can be protected."""
 
         def checked(batch: Any) -> Any:
-            check_batch(self.model, batch, self.asks_for_input)
+            if self.counts_items:  # else each of its rows may fail by itself
+                check_batch(self.model, batch, self.asks_for_input)
             return batch
 
         return super().get_batch_samples(map(checked, epoch_iterator), *args, **kwargs)

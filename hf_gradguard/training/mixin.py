@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ from .meter import LeakageMeter
 from .metrics import PrivateMetrics
 from .privacy.account import AccountFile
 from .privacy.coupling import CouplingCheck
+from .privacy.failing_rows import AttemptsPassingRows, PassingCollator, ReadableRows
 from .privacy.fingerprint import Fingerprints
 from .privacy.labels import RandomizedLabels, Randomizer
 from .privacy.private_rows import (
@@ -199,6 +201,7 @@ class GradGuardMixin(TrainerAdapter):
         streams = RandomStreams.of_arguments(self.args, self.accelerator.process_index)
         shared = self._share_input_embeddings, self._withhold
         self._messages = self.message_maker(streams, self._meter, self.ledger, *shared)
+        self._attempt: Any = (self.private_rows and AttemptsPassingRows(self)) or operator.call
         self._requested.bind(self.args, objects)
 
     def _shared(self, module: nn.Module) -> dict[str, nn.Parameter]:
@@ -248,11 +251,12 @@ class GradGuardMixin(TrainerAdapter):
             clients, spread = self._clients_of(module, inputs, normalization)
             mean_loss = functools.partial(normalization.mean_loss, self._loss, spread)
             if not self._share_input_embeddings:
-                self._tables.agree(module, clients[0].batch, mean_loss, self._secure)
+                self._attempt(self._agree_on_tables, module, clients[0], mean_loss)
             for client in clients:
                 if client.weight:
                     self.begin_message()
-                    loss = self._messages.share(module, client, mean_loss, step, model)
+                    share = self._messages.share
+                    loss = self._attempt(share, module, client, mean_loss, step, model)
                     losses.append(client.weight * loss)
             if self._empty.summed or len(losses) < len(clients):
                 self._empty.share(self._messages, module, clients, accumulation, step)
@@ -262,6 +266,9 @@ class GradGuardMixin(TrainerAdapter):
         if self.accelerator.sync_gradients:
             self._exchange(module)
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.args.device)
+
+    def _agree_on_tables(self, module: nn.Module, client: ClientBatch, mean_loss: Any) -> None:
+        self._tables.agree(module, client.batch, mean_loss, self._secure)
 
     def _loss(self, module: nn.Module, batch: dict[str, Any], items: float | None) -> Tensor:
         """The Trainer's own loss, which a subclass may have overridden."""
@@ -327,7 +334,8 @@ class GradGuardMixin(TrainerAdapter):
         else:
             ranks = self.accelerator.num_processes
             sampler = round_sampler(self._rows_of_clients, self.args, ranks)
-        return self.loader_of(ClientRows(self.train_dataset), sampler)
+        rows = ClientRows if self.private_rows is None else ReadableRows
+        return self.loader_of(rows(self.train_dataset), sampler)
 
     def _check_drawing(self) -> None:
         drawn_by = "num_clients" if self.private_rows is None else "dp_sgd and per_sample=True"
@@ -367,7 +375,7 @@ class GradGuardMixin(TrainerAdapter):
         if self._rows_of_clients:
             is_private = self.private_rows is not None
             check = CouplingCheck(self.train_dataset, collate) if is_private else None
-            return ClientCollator(collate, check)
+            return (PassingCollator if is_private else ClientCollator)(collate, check)
         return collate if self.accountant is None else NumberedCollator(collate)
 
     def training_data(self, dataset: Any) -> Any:

@@ -25,17 +25,20 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def trainer(folder: Path, kind: str = "correlated", **settings: Any) -> Any:
+def trainer(
+    folder: Path, kind: str = "correlated", strength: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Any:  # fmt: skip
     model, batch = make_task("bert", dtype=torch.float32, batch_size=ROWS)
     model.requires_grad_(False)
     model.classifier.requires_grad_(True)
     rows = [{name: entry[row] for name, entry in batch.items()} for row in range(ROWS)]
     args = GradGuardConfig(
         str(folder), report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1,
-        max_grad_norm=0.0, learning_rate=0.1, optim="sgd", per_device_train_batch_size=2,
-        save_steps=2, max_steps=STEPS,
+        max_grad_norm=0.0, learning_rate=0.1, optim="sgd", save_steps=2,
+        **{"per_device_train_batch_size": 2, "max_steps": STEPS, **arguments},
     )  # fmt: skip
-    strength: dict[str, Any] = {"noise_multiplier": SIGMA, "delta": DELTA, **settings}
+    strength: dict[str, Any] = {"noise_multiplier": SIGMA, "delta": DELTA, **(strength or {})}
     if kind == "correlated":
         strength["correlated"] = True
     defense = make_defense("dp_sgd", per_sample=True, **strength)

@@ -153,7 +153,7 @@ def test_a_run_that_is_still_alive_learns_of_another(tmp_path: Path) -> None:
 
 
 def test_a_target_that_both_exceed_is_refused(tmp_path: Path) -> None:
-    settings = {"noise_multiplier": None, "target_epsilon": 2.0}
+    settings = {"strength": {"noise_multiplier": None, "target_epsilon": 2.0}}
     killed(tmp_path / "a", 4, **settings)
     with pytest.raises(ValueError, match="target_epsilon=2 would be exceeded"):
         resumed(tmp_path / "a/checkpoint-2", tmp_path / "b", **settings)

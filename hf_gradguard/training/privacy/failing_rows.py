@@ -1,0 +1,212 @@
+"""A row at which reading, collating or the model fails adds nothing, and stops nothing.
+
+A training that ended in an error at the first message that holds a row would tell that the row is
+there, and ε counts no such message. So the row's term is zero, which is within its bound, and only
+its own process is told. What fails for every row of the first message is no row's doing: it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from ...gradient_map.domain import check_batch, count_rows
+from ...gradient_map.per_sample.plan import rows_of
+from ...gradient_map.types import LossFunction
+from ..clients.batches import CLIENT, ROW, SHARE, ClientCollator, ClientRows, SampledRow
+from ..message import ClientBatch
+from .private_rows import DUMMY
+
+logger = logging.get_logger(__name__)
+
+
+def log_failure(error: Exception) -> None:
+    """Tell this process, once for each kind of error, that a row was left out: without the error's
+    text, which may hold the row.
+
+    Example:
+        >>> log_failure(IndexError("Target 9 is out of bounds."))
+    """
+    logger.warning_once(_FAILED.format(type(error).__name__))
+
+
+def passing(rows: list[Any], attempt: Callable[[Any], object]) -> list[Any]:
+    """Return those of some rows for which an attempt does not fail.
+
+    Example:
+        >>> passing([1, 0, 2], lambda row: 1 / row)
+        [1, 2]
+    """
+    passed = []
+    for row in rows:
+        try:
+            attempt(row)
+        except Exception as error:
+            log_failure(error)
+        else:
+            passed.append(row)
+    return passed
+
+
+class ReadableRows(ClientRows):
+    """A data set of which a row that cannot be read is an error in its place.
+
+    Example:
+        >>> place = SampledRow(row=0, client=5, share=0.5)
+        >>> ReadableRows([]).__getitems__([place])
+        [(IndexError('list index out of range'), SampledRow(row=0, client=5, share=0.5))]
+    """
+
+    def __getitems__(self, places: list[Any]) -> list[tuple[Any, SampledRow]]:
+        if isinstance(places[0], list):
+            (places,) = places
+        try:
+            return super().__getitems__(places)
+        except Exception:
+            return [self._read(place) for place in places]
+
+    def _read(self, place: SampledRow) -> tuple[Any, SampledRow]:
+        try:
+            return super().__getitems__([place])[0]
+        except Exception as error:
+            log_failure(error)
+            return error, place
+
+
+@dataclass
+class PassingCollator(ClientCollator):
+    """Collates the rows for which that does not fail. A client without any has another batch's row,
+    for its shapes, which counts for nothing.
+    """
+
+    _spare: Any = None
+
+    def __call__(self, places: list[Any]) -> dict[str, Any]:
+        readable = [pair for pair in places if not isinstance(pair[0], Exception)]
+        try:
+            batch = super().__call__(self._completed(readable, places))
+        except Exception:
+            kept = passing(readable, lambda pair: self.collate([pair[0]]))
+            if len(kept) == len(readable):
+                raise
+            readable = kept
+            batch = super().__call__(self._completed(readable, places))
+        self._spare = readable[-1][0] if readable else self._spare
+        return batch
+
+    def _completed(self, readable: list[Any], places: list[Any]) -> list[Any]:
+        clients = {place.client for _, place in readable}
+        spare = readable[-1][0] if readable else self._spare
+        missing = {place.client: place for _, place in places if place.client not in clients}
+        if missing and spare is None:  # the first batch has no row that passes
+            raise next((row for row, _ in places if isinstance(row, Exception)), _NONE)
+        return readable + [(spare, place._replace(row=DUMMY)) for place in missing.values()]
+
+
+class AttemptsPassingRows:
+    """Does with a client what fails for none of its rows. A client without such a row has another
+    row of the data, for its shapes, and shares noise alone.
+
+    Args:
+        trainer: Gives other rows.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._spare: dict[str, Any] | None = None
+
+    def __call__(
+        self, attempt: Callable[..., Any], module: nn.Module, client: ClientBatch,
+        loss_fn: LossFunction, *arguments: Any,
+    ) -> Any:  # fmt: skip
+        """Attempt it with all rows, or with those for which the loss can be computed.
+
+        Args:
+            attempt: Takes the other arguments.
+            module: The bare model.
+            client: Whose rows.
+            loss_fn: `(model, batch)`, the client's mean loss.
+            *arguments: Further ones.
+
+        Raises:
+            Exception: What was raised for all rows, if no row is found for which it is not, or if
+                it is for none by itself.
+        """
+        try:
+            self._check(module, client.batch)
+            outcome = attempt(module, client, loss_fn, *arguments)
+        except Exception:
+            passing_client = self._passing(module, client, loss_fn)
+            if passing_client is None:
+                raise
+            client = passing_client
+            outcome = attempt(module, client, loss_fn, *arguments)
+        if arguments:  # else the model may not have run
+            self._spare = rows_of(client.batch, [0], count_rows(client.batch))
+        return outcome
+
+    def _check(self, module: nn.Module, batch: dict[str, Any]) -> None:
+        check_batch(module, batch, self._trainer.asks_for_input)
+
+    def _passing(
+        self, module: nn.Module, client: ClientBatch, loss_fn: LossFunction
+    ) -> ClientBatch | None:
+        """Return the client with the rows that pass by themselves; `None` if that changes nothing,
+        or no row is known that passes.
+        """
+        from ...defenses.dp import DPSGD, NoSample
+
+        count = count_rows(client.batch)
+
+        def evaluate(row: int) -> None:
+            batch = rows_of(client.batch, [row], count)
+            self._check(module, batch)
+            with torch.no_grad():
+                loss_fn(module, batch)
+
+        rows = passing(list(range(count)), evaluate)
+        if len(rows) == count:
+            return None
+        kept = torch.tensor(rows, dtype=torch.int64)
+        numbers = kept if client.rows is None else client.rows[kept.to(client.rows.device)]
+        if rows and not client.is_empty:
+            return client._replace(batch=rows_of(client.batch, rows, count), rows=numbers)
+        if self._spare is None:
+            self._spare = self._found(module, loss_fn)
+        assert isinstance(client.defense, DPSGD)
+        noise = NoSample.of(client.defense)
+        return self._spare and client._replace(defense=noise, batch=self._spare, rows=numbers[:0])
+
+    def _found(self, module: nn.Module, loss_fn: LossFunction) -> dict[str, Any] | None:
+        """Return another row of the data that passes, if one of the first does."""
+        loader = self._trainer.get_train_dataloader()
+
+        def batch_of(row: int) -> dict[str, Any]:
+            places = loader.dataset.__getitems__([SampledRow(row, 0, 1.0)])
+            batch = self._trainer._prepare_inputs(loader.collate_fn(places))
+            return {n: entry for n, entry in batch.items() if n not in (CLIENT, SHARE, ROW)}
+
+        def attempt(row: int) -> None:
+            self._check(module, batch_of(row))
+            with torch.no_grad():
+                loss_fn(module, batch_of(row))
+
+        for row in range(min(len(loader.dataset), _LOOKED_AT)):
+            if passing([row], attempt):
+                return batch_of(row)
+        return None
+
+
+_LOOKED_AT = 16
+"""Other rows, before what fails is taken for the model's doing."""
+_NONE = ValueError("No row of the first batch can be collated.")
+_FAILED = (
+    "{} at a row of the training data, which adds nothing to its messages: a training that stopped "
+    "would tell that the row is there. Only this process is told. Look for labels out of range, "
+    "cut-off files and empty texts."
+)
