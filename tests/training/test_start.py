@@ -82,7 +82,7 @@ def differ(one: dict[str, Any], two: dict[str, Any]) -> set[str]:
         ({"logging_steps": 1}, {"logging_steps": 3}, {"logging_steps"}),
         ({"logging_strategy": "no", "logging_steps": 1}, {"logging_strategy": "no"}, set()),
         ({"eval_strategy": "steps", "eval_steps": 2}, {}, {"eval_strategy", "eval_steps",
-         "eval_delay"}),
+         "eval_delay", "per_device_eval_batch_size"}),
         ({"save_steps": 7}, {"save_steps": 8}, {"save_steps"}),
         ({"average_tokens_across_devices": False}, {}, {"average_tokens_across_devices"}),
         ({"clients_per_process": 2}, {"clients_per_process": 4}, set()),

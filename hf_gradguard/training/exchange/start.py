@@ -18,6 +18,7 @@ from ...gradient_map.parameters import is_sharded
 from ...leakage.received import ADVICE, check_received
 from ..config import setting
 from ..guards.checks import check_loader
+from .own_settings import compared_settings
 
 ALONE = (
     "There is one process, so nothing leaves it: this trains as protected clients would, and hides "
@@ -145,15 +146,6 @@ class StartAlike(TrainerCallback):
             logger.warning(_PLANTED.format(num_different, len(tensors)))
 
 
-# Other settings may differ.
-_SETTINGS = (
-    "secure_aggregation", "secure_aggregation_range", "share_input_embeddings", "withhold",
-    "batch_statistics", "noise_for", "num_clients", "gradient_accumulation_steps", "max_steps",
-    "num_train_epochs", "average_tokens_across_devices", "include_num_input_tokens_seen",
-    "max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "logging_strategy",
-    "logging_first_step", "save_strategy", "eval_strategy", "eval_on_start",
-    "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
-)  # fmt: skip
 # Which make the optimizer
 _OF_OPTIMIZER = (
     "optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
@@ -163,6 +155,7 @@ _OF_OPTIMIZER = (
 _OF_CLIENTS = (
     "clients_per_process", "per_device_train_batch_size", "partition", "dirichlet_alpha",
 )  # fmt: skip
+EVALUATED, BEGUN = "per_device_eval_batch_size", "the step that training begins at"
 STEPS, BATCHES = "the number of steps", "the number of batches in an epoch"
 ROWS, OPTIMIZER = "the number of rows to evaluate on", "the optimizer and its rates"
 PARAMETERS = "the model's parameters, and which of them are trained"
@@ -178,8 +171,9 @@ def agreed_upon(
     evaluated: Any = None,
     defense: Defense | None = None,
 ) -> dict[str, Any]:
-    """What has to be the same on all ranks, by name. Limits count by whether they stop a run,
-    intervals where something follows them, and lengths of data where exchanges follow them.
+    """List what has to be the same on all ranks, by name: all settings but those that a rank may
+    choose for itself (own_settings.py). Limits count by whether they stop a run, intervals where
+    something follows them, and lengths of data where exchanges follow them.
 
     Args:
         args: Training arguments.
@@ -195,7 +189,7 @@ def agreed_upon(
         >>> agreed_upon(TrainingArguments("out", max_steps=3), model)["max_steps"]
         3
     """
-    settings = {name: getattr(args, name, None) for name in (*_SETTINGS, *_OF_OPTIMIZER)}
+    settings = compared_settings(args)
     limited = setting(args, "leakage_limit") is not None
     settings["leakage_action"] = setting(args, "leakage_action") if limited else None
     settings |= _intervals(args)
@@ -207,10 +201,13 @@ def agreed_upon(
     settings["data_seed"] = (
         next(seed for seed in (*seeds, 0) if seed is not None) if draws_together else 0
     )
+    settings[BEGUN] = getattr(state, "global_step", None)
     counted = state is not None and (settings["max_steps"] or 0) <= 0
     settings[STEPS] = state.max_steps if counted and state is not None else None
     settings[BATCHES] = _length(batches) if _follows_epochs(settings, batches) else None
-    settings[ROWS] = _lengths(evaluated) if _evaluates(settings) else None
+    evaluates = _evaluates(settings)
+    settings[ROWS] = _lengths(evaluated) if evaluates else None
+    settings[EVALUATED] = args.per_device_eval_batch_size if evaluates else None
     parameters = [
         (name, tuple(p.shape), str(p.dtype), p.requires_grad)
         for name, p in model.named_parameters()
@@ -244,6 +241,8 @@ def _ways_out(names: set[str]) -> str:
             "max_steps, and log, save and evaluate by steps, not by epochs; leave "
             "use_seedable_sampler as it is. Or give all as many rows and the same batch size."
         )
+    if BEGUN in names:
+        advice.append("Resume every rank from the checkpoint of the same step, or none.")
     if ROWS in names:
         advice.append("Evaluate on data of the same length on every rank.")
     return " ".join(advice)
