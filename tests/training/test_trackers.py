@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.training.guards.trackers import check_trackers
+from hf_gradguard.training.guards.trackers import _UPLOADS, check_trackers
 
 SOURCE = Path(integration_utils.__file__).read_text()  # reads them all, still
 # class, variables, attributes, and what is said
@@ -39,12 +39,16 @@ REFUSED: dict[str, tuple[str, dict[str, str], dict[str, Any], tuple[str, ...]]] 
     "clearml": (
         "ClearMLCallback", {}, {}, ("CLEARML_LOG_MODEL=TRUE", "Set CLEARML_LOG_MODEL=false"),
     ),
-    "neptune": (
-        "NeptuneCallback", {}, {"_log_checkpoints": "last"},
-        ("log_checkpoints='last'", "Leave log_checkpoints out"),
-    ),
+    **{
+        f"neptune, {which}": (
+            "NeptuneCallback", {}, {"_log_checkpoints": which},
+            (f"log_checkpoints={which!r}", "Leave log_checkpoints out"),
+        )
+        for which in ("same", "last", "best", True)  # it looks for None alone
+    },
     "dvclive": ("DVCLiveCallback", {}, {"_log_model": "all"}, ("log_model=True",)),
     "flyte": ("FlyteCallback", {}, {"sync_checkpoints": True}, ("sync_checkpoints=False",)),
+    "flyte, by a number": ("FlyteCallback", {}, {"sync_checkpoints": 2}, ("sync_checkpoints=2",)),
     "flyte, log": ("FlyteCallback", {}, {"save_log_history": True}, ("save_log_history=False",)),
 }  # fmt: skip
 TAKEN: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
@@ -61,6 +65,40 @@ TAKEN: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "dvclive, model alone": ("DVCLiveCallback", {}, {"_log_model": True}),
     "flyte": ("FlyteCallback", {}, {"sync_checkpoints": False, "save_log_history": False}),
 }
+
+
+SPELLINGS = ("1", "ON", "on", "YES", "yes", "Yes", "TRUE", "true", "True")
+SWITCHES = {
+    "COMET_LOG_ASSETS": "CometCallback",
+    "HF_MLFLOW_LOG_ARTIFACTS": "MLflowCallback",
+    "HF_DAGSHUB_LOG_ARTIFACTS": "DagsHubCallback",
+    "CLEARML_LOG_MODEL": "ClearMLCallback",
+}
+LOOKED_AT = {
+    **{"wandb": True, "comet_ml": True, "mlflow": True, "dagshub": True, "clearml": True},
+    **{"neptune": True, "dvclive": True, "flyte": True},
+    # These send what is logged, and nothing else.
+    **{"azure_ml": False, "tensorboard": False, "trackio": False, "codecarbon": False},
+    **{"swanlab": False, "kubeflow": False},
+}
+"""Transformers' integrations, and whether they can upload more than what is logged."""
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("variable", SWITCHES)
+def test_every_spelling_of_yes_is_refused(
+    variable: str, spelling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback = made(SWITCHES[variable], {variable: spelling}, {}, monkeypatch)
+    with pytest.raises(NotImplementedError, match=f"{variable}={spelling}"):
+        check_trackers([callback])
+
+
+@pytest.mark.parametrize(("name", "callback"), integration_utils.INTEGRATION_TO_CALLBACK.items())
+def test_every_integration_was_looked_at(name: str, callback: type) -> None:
+    """One that a newer version of Transformers brings is read before it is added here."""
+    uploads = {upload.callback for upload in _UPLOADS}
+    assert LOOKED_AT[name] == (callback.__name__ in uploads)
 
 
 @pytest.fixture(autouse=True)

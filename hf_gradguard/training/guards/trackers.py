@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from transformers import TrainerCallback
+from transformers.utils import ENV_VARS_TRUE_VALUES
 
 _CHECKPOINTS = "checkpoints, which hold the defense's private state"
 _DATA = "the output folder, whose checkpoints hold the defense's private state, and the data"
-_YES = frozenset({"1", "ON", "YES", "TRUE"})  # of any case, as Transformers reads them
+_YES = frozenset(ENV_VARS_TRUE_VALUES)  # of any case, as Transformers reads them
 
 
 class Upload(NamedTuple):
@@ -60,12 +61,12 @@ def _variable(name: str, values: frozenset[str], unset: str = "") -> Callable[[A
     return setting
 
 
-def _argument(name: str, values: tuple[Any, ...]) -> Callable[[Any], str]:
-    """Whether a callback was made with one of these values."""
+def _argument(name: str, uploads: Callable[[Any], bool]) -> Callable[[Any], str]:
+    """Whether a callback was made with a value with which it uploads."""
 
     def setting(callback: Any) -> str:
         value = getattr(callback, f"_{name}", getattr(callback, name, None))
-        return f"{name}={value!r}" if value in values else ""
+        return f"{name}={value!r}" if uploads(value) else ""
 
     return setting
 
@@ -100,19 +101,20 @@ _UPLOADS = [
         "Set CLEARML_LOG_MODEL=false",
     ),
     Upload(
-        "NeptuneCallback", _argument("log_checkpoints", ("same", "last", "best")), _CHECKPOINTS,
+        "NeptuneCallback", _argument("log_checkpoints", lambda which: which is not None),
+        _CHECKPOINTS,
         "Leave log_checkpoints out",
     ),
     Upload(
-        "DVCLiveCallback", _argument("log_model", ("all",)), _CHECKPOINTS,
+        "DVCLiveCallback", _argument("log_model", lambda which: which == "all"), _CHECKPOINTS,
         "Use log_model=True (HF_DVCLIVE_LOG_MODEL=true), for the model alone",
     ),
     Upload(
-        "FlyteCallback", _argument("sync_checkpoints", (True,)), _CHECKPOINTS,
+        "FlyteCallback", _argument("sync_checkpoints", bool), _CHECKPOINTS,
         "Use sync_checkpoints=False",
     ),
     Upload(
-        "FlyteCallback", _argument("save_log_history", (True,)),
+        "FlyteCallback", _argument("save_log_history", bool),
         "the history in memory, with figures of single messages and true gradients",
         "Use save_log_history=False",
     ),
