@@ -113,9 +113,8 @@ def test_objects_count_by_their_content_or_class() -> None:
     again = GradGuardConfig("out", use_cpu=True, lr_scheduler_kwargs={"lr_lambda": object()})
     assert repr(compared_settings(args)) == repr(compared_settings(again))
     apart = GradGuardConfig("out", use_cpu=True, accelerator_config={"use_seedable_sampler": False})
-    assert compared_settings(args)["accelerator_config"] != (
-        compared_settings(apart)["accelerator_config"]
-    )
+    settings, others = compared_settings(args), compared_settings(apart)
+    assert settings["accelerator_config"] != others["accelerator_config"]
 
 
 def test_ranks_begin_at_one_step() -> None:

@@ -33,6 +33,7 @@ from .private_rows import (
     noise_if_empty,
     rounding_of_rows,
 )
+from .schedules import falls_to_zero, follows_evaluation
 from .secret_positions import SecretPositions, positions_unknown
 
 logger = logging.get_logger(__name__)
@@ -160,7 +161,8 @@ class CorrelatedRows(PrivateRows):
         self, args: TrainingArguments, state: Any, *_: Any, model: nn.Module, **kwargs: Any
     ) -> None:
         """Plan the noise for the messages that are to come, or go on with a plan."""
-        check_is_linear(kwargs.get("optimizer"), args)
+        schedule = kwargs.get("lr_scheduler")
+        check_is_linear(kwargs.get("optimizer"), args, schedule)
         accumulation = args.gradient_accumulation_steps
         messages = (state.max_steps - state.global_step) * accumulation
         is_resumed, saved = self._saved_position is not None, self._saved_position or 0
@@ -190,6 +192,7 @@ class CorrelatedRows(PrivateRows):
             agreed = {
                 "the messages planned": plan.messages, "σ": plan.noise_multiplier,
                 "sampling": self._sampling,
+                "whether rates fall": falls_to_zero(schedule, state.max_steps),
             }  # fmt: skip
             check_agreed(agreed | {"clients_per_process": len(self._clients())}, args.device)
         if lost := plan.position - saved if is_resumed else 0:
@@ -205,7 +208,7 @@ class CorrelatedRows(PrivateRows):
             client.calibrate(  # type: ignore[attr-defined]
                 own_multiplier, self.batch_size, messages=plan.messages,
                 min_separation=self._rounds if plan.messages > self._rounds else None,
-                falling_rate=args.lr_scheduler_type in _FALLING,
+                falling_rate=falls_to_zero(schedule, state.max_steps),
             )  # fmt: skip
         self._tell_origin(plan.noise_multiplier, 1.0, 1)
         if self._rank == 0:
@@ -478,7 +481,7 @@ class CorrelatedRows(PrivateRows):
         return self._transcript is None or not self._transcript.is_counted
 
 
-def check_is_linear(optimizer: Any, args: TrainingArguments) -> None:
+def check_is_linear(optimizer: Any, args: TrainingArguments, schedule: Any = None) -> None:
     """Refuse what does not add messages up, with the way out.
 
     Raises:
@@ -498,10 +501,10 @@ def check_is_linear(optimizer: Any, args: TrainingArguments) -> None:
             "that noise stays). Set optim='sgd' (with optim_args='momentum=0.9' if you like) and a "
             "learning rate for it, or correlated=False."
         )
-    if args.lr_scheduler_type == "reduce_lr_on_plateau":
+    if follows_evaluation(schedule):
         raise NotImplementedError(
-            f"{_SAY} and lr_scheduler_type='reduce_lr_on_plateau': rates that follow evaluation "
-            "are no public schedule. Use any other, such as 'linear'."
+            f"{_SAY} and {type(schedule).__name__}: rates that follow evaluation are no public "
+            "schedule. Use a lr_scheduler_type that counts steps, such as 'linear'."
         )
     if args.max_grad_norm:
         logger.warning_once(
@@ -513,7 +516,6 @@ def check_is_linear(optimizer: Any, args: TrainingArguments) -> None:
 
 TOLERANCE = 1e-3
 """By how much more than a target is no more than rounding."""
-_FALLING = ("linear", "cosine", "polynomial")  # schedules that end at zero
 _SAY = "GradGuardTrainer does not support dp_sgd with correlated=True"
 _LOST = (
     "{} message(s) left after the checkpoint, before the run ended. Their rows are in no further "

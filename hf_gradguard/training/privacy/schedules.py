@@ -1,0 +1,60 @@
+"""What a schedule of learning rates says before a training: whether it is public, and how it ends.
+
+Both follow from the scheduler itself, and not from its name, so that a new one is judged as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+from torch.optim.lr_scheduler import LambdaLR
+
+_NEARLY_ZERO = 0.01  # of the highest rate: some schedules end at a small one, lest it be zero
+_POINTS = 1001  # at which a long schedule is looked at
+
+
+def follows_evaluation(scheduler: Any) -> bool:
+    """Tell whether a scheduler's rates follow a metric, so that nobody knows them beforehand.
+
+    Args:
+        scheduler: The Trainer's; `None` where rates stay.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> follows_evaluation(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+        True
+    """
+    plain = getattr(scheduler, "scheduler", scheduler)  # Accelerate wraps it
+    return plain is not None and "metrics" in inspect.signature(plain.step).parameters
+
+
+def falls_to_zero(scheduler: Any, steps: int) -> bool:
+    """Tell whether rates end at zero and do not rise again once they have fallen.
+
+    Schedules that are no `LambdaLR`, as a user may pass one, cannot be asked about a later step.
+    For them the answer is no, and noise is planned for rates that stay: right for any, and the
+    least for some.
+
+    Args:
+        scheduler: The Trainer's.
+        steps: Optimizer steps of the training.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 30)
+        >>> falls_to_zero(schedule, steps=30), falls_to_zero(schedule, steps=15)
+        (True, False)
+    """
+    plain = getattr(scheduler, "scheduler", scheduler)
+    if not isinstance(plain, LambdaLR):
+        return False
+    counts = np.linspace(0, steps, min(steps + 1, _POINTS)).round().astype(int).tolist()
+    return all(_ends_at_zero([rate(step) for step in counts]) for rate in plain.lr_lambdas)
+
+
+def _ends_at_zero(rates: list[float]) -> bool:
+    highest = max(rates)
+    afterwards = np.diff(rates[rates.index(highest) :])
+    return bool(rates[-1] <= _NEARLY_ZERO * highest and (afterwards <= 0).all())
