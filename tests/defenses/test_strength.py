@@ -260,6 +260,39 @@ def test_the_filter_finds_the_mean(relative: float) -> None:
         assert usual.mean == pytest.approx(power, rel=0.5)
 
 
+def best_estimate(start: float, messages: list[float], noise: float) -> float:
+    """The mean after some messages by one regression of all of them, where each says the power of
+    its own day: by hand, of spreads of 200 % before, 5 % a message, and 50 % between batches.
+
+    Args:
+        start: Of random inputs.
+        messages: ‖y‖² - Tr Σ of each.
+        noise: Tr Σ of each, with entries so many that nothing else of it counts.
+    """
+    mean, days = start, len(messages)
+    for day in range(1, days + 1):  # spreads are relative to the estimate of the day
+        rates = [start] + [best_estimate(start, messages[:d], noise) for d in range(1, day)]
+        steps = [(2.0 * start) ** 2] + [(0.05 * rate) ** 2 for rate in rates]
+        drift = np.array([[sum(steps[: 2 + min(a, b)]) for b in range(day)] for a in range(day)])
+        errors = np.diag([(0.5 * rate) ** 2 for rate in rates])
+        apart = np.array(messages[:day]) - start
+        mean = start + float(drift[-1] @ np.linalg.solve(drift + errors, apart))
+    return mean
+
+
+@pytest.mark.parametrize("factor", [30.0, 1.5, 0.9])
+def test_the_estimate_is_the_best_of_its_spreads(factor: float) -> None:
+    """A first strength that is 30 times too weak is mended by the first message."""
+    usual = UsualPower()
+    usual.begin(2.0)
+    messages = [2.0 * factor, 2.2 * factor, 1.9 * factor, 2.1 * factor]
+    for day, power in enumerate(messages, 1):
+        usual.observe(power + 50.0, noise_power=50.0, noise_squares=1e-12)
+        assert usual.mean == pytest.approx(best_estimate(2.0, messages[:day], 50.0), rel=1e-6)
+    if factor == 30.0:
+        assert usual.mean > 0.9 * 2.0 * factor
+
+
 def test_it_never_falls_to_zero() -> None:
     usual = UsualPower()
     usual.begin(1.0)

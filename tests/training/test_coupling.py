@@ -232,6 +232,35 @@ def test_what_begins_later_is_seen() -> None:
         [check([0, 1, 2]) for _ in range(LATER_INTERVAL)]
 
 
+@pytest.mark.parametrize("begins_at", [1, 2, 3, 4, 101])
+def test_what_begins_at_a_batch_that_is_looked_at_is_found_there(begins_at: int) -> None:
+    """The first four are looked at, and one in a hundred later."""
+    collate = default_data_collator
+    check = CouplingCheck(pictures(), lambda rows: collate(rows))
+    for _ in range(1, begins_at):
+        check([0, 1, 2])
+    collate = centered
+    with pytest.raises(NotImplementedError, match="coupled"):
+        check([0, 1, 2])
+
+
+@pytest.mark.parametrize(("share", "is_found"), [(1e-4, True), (1e-8, False)])
+def test_a_small_coupling_is_found_and_rounding_is_none(share: float, is_found: bool) -> None:
+    """Entries are from 0 to 1. What rows sum up in another order differs by rounding."""
+
+    def nearly_apart(rows: Rows) -> dict[str, Tensor]:
+        batch = default_data_collator(rows)
+        x = batch["pixel_values"]
+        return {**batch, "pixel_values": x + share * x.mean(0)}
+
+    check = CouplingCheck(pictures(), nearly_apart)
+    if is_found:
+        with pytest.raises(NotImplementedError, match="coupled"):
+            check([0, 1, 2])
+    else:
+        check([0, 1, 2])
+
+
 def collate_rows(rows: Rows) -> dict[str, Tensor]:
     return default_data_collator(rows)
 

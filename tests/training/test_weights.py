@@ -166,6 +166,37 @@ def test_other_forms_are_refused(odd: Callable[[Tensor, float], Tensor]) -> None
         LossWeights(loss)(Losses(0.0, 0.0), [batch_of([1, 2, 3])], normalization(20))
 
 
+@pytest.mark.parametrize(("off", "is_refused"), [(0.009, False), (0.011, True), (0.05, True)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_one_hundredth_beside_the_form_is_refused(off: float, sign: int, is_refused: bool) -> None:
+    """A loss of 1 by one item and 1/2 by two is a sum. By two it is `off` beside that."""
+
+    def loss(model: nn.Module, batch: dict[str, Any], items: float | None) -> Tensor:
+        assert items is not None
+        return torch.tensor(1 / items + sign * off * (items == 2))
+
+    def weigh() -> Weights:
+        return LossWeights(loss)(Losses(0.0, 0.0), [batch_of([1, 2, 3])], normalization(20))
+
+    if is_refused:
+        with pytest.raises(NotImplementedError, match="num_items_in_batch doubles"):
+            weigh()
+    else:
+        assert weigh() == Weights([3 / 20], Spread(20 / 3, 20 / 3))
+
+
+@pytest.mark.parametrize(("of_tokens", "spread"), [(5e-7, 1.0), (2e-6, 20 / 3)])
+def test_one_millionth_of_a_sum_counts(of_tokens: float, spread: float) -> None:
+    """Beside a mean: less of it is nothing that float32 could tell."""
+
+    def loss(model: nn.Module, batch: dict[str, Any], items: float | None) -> Tensor:
+        assert items is not None
+        return torch.tensor(1 + of_tokens / items, dtype=torch.float64)
+
+    weights = LossWeights(loss)(Losses(0.0, 0.0), [batch_of([1, 2, 3])], normalization(20))
+    assert weights.spread.loss == pytest.approx(spread)
+
+
 # --- a mixture of experts
 
 
