@@ -231,10 +231,11 @@ def without_rows(card: Any, widget: list[Any], examples: Any) -> None:
     card.widget, card.usage_examples, card.usage_examples_display = widget, examples, None
     for name in ("train_datasets", "eval_datasets"):
         kept = [
-            {key: value for key, value in about.items() if key not in _OF_ROWS}
+            {key: value for key, value in about.items() if key in _OF_DATA_SET}
             for about in getattr(card, name, ())
         ]
         setattr(card, name, kept)
 
 
-_OF_ROWS = frozenset({"stats", "stats_table", "examples", "examples_table", "_example_columns"})
+_OF_DATA_SET = frozenset({"name", "id", "revision", "split", "size", "columns", "loss"})
+"""What a card may say of a data set. All else, also of a newer version, may show its rows."""
