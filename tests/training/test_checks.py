@@ -26,6 +26,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
+from transformers.trainer_utils import HubStrategy
+from transformers.training_args import OptimizerNames
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.leakage import FisherAccountant
@@ -95,6 +97,16 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {},
         ("hub_strategy='all_checkpoints'", "private state", "Use 'end' or 'every_save'"),
     ),
+    "hub, of a newer version": (
+        {"push_to_hub": True},
+        {"hub_strategy": "every_step"},
+        ("hub_strategy='every_step'", "private state"),
+    ),
+    "offloaded activations": (
+        {},
+        {"activation_offloading": True},
+        ("activation_offloading", "does not run", "Use activation checkpointing"),
+    ),
     "several gpus": (
         {},
         {"_n_gpu": 2},
@@ -142,6 +154,56 @@ def test_refused_arguments_of_sharded_clients(
     refusal = make_arguments({}, {**sharded, "fsdp_plugin_args": {**plugin, **engine}, **later})
     message = refused(check_arguments, refusal)
     assert all(part in message for part in says), message
+
+
+IN_BACKWARD = {"lomo", "adalomo", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise",
+               "galore_adafactor_layerwise", "apollo_adamw_layerwise"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [kind.value for kind in OptimizerNames])
+def test_optimizers_that_step_in_the_backward_pass_are_refused(name: str) -> None:
+    args = TrainingArguments("out", use_cpu=True)
+    args.optim = name  # what needs a package is refused by Transformers itself
+    if name in IN_BACKWARD:
+        assert "inside the backward pass" in refused(check_arguments, args)
+    else:
+        check_arguments(args)
+
+
+@pytest.mark.parametrize("strategy", [kind.value for kind in HubStrategy])
+def test_checkpoints_are_not_pushed(strategy: str) -> None:
+    args = TrainingArguments("out", use_cpu=True, push_to_hub=True, hub_strategy=strategy)
+    if strategy in ("end", "every_save"):
+        check_arguments(args)
+    else:
+        assert f"hub_strategy='{strategy}'" in refused(check_arguments, args)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_log_probabilities_of_a_reference_stay_on_their_rank(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL gathers them of all ranks' texts before training begins."""
+    monkeypatch.setattr(TrainingArguments, "world_size", ranks)
+    args = TrainingArguments("out", use_cpu=True)
+    args.precompute_ref_log_probs = True  # type: ignore[attr-defined]
+    if ranks > 1:
+        said = refused(check_arguments, args)
+        assert "would be sent the reference's log-probabilities" in said
+    else:
+        check_arguments(args)
+
+
+WHOLE_REPLICAS = {"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU"}
+
+
+@pytest.mark.parametrize("kind", list(DistributedType))
+def test_whole_replicas_alone_are_supported(kind: DistributedType) -> None:
+    accelerator = make_accelerator(distributed_type=kind)
+    if kind.value in WHOLE_REPLICAS:
+        check_accelerator(accelerator)
+    else:
+        refused(check_accelerator, accelerator)
 
 
 def test_launcher_s_sizes_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ def _of_checkpointing(args: TrainingArguments) -> str:
 
 def _of_pushing(args: TrainingArguments) -> str:
     strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
-    if not args.push_to_hub or strategy not in ("checkpoint", "all_checkpoints"):
+    if not args.push_to_hub or strategy in ("end", "every_save"):
         return ""
     return (
         f"hub_strategy='{strategy}': a checkpoint holds the defense's private state, and "
