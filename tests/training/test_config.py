@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,58 @@ def test_bad_values_are_refused_with_the_way_out(
 ) -> None:
     with pytest.raises(error, match=message):
         make(**settings)
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "batch_statistics": ("local", "shared", "frozen"),
+    "partition": ("iid", "dirichlet"),
+    "leakage_action": ("skip", "stop"),
+    "protect_labels": (None, "randomized_response"),
+    "noise_for": ("message", "sum"),
+    "private_metrics": ("console", "log"),
+}
+NEEDS: dict[Any, dict[str, Any]] = {
+    "dirichlet": {"num_clients": 4},
+    "randomized_response": {"label_epsilon": 1.0},
+    "sum": {"secure_aggregation": True},
+}
+KINDS: dict[str, tuple[Any, ...]] = {
+    "true or false": (1, None, "perhaps"), "a whole number": (2.0, "2", True),
+    "a number": ("0.5", True), "text": (3, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices(name: str) -> None:
+    for choice in CHOICES[name]:
+        assert getattr(make(**{name: choice}, **NEEDS.get(choice, {})), name) == choice
+    with pytest.raises(ValueError, match=f"{name} must be one of .*, but is 'another'"):
+        make(**{name: "another"}, label_epsilon=1.0 if name == "protect_labels" else None)
+
+
+@pytest.mark.parametrize(
+    "name", ["dirichlet_alpha", "leakage_limit", "label_epsilon", "secure_aggregation_range"]
+)
+@pytest.mark.parametrize("number", [0.0, -1.0, math.inf, math.nan])
+def test_what_must_be_above_zero(name: str, number: float) -> None:
+    needs = {"protect_labels": "randomized_response"} if name == "label_epsilon" else {}
+    with pytest.raises(ValueError, match=f"{name} must be a finite number above 0"):
+        make(**{name: number}, **needs)
+    assert getattr(make(**{name: 1e-9}, **needs), name) == 1e-9
+
+
+@pytest.mark.parametrize("name", [
+    field.name for field in dataclasses.fields(GradGuardConfig)
+    if field.name in GradGuardConfig.__annotations__
+    and field.name not in ("defense", "defense_kwargs", "withhold")
+])  # fmt: skip
+def test_every_setting_has_its_type(name: str) -> None:
+    """A text in the place of a number, or of yes or no, would mean something else silently."""
+    annotation = GradGuardConfig.__annotations__[name]
+    called = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
+    for wrong in KINDS[kind := called[annotation.partition(" | ")[0]]]:
+        with pytest.raises(ValueError, match=f"{name} must be {kind}"):
+            make(**{name: wrong})
 
 
 def test_defense_settings_are_json_on_the_command_line() -> None:

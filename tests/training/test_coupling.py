@@ -155,6 +155,11 @@ def with_positions(rows: Rows) -> dict[str, Tensor]:
     return {**batch, "position_ids": positions}
 
 
+def padded_left(rows: Rows) -> dict[str, Tensor]:
+    batch = pad([{k: torch.as_tensor(v).flip(0) for k, v in row.items()} for row in rows])
+    return {key: value.flip(1) for key, value in batch.items()}
+
+
 hidden_source = np.random.default_rng(4)
 
 
@@ -172,6 +177,7 @@ DRAWING: dict[str, Callable[[], Callable[[Rows], Any]]] = {
     "a generator of its own": OwnGenerator,
     "a source that is not seen": lambda: from_elsewhere,
     "positions": lambda: with_positions,
+    "padding on the left": lambda: padded_left,
     "padding": lambda: (
         lambda rows: pad([{k: torch.as_tensor(v) for k, v in r.items()} for r in rows])
     ),
@@ -242,6 +248,41 @@ def test_what_begins_at_a_batch_that_is_looked_at_is_found_there(begins_at: int)
     collate = centered
     with pytest.raises(NotImplementedError, match="coupled"):
         check([0, 1, 2])
+
+
+def test_batches_between_are_not_looked_at() -> None:
+    """Looking costs a few batches each time."""
+    calls = []
+
+    def counted(rows: Rows) -> dict[str, Tensor]:
+        calls.append(len(rows))
+        return default_data_collator(rows)
+
+    check, looked_at = CouplingCheck(pictures(), counted), []
+    for batch in range(1, 203):
+        before = len(calls)
+        check([0, 1, 2])
+        if len(calls) > before:
+            looked_at.append(batch)
+    assert looked_at == [1, 2, 3, 4, 101, 201]
+
+
+def test_what_couples_rows_in_every_other_batch_is_found_early() -> None:
+    """A collator that mixes by chance is looked at under several states of the generators."""
+
+    def by_chance(rows: Rows) -> dict[str, Tensor]:
+        mixes = bool(torch.rand(()) < 0.5)
+        return (centered if mixes else default_data_collator)(rows)
+
+    found = 0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        check = CouplingCheck(pictures(), by_chance)
+        try:
+            [check([1, 4, 7, 9, 2]) for _ in range(4)]
+        except NotImplementedError:
+            found += 1
+    assert found == 20
 
 
 @pytest.mark.parametrize(("share", "is_found"), [(1e-4, True), (1e-8, False)])

@@ -67,12 +67,38 @@ def test_optimizers_that_normalize(kind: str) -> None:
     assert "0.001, 0.002, 0.004, 0.008" in notice
 
 
-@pytest.mark.parametrize("kind", ["Lamb", "Lion", "LARS", "SophiaG", "AdamWScheduleFree"])
+@pytest.mark.parametrize(
+    "kind",
+    ["Lamb", "Lion", "LARS", "SophiaG", "AdamWScheduleFree", "APOLLOAdamW", "APOLLO", "AdaLomo",
+     "Muon", "SingleDeviceMuonWithAuxAdam", "GaLoreAdafactor", "Adagrad8bit", "RMSprop32bit",
+     "AdaFactor"],
+)  # fmt: skip
 def test_optimizers_of_others_that_normalize(kind: str) -> None:
     made = type(kind, (torch.optim.SGD,), {})([torch.nn.Parameter(torch.ones(2))], lr=RATE)
     notice = rate_notice(made, make_defense("gaussian_noise", relative_scale=3.0), 1, None)
     assert notice is not None
     assert f"{kind}'s steps" in notice
+
+
+TORCHS = {
+    kind.__name__: kind.__name__ not in {"SGD", "ASGD", "LBFGS", "Rprop", "Adadelta"}
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and kind is not torch.optim.Optimizer
+}
+
+
+@pytest.mark.parametrize(("kind", "normalizes"), TORCHS.items())
+def test_every_optimizer_of_torch_is_judged(kind: str, normalizes: bool) -> None:
+    """One that a newer torch brings is taken to normalize until somebody has looked at it."""
+    made = type(kind, (torch.optim.SGD,), {})([torch.nn.Parameter(torch.ones(2))], lr=RATE)
+    notice = rate_notice(made, make_defense("gaussian_noise", relative_scale=3.0), 1, None)
+    assert (notice is not None) == normalizes
+
+
+@pytest.mark.parametrize(("ratio", "is_said"), [(0.99, False), (1.01, True)])
+def test_noise_below_the_gradient_is_no_news(ratio: float, is_said: bool) -> None:
+    noise = make_defense("gaussian_noise", relative_scale=ratio)
+    assert (_notice("AdamW", noise) is not None) == is_said
 
 
 def test_messages_are_averaged() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import make_task
 from torch.utils.data import IterableDataset
+from transformers import default_data_collator
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.randomness import Stream
@@ -55,6 +56,32 @@ def test_a_row_is_released_once() -> None:
     assert labels != [other[index]["labels"] for index in range(200)]
     assert len(set(labels)) == 3
     assert data == [{"labels": 0}] * 200
+
+
+@pytest.mark.parametrize("name", ["labels", "label", "label_ids"])
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_labels_are_randomized_by_every_name_that_collators_take(
+    name: str, as_tensor: bool
+) -> None:
+    """`default_data_collator` makes `labels` of each of them."""
+    label = torch.tensor(1) if as_tensor else 1
+    data = RandomizedLabels([{name: label, "x": 7}] * 200, 0.5, 3, LabelKey((1,)))
+    released = [data[index] for index in range(200)]
+    assert {int(row[name]) for row in released} == {0, 1, 2}
+    assert all(row.keys() == {name, "x"} for row in released)
+    if as_tensor or name != "label_ids":  # of which it takes lists alone
+        batches = [default_data_collator([row]) for row in released]
+        assert {int(batch["labels"]) for batch in batches} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    "names", [("labels", "label"), ("labels", "label_ids"), ("label", "label_ids")]
+)
+def test_two_labels_of_a_row_are_refused(names: tuple[str, str]) -> None:
+    """Only one of them would be randomized."""
+    data = RandomizedLabels([dict.fromkeys(names, 1)], 0.5, 3, LabelKey())
+    with pytest.raises(NotImplementedError, match=r"with \['.*'\]: a collator may take either"):
+        data[0]
 
 
 def config(tmp_path: Path, **more: Any) -> GradGuardConfig:
