@@ -14,7 +14,7 @@ from torch import Tensor
 PREFIX = "gradguard."
 TABLES = (
     "*embed*, *emb.weight, *wte.weight, *wpe.weight, shared.weight, *.shared.weight, "
-    "*relative_attention_bias*"
+    "*relative_attention_bias*, w.weight, *transformer.w.weight"
 )
 """What matrices are called whose rows the data looks up."""
 _TABLE = re.compile(r"(.*[._])?(embed(der|dings?)?|emb|wte|wpe|shared|tokens|positions)")
