@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -59,8 +60,7 @@ class _NoExchange(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        sends = func.namespace in _EXCHANGES and "barrier" not in func.__name__
-        if sends and not self._is_within_client(args):
+        if exchanges(func) and not self._is_within_client(args):
             raise NotImplementedError(
                 f"GradGuardTrainer does not support a loss that exchanges: {self._model_name} "
                 f"calls {func.namespace}.{func.__name__.split('.')[0]} in its pass, so that the "
@@ -83,5 +83,29 @@ def _ranks_of(argument: torch.ScriptObject) -> list[int]:
     return dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
 
 
-_EXCHANGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-"""Where torch keeps the operations that `torch.distributed` and functional collectives end in."""
+@functools.cache
+def exchanges(operation: Any) -> bool:
+    """Tell whether an operation sends something to other ranks: it takes a process group, or is one
+    of those that `torch.distributed` keeps together. A barrier carries nothing.
+
+    Args:
+        operation: One of torch's, as a dispatch mode gets it.
+
+    Example:
+        >>> exchanges(torch.ops.aten.mm.default), exchanges(torch.ops.c10d.send.default)
+        (False, True)
+    """
+    if "barrier" in operation.__name__:
+        return False
+    arguments = getattr(getattr(operation, "_schema", None), "arguments", ())
+    takes_group = any(
+        argument.name == "group_name" or "ProcessGroup" in str(argument.type)
+        for argument in arguments
+    )
+    return takes_group or operation.namespace in _EXCHANGES
+
+
+_EXCHANGES = ("c10d", "c10d_functional", "_c10d_functional", "symm_mem")
+"""Where torch keeps the operations that `torch.distributed`, functional collectives and symmetric
+memory end in. Some take a handle in the place of a group.
+"""

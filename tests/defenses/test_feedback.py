@@ -211,6 +211,16 @@ def test_every_entry_is_of_enough_batches(ratio: float) -> None:
         assert bool((sent[sent != 0] >= 3).all())
 
 
+@pytest.mark.parametrize(("count", "is_taken"), [(255, True), (256, False), (0, False)])
+def test_batches_are_counted_in_one_byte(count: int, is_taken: bool) -> None:
+    """A count that wraps around would send one batch's own entry."""
+    if is_taken:
+        assert by_power(min_batches=count).facts.warmup_messages == count - 1
+        return
+    with pytest.raises(ValueError, match="min_batches must be"):
+        by_power(min_batches=count)
+
+
 def test_first_messages_are_held() -> None:
     assert make_defense("pruning", ratio=0.9).facts.warmup_messages == 0
     assert make_defense("optimal_pruning").facts.warmup_messages == 7
