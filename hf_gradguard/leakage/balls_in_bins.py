@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..defenses.factorization import response, sensitivity
-from .differential_privacy import _least, of_rounded_sums
+from .differential_privacy import least_noise, of_rounded_sums
 
 DRAWS = 100_000
 CONFIDENCE = 0.999
@@ -37,6 +37,7 @@ _SHIFTS = (0.0, 1.5, 3.0, 4.5, 6.0)
 _COARSEST = 0.1  # of a δ, its standard error relative to it
 _DOUBLINGS = 4  # of draws that were too few for it
 _MOST_EPSILON = 200.0
+_MOST_SQUARE = 1e5  # of a row's mean, in the noise's variances: of more, draws keep no digits
 
 
 def balls_in_bins_epsilon(
@@ -56,7 +57,7 @@ def balls_in_bins_epsilon(
     Returns:
         The upper end of an interval at 99.9 %, by the estimate's standard error (it is taken for
         normal). In the neighboring data set the row's gradient is zero, or it is in this one; the
-        larger ε of both. Infinite above 200.
+        larger ε of both. Infinite above 200, and with next to no noise.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -73,6 +74,8 @@ def balls_in_bins_epsilon(
     if not 0 < delta < 1:
         raise ValueError(f"delta must be between 0 and 1, but is {delta!r}.")
     pair = _Pair(column, noise_multiplier, bins, scale)
+    if pair.is_plain:
+        return math.inf
     return max(_epsilon(draw, draws, delta) for draw in (pair.with_row, pair.without_row))
 
 
@@ -92,7 +95,8 @@ def balls_in_bins_power(
         draws: How many.
 
     Returns:
-        Its upper end, at 99.9 % (Clopper and Pearson; both the threshold and the share are drawn).
+        Its upper end, at 99.9 % (Clopper and Pearson; both the threshold and the share are drawn);
+        1 with next to no noise.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -106,6 +110,8 @@ def balls_in_bins_power(
     if not 0 < false_alarms < 1:
         raise ValueError(f"false_alarms must be between 0 and 1, but is {false_alarms}.")
     pair = _Pair(column, noise_multiplier, bins, scale)
+    if pair.is_plain:
+        return 1.0
     from scipy.stats import beta, binom
 
     least = int(binom.ppf(_OF_BOTH, draws, false_alarms)) + 1
@@ -123,7 +129,7 @@ def balls_in_bins_noise_multiplier(
     """The least σ, to half a percent, with which `balls_in_bins_epsilon` is within a target.
 
     Args:
-        target_epsilon: ε > 0.
+        target_epsilon: ε above 0, and at most 200.
         delta: δ.
         column: As for `balls_in_bins_epsilon`.
         bins: Likewise.
@@ -139,11 +145,17 @@ def balls_in_bins_noise_multiplier(
     """
     if not 0 < target_epsilon < math.inf:
         raise ValueError(f"target_epsilon must be above 0 and finite, but is {target_epsilon!r}.")
+    if target_epsilon > _MOST_EPSILON:
+        raise ValueError(
+            f"target_epsilon must be at most {_MOST_EPSILON:g}, but is {target_epsilon!r}: draws "
+            "tell no larger ε apart. Take dp_sgd_noise_multiplier(target_epsilon, delta, 1.0, 1), "
+            "whose ε holds for an attacker that knows the places, too."
+        )
 
-    def is_enough(sigma: float) -> bool:
-        return balls_in_bins_epsilon(column, sigma, bins, delta, draws=draws) <= target_epsilon
+    def epsilon(sigma: float) -> float:
+        return balls_in_bins_epsilon(column, sigma, bins, delta, draws=draws)
 
-    return _least(is_enough, 1.0, 0.25, 0.005)
+    return least_noise(epsilon, target_epsilon, 1.0, 0.005)
 
 
 class _Losses(NamedTuple):
@@ -159,14 +171,16 @@ class _Pair:
     """Messages with a row and without it, in the noise's deviations.
 
     A factor that is the same from message to message moves a row's mean along with its place: m_i
-    is one pulse, i messages later.
+    is one pulse, i messages later. Where that is plain to see behind the noise nothing is drawn.
     """
 
     def __init__(
         self, column: Tensor, noise_multiplier: float, bins: int, scale: float | None
     ) -> None:
-        if not noise_multiplier > 0:
-            raise ValueError(f"noise_multiplier must be above 0, but is {noise_multiplier}.")
+        if not 0 < noise_multiplier < math.inf:
+            raise ValueError(
+                f"noise_multiplier must be above 0 and finite, but is {noise_multiplier}."
+            )
         if bins < 1:
             raise ValueError(f"bins must be at least 1, but is {bins}.")
         messages = len(column)
@@ -174,6 +188,7 @@ class _Pair:
         strength = sensitivity(column, passes, bins)  # refuses columns that it cannot judge
         deviation = of_rounded_sums(noise_multiplier) * (strength if scale is None else scale)
         pulse = response(column.double(), passes, bins) / deviation
+        self.is_plain = not float(pulse.square().sum()) <= _MOST_SQUARE
         self._pulse = pulse.float()  # far finer than what so many draws can tell
         self._bins, self._used = bins, min(bins, messages)  # the others' rows are in no message
         try:

@@ -7,9 +7,9 @@ the grid of their noise first (`Stream.noisy`), which adds at most GRID of its d
 is computed here is therefore of the numbers that are shared, and not of real ones.
 
 References: Abadi et al., "Deep Learning with Differential Privacy" (2016); Koskela, Jälkö and
-Honkela, "Computing Tight Differential Privacy Guarantees Using FFT" (2020); Doroshenko et al.,
-"Connect the Dots" (2022), which `dp-accounting` implements. Of single messages: Dong, Roth and Su,
-"Gaussian Differential Privacy" (2022).
+Honkela, "Computing Tight Differential Privacy Guarantees Using FFT" (2020). Of single messages:
+Dong, Roth and Su, "Gaussian Differential Privacy" (2022). How losses are composed is said in
+`loss_distributions`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from statistics import NormalDist
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..randomness import GRID
+from .accountant import gaussian_epsilon
+from .loss_distributions import sampled_gaussian_epsilon
 
-INTERVAL = 5e-4
-"""Of discretization, in units of ε; `dp-accounting`'s own is 1e-4. It errs upward: by 0.1 % of ε
-after 14,000 messages, at a fifth of the time.
-"""
 TOLERANCE = 1e-3
-"""Of a calibrated noise multiplier, relative to it; upward."""
+"""Of a calibrated noise multiplier, relative to it; upward. What it leaves of a target is five times
+as much at most.
+"""
 SPENT = 0.99
 """The share of a target after which it counts as spent: the rest takes noise without bounds."""
-LEAST = 0.3
-"""Of noise multipliers that are calibrated: less is hardly noise."""
+LEAST_NOISE, MOST_NOISE = 1e-6, 1e6
+"""Of noise multipliers that are calibrated."""
 
 
 def dp_sgd_epsilon(
@@ -49,7 +48,9 @@ def dp_sgd_epsilon(
         delta: δ.
 
     Returns:
-        An upper bound, by `dp-accounting`.
+        An upper bound, a few thousandths above the least one that privacy loss distributions give.
+        It counts that sums are rounded to the grid of their noise: noise of more than about 16,000
+        hides no more.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -84,8 +85,10 @@ def membership_power(
         >>> round(membership_power(1.5), 4)
         0.0485
     """
-    if not noise_multiplier > 0:
-        raise ValueError(f"noise_multiplier must be above 0, but is {noise_multiplier}.")
+    if not 0 < noise_multiplier < math.inf:
+        raise ValueError(
+            f"noise_multiplier must be above 0 and finite, but is {noise_multiplier}."
+        )
     if not 0 < false_alarms < 1:
         raise ValueError(f"false_alarms must be between 0 and 1, but is {false_alarms}.")
     if messages < 1:
@@ -122,7 +125,8 @@ def dp_sgd_noise_multiplier(
         account: Of messages that were shared already, which count too.
 
     Raises:
-        ValueError: If an argument is out of range, or those messages have spent it all.
+        ValueError: If an argument is out of range, if those messages have spent it all, or if no
+            noise keeps the target, or any.
         ImportError: Without `dp-accounting`.
 
     Example:
@@ -145,37 +149,79 @@ def _multiplier(
     shared: tuple[tuple[tuple[float, float], int], ...],
 ) -> float:
     spent = dict(shared)
-
-    def epsilon(sigma: float, interval: float = INTERVAL) -> float:
-        key = (sigma, sampling_rate)
-        account = PrivacyAccount({**spent, key: spent.get(key, 0) + messages})
-        return account.epsilon(delta, interval)
-
     spent_epsilon = PrivacyAccount(spent).epsilon(delta)
     if spent_epsilon >= SPENT * target_epsilon:
         raise ValueError(
             f"target_epsilon={target_epsilon:g} is spent: what was shared of this data so far has "
             f"ε = {spent_epsilon:.4g} at δ = {delta:g}. Stop here, or set a larger one."
         )
-    roughly = _least(lambda sigma: epsilon(sigma, 10 * INTERVAL) <= target_epsilon, 1.0, 0.5, 0.02)
-    return _least(lambda sigma: epsilon(sigma) <= target_epsilon, roughly, 0.02, TOLERANCE)
+    messages = max(messages, 1)
+
+    def epsilon(sigma: float) -> float:
+        key = (sigma, sampling_rate)
+        account = PrivacyAccount({**spent, key: spent.get(key, 0) + messages})
+        return account.epsilon(delta)
+
+    # Where losses are nearly normal; a start is all that it is.
+    normal = -NormalDist().inv_cdf(delta)
+    distance = 2 * target_epsilon / (normal + math.hypot(normal, math.sqrt(2 * target_epsilon)))
+    start = math.log1p((distance / sampling_rate) ** 2 / messages) ** -0.5
+    return least_noise(epsilon, target_epsilon, start, TOLERANCE)
 
 
-def _least(enough: Callable[[float], bool], start: float, step: float, tolerance: float) -> float:
-    """The least σ that is enough, at most `tolerance` of it too large; never below `LEAST`."""
-    high = start
-    while not enough(high):
-        if high > 1e6:
-            raise ValueError("No noise is enough for this ε: too many messages, or too small a δ.")
-        high *= 1 + step
-        step *= 2
-    low = high / (1 + step)
-    while low > LEAST and enough(low):
-        low, high = low / (1 + step), low
-    low = max(low, LEAST)
-    while high - low > tolerance * high:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if enough(middle) else (middle, high)
+def least_noise(
+    epsilon: Callable[[float], float], target: float, start: float, tolerance: float
+) -> float:
+    """Find the least σ whose ε is within a target.
+
+    Args:
+        epsilon: ε of a σ, falling.
+        target: ε at most.
+        start: A guess of σ.
+        tolerance: How much too large σ may be, relative to it; and five times that is how much of
+            the target may be left.
+
+    Raises:
+        ValueError: If the most noise is not enough, or the least is.
+
+    Example:
+        >>> round(least_noise(lambda sigma: 1 / sigma**2, 4.0, start=3.0, tolerance=1e-3), 2)
+        0.5
+    """
+    step = 1.25
+    low = high = min(max(start, LEAST_NOISE), MOST_NOISE)
+    spent = {high: epsilon(high)}
+    while spent[high] > target:
+        if high == MOST_NOISE:
+            raise ValueError(
+                f"target_epsilon={target:g} is out of reach: noise_multiplier={high:g}, the most "
+                f"that is looked for, still has ε = {spent[high]:.4g}. (Sums are rounded to the "
+                f"grid of their noise, so that more than about {1 / GRID:.0f} hides no more.) "
+                "Share fewer messages, draw fewer rows of the data for each, or set a larger "
+                "target_epsilon or delta."
+            )
+        low, high = high, min(high * step, MOST_NOISE)
+        spent[high], step = epsilon(high), step**2
+    while spent[low] <= target:
+        if low == LEAST_NOISE:
+            raise ValueError(
+                f"target_epsilon={target:g} asks for no noise: noise_multiplier={low:g}, the least "
+                f"that is looked for, has ε = {spent[low]:.4g} only. Set a smaller target_epsilon, "
+                "or a delta below the probability that a row is in any message, or set "
+                "noise_multiplier yourself."
+            )
+        low, high = max(low / step, LEAST_NOISE), low
+        spent[low], step = epsilon(low), step**2
+    while high > (1 + tolerance) * low or spent[high] < (1 - 5 * tolerance) * target:
+        if high <= (1 + 1e-9) * low:
+            break  # ε jumps here
+        share = 0.5
+        if spent[high] > 0 and spent[low] < math.inf and len(spent) % 3:  # a line, in logarithms
+            share = math.log(spent[low] / target) / math.log(spent[low] / spent[high])
+        share = min(max(share, 0.01), 0.99)
+        middle = low * (high / low) ** share
+        spent[middle] = epsilon(middle)
+        low, high = (low, middle) if spent[middle] <= target else (middle, high)
     return high
 
 
@@ -197,14 +243,16 @@ class PrivacyAccount:
 
     def __init__(self, messages: Mapping[tuple[float, float], int] | None = None) -> None:
         self.messages: dict[tuple[float, float], int] = {}
-        self._cached: tuple[Any, float] | None = None
+        self._answered: tuple[float, dict[tuple[float, float], int], float] | None = None
         for (multiplier, rate), count in (messages or {}).items():
             self.add(multiplier, rate, count)
 
     def add(self, noise_multiplier: float, sampling_rate: float, messages: int = 1) -> None:
         """Some messages were shared."""
         if not 0 < noise_multiplier < math.inf:
-            raise ValueError(f"noise_multiplier must be above 0, but is {noise_multiplier!r}.")
+            raise ValueError(
+                f"noise_multiplier must be above 0 and finite, but is {noise_multiplier!r}."
+            )
         if not 0 < sampling_rate <= 1:
             raise ValueError(
                 f"sampling_rate must be above 0 and at most 1, but is {sampling_rate!r}."
@@ -214,12 +262,16 @@ class PrivacyAccount:
         key = (float(noise_multiplier), float(sampling_rate))
         self.messages[key] = self.messages.get(key, 0) + messages
 
-    def epsilon(self, delta: float, interval: float = INTERVAL) -> float:
-        """ε of all messages together at that δ, 0 before the first.
+    def epsilon(self, delta: float, interval: float | None = None) -> float:
+        """Compute ε of all messages together at that δ, 0 before the first.
 
         Args:
             delta: δ.
-            interval: Of discretization. Whatever it is, the result is an upper bound.
+            interval: Not used any more, and accepted so that calls keep working: grids follow ε.
+
+        Returns:
+            An upper bound, a few thousandths above the least one that privacy loss distributions
+            give. Of the same δ it never falls while messages are added.
 
         Raises:
             ValueError: Unless δ is between 0 and 1.
@@ -228,12 +280,16 @@ class PrivacyAccount:
         if not 0 < delta < 1:
             raise ValueError(f"delta must be between 0 and 1, but is {delta!r}.")
         shared = {key: count for key, count in self.messages.items() if count}
-        if not shared:
-            return 0.0
-        question = (delta, interval, tuple(sorted(shared.items())))
-        if self._cached is None or self._cached[0] != question:
-            self._cached = (question, _epsilon(shared, delta, interval))
-        return self._cached[1]
+        least = 0.0
+        if self._answered is not None and self._answered[0] == delta:
+            _, before, epsilon = self._answered
+            if shared == before:
+                return epsilon
+            if all(shared.get(key, 0) >= count for key, count in before.items()):
+                least = epsilon  # a finer grid may tell a little less of a little more
+        epsilon = max(least, _epsilon(shared, delta))
+        self._answered = (delta, shared, epsilon)
+        return epsilon
 
     def state_dict(self) -> dict[str, Tensor]:
         """All of it, as tensors."""
@@ -249,30 +305,22 @@ class PrivacyAccount:
             self.messages[key] = max(self.messages.get(key, 0), int(count))
 
 
-def _epsilon(messages: Mapping[tuple[float, float], int], delta: float, interval: float) -> float:
-    try:
-        from dp_accounting.pld.privacy_loss_distribution import identity
-    except ImportError as error:
-        raise ImportError(
-            "(ε, δ) is computed by the package dp-accounting. Install it with: pip install "
-            "'hf-gradguard[accounting]'. Without target_epsilon and delta nothing is computed."
-        ) from error
-    all_losses = identity(value_discretization_interval=interval)
+def _epsilon(messages: Mapping[tuple[float, float], int], delta: float) -> float:
+    if not messages:
+        return 0.0
+    sampled: dict[tuple[float, float], int] = {}
+    certain = 0.0  # Σ 1/σ² of messages that hold a row for sure: they are one Gaussian mechanism
+    strength = 0.0  # of all, if they held it for sure
     for (noise_multiplier, rate), count in messages.items():
         multiplier = of_rounded_sums(noise_multiplier)
+        strength += count * (1 / multiplier) * (1 / multiplier)
         if rate < 1:
-            losses = _losses(multiplier, rate, interval).self_compose(count)
+            sampled[multiplier, rate] = sampled.get((multiplier, rate), 0) + count
         else:
-            losses = _losses(multiplier / math.sqrt(count), rate, interval)
-        all_losses = all_losses.compose(losses)
-    return float(all_losses.get_epsilon_for_delta(delta))
-
-
-@functools.lru_cache(maxsize=16)
-def _losses(multiplier: float, rate: float, interval: float) -> Any:
-    """The privacy losses of a message: it takes longer to find them than to compose them."""
-    from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
-
-    return from_gaussian_mechanism(
-        multiplier, value_discretization_interval=interval, sampling_prob=rate
-    )
+            certain += count * (1 / multiplier) * (1 / multiplier)
+    unsampled = gaussian_epsilon(strength**-0.5, delta)
+    if not sampled:
+        return unsampled
+    if certain > 0:
+        sampled[certain**-0.5, 1.0] = 1
+    return sampled_gaussian_epsilon(sampled, delta, most=unsampled)
