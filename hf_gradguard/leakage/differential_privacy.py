@@ -86,9 +86,7 @@ def membership_power(
         0.0485
     """
     if not 0 < noise_multiplier < math.inf:
-        raise ValueError(
-            f"noise_multiplier must be above 0 and finite, but is {noise_multiplier}."
-        )
+        raise ValueError(f"noise_multiplier must be above 0 and finite, but is {noise_multiplier}.")
     if not 0 < false_alarms < 1:
         raise ValueError(f"false_alarms must be between 0 and 1, but is {false_alarms}.")
     if messages < 1:

@@ -26,11 +26,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-SETTLED = 3e-4
+SETTLED = 1e-3
 """A grid is fine enough where halving it lowers ε by less, relative to it."""
 _MOST_POINTS = 2**21  # of a grid: a second of work
+_FEW_POINTS = 4096  # of a grid that is searched for a tilt
 _LEFT_OUT = 1e-9  # of δ, for each of the parts of a sum that are counted as infinite losses
-_WRAPPED = 1e-9  # of the tilted distribution, what a Fourier transform adds where it is not
+_WRAPPED = 1e-7  # of the tilted distribution, at each end, which a Fourier transform adds elsewhere
 _ROUNDING = 1e-15  # of a computed probability, relative to it
 _STEEPEST = 30.0  # of a tilt, in units of a grid's interval
 
@@ -60,19 +61,29 @@ class Group(NamedTuple):
 
     Args:
         message: The losses of one of them.
-        losses: Its points.
-        logarithms: Of its masses.
         count: How many messages they are.
+        losses: A few points of its grid.
+        logarithms: Of its masses, split between these.
     """
 
     message: LossDistribution
+    count: int
     losses: np.ndarray
     logarithms: np.ndarray
-    count: int
+
+    @classmethod
+    def of(cls, message: LossDistribution, count: int) -> Group:
+        width = -(-len(message.masses) // _FEW_POINTS)
+        masses = np.pad(message.masses, (0, -len(message.masses) % width)).reshape(-1, width)
+        up = masses @ (np.arange(width) / width)  # means stay, and all else is further out
+        fewer = np.pad(masses.sum(1) - up, (0, 1)) + np.pad(up, (1, 0))
+        losses = (message.first + np.arange(len(fewer)) * width) * message.interval
+        with np.errstate(divide="ignore"):
+            return cls(message, count, losses, np.log(np.maximum(fewer, 0)))
 
     def cumulant(self, tilt: float) -> tuple[float, float]:
-        """Compute log E e^(tilt · loss) of a message, and its derivative: the mean loss under that
-        tilt.
+        """Compute log E e^(tilt · loss) of a message and its derivative, the mean loss under that
+        tilt. The first is an upper bound, for an exponential is convex.
         """
         exponents = self.logarithms + tilt * self.losses
         largest = exponents.max()
@@ -112,7 +123,7 @@ def _epsilon(
     looked for.
     """
     interval = 2.0 ** math.floor(math.log2(most))
-    found, tilt = math.inf, 1 / most
+    found, steepest = math.inf, 1 / most
     while True:
         interval /= 2
         groups = []
@@ -120,11 +131,10 @@ def _epsilon(
             message = _message(multiplier, rate, interval, count, delta, with_row)
             if message is None:
                 return min(found, most)
-            with np.errstate(divide="ignore"):
-                logarithms = np.log(message.masses)
-            groups.append(Group(message, message.losses, logarithms, count))
-        tilt = _tilt(groups, delta, tilt, _STEEPEST / interval)
-        composed = _composed(groups, delta, tilt, interval)
+            groups.append(Group.of(message, count))
+        steepest = _tilt(groups, delta, steepest, _STEEPEST / interval)
+        tilt = _centered(groups, steepest, found)
+        composed = _composed(groups, delta, (tilt, steepest), interval)
         if composed is None:
             return min(found, most)
         previous, found = found, min(found, _solved(*composed, tilt, delta))
@@ -185,7 +195,9 @@ def _message(
             far = without - np.exp(-high) * mixed
             masses = without
         gain = np.where(is_small, gain, far)
-        slack = _ROUNDING * np.where(is_small, rate + np.abs(edges[:-1] if with_row else edges[1:]), 1)
+        slack = _ROUNDING * np.where(
+            is_small, rate + np.abs(edges[:-1] if with_row else edges[1:]), 1
+        )
         gain = np.nan_to_num(gain, nan=np.inf) + slack * masses
     up = np.clip(gain / scale, 0, masses)
     padded = np.zeros(len(points))
@@ -260,21 +272,33 @@ def _tilt(groups: Sequence[Group], delta: float, start: float, most: float) -> f
     return math.sqrt(low * high)
 
 
+def _centered(groups: Sequence[Group], steepest: float, epsilon: float) -> float:
+    """A tilt under which losses lie about ε, where Chernoff's bound is far above it: where a few
+    rare messages tell nearly all.
+    """
+    tilt = steepest
+    while tilt > 1e-3 * steepest:
+        if sum(group.count * group.cumulant(tilt)[1] for group in groups) <= 2 * epsilon:
+            break
+        tilt /= 1.5
+    return tilt
+
+
 def _composed(
-    groups: Sequence[Group], delta: float, tilt: float, interval: float
+    groups: Sequence[Group], delta: float, tilts: tuple[float, float], interval: float
 ) -> tuple[LossDistribution, float] | None:
     """All messages' losses under a tilt, and the logarithm of what their masses are relative to."""
     from scipy.signal import fftconvolve
 
     total, log_total = None, 0.0
     for group in groups:
-        composed = _self_composed(group, delta / len(groups), tilt)
+        composed = _self_composed(group, delta / len(groups), *tilts)
         if composed is None:
             return None
         losses, log_scale = composed
         log_total += log_scale
         if len(groups) > 1:
-            losses = _coarsened(losses, interval, tilt)
+            losses = _coarsened(losses, interval, tilts[0])
         if total is None:
             total = losses
             continue
@@ -286,33 +310,42 @@ def _composed(
 
 
 def _self_composed(
-    group: Group, delta: float, tilt: float
+    group: Group, delta: float, tilt: float, steepest: float
 ) -> tuple[LossDistribution, float] | None:
     from scipy.fft import irfft, next_fast_len, rfft
 
-    message, losses, logarithms, count = group
-    interval, first, points = message.interval, message.first, len(losses)
+    message, count = group.message, group.count
+    interval, first, points = message.interval, message.first, len(message.masses)
     log_scale, _ = group.cumulant(tilt)
     bottom, top, left_out = count * first, count * (first + points - 1), 0.0
-    for factor in (1.02, 1.1, 1.3, 2, 4, 9):
-        log, _ = group.cumulant(factor * tilt)
-        bound = (count * log - math.log(_LEFT_OUT * delta)) / (factor * tilt)
+    for factor in (1, 1.1, 1.3, 2, 4, 9):
+        log, _ = group.cumulant(factor * steepest)
+        bound = (count * log - math.log(_LEFT_OUT * delta)) / (factor * steepest)
         if bound < top * interval:
             top, left_out = math.ceil(bound / interval), _LEFT_OUT * delta
-    for factor in (0.9, 0.7, 0.4, 0, -1):
-        log, _ = group.cumulant(factor * tilt)
-        bound = count * (log_scale - log) + math.log(_WRAPPED)
-        bottom = max(bottom, math.floor(bound / ((1 - factor) * tilt) / interval))
+    end = count * (first + points - 1)
+    for away in (0.1, 0.3, 0.6, 1, 2):
+        step = away * steepest
+        below, above = group.cumulant(tilt - step)[0], group.cumulant(tilt + step)[0]
+        bound = count * (log_scale - below) + math.log(_WRAPPED)
+        bottom = max(bottom, math.floor(bound / step / interval))
+        bound = count * (above - log_scale) - math.log(_WRAPPED)
+        end = min(end, math.ceil(bound / step / interval))
     kept = max(top - bottom + 1, 1)
-    length = next_fast_len(max(kept, points), real=True)
-    if length > 2 * _MOST_POINTS:
+    least = max(kept, points)
+    if least > 2 * _MOST_POINTS:
         return None
-    tilted = np.exp(logarithms + tilt * losses - log_scale)
+    # What is above the end wraps around to lower losses, which adds to δ where there is no room.
+    length = next_fast_len(min(max(least, end - bottom + 1), 2 * _MOST_POINTS), real=True)
+    with np.errstate(divide="ignore"):
+        tilted = np.exp(np.log(message.masses) + tilt * message.losses - log_scale)
+    share = float(tilted.sum())
+    tilted /= share
     masses = irfft(rfft(tilted, length) ** count, length)
     masses = np.roll(masses, -((bottom - count * first) % length))[:kept]
     infinite = count * message.infinite + left_out
     composed = LossDistribution(interval, bottom, np.maximum(masses, 0), infinite)
-    return composed, count * log_scale
+    return composed, count * (log_scale + math.log(share))
 
 
 def _coarsened(losses: LossDistribution, interval: float, tilt: float) -> LossDistribution:
