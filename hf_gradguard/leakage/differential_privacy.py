@@ -27,8 +27,8 @@ from .accountant import gaussian_epsilon
 from .loss_distributions import sampled_gaussian_epsilon
 
 TOLERANCE = 1e-3
-"""Of a calibrated noise multiplier, relative to it; upward. What it leaves of a target is five times
-as much at most.
+"""Of a calibrated noise multiplier, relative to it; upward. It leaves at most five times as much of
+a target.
 """
 SPENT = 0.99
 """The share of a target after which it counts as spent: the rest takes noise without bounds."""

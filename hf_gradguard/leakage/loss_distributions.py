@@ -28,7 +28,7 @@ import numpy as np
 
 SETTLED = 1e-3
 """A grid is fine enough where halving it lowers ε by less, relative to it."""
-_MOST_POINTS = 2**21  # of a grid: a second of work
+_MOST_POINTS = 2**20  # of a grid of a message, and half of a grid of all of them
 _FEW_POINTS = 4096  # of a grid that is searched for a tilt
 _LEFT_OUT = 1e-9  # of δ, for each of the parts of a sum that are counted as infinite losses
 _WRAPPED = 1e-7  # of the tilted distribution, at each end, which a Fourier transform adds elsewhere
@@ -338,14 +338,16 @@ def _self_composed(
     # What is above the end wraps around to lower losses, which adds to δ where there is no room.
     length = next_fast_len(min(max(least, end - bottom + 1), 2 * _MOST_POINTS), real=True)
     with np.errstate(divide="ignore"):
-        tilted = np.exp(np.log(message.masses) + tilt * message.losses - log_scale)
-    share = float(tilted.sum())
-    tilted /= share
+        exponents = np.log(message.masses) + tilt * message.losses
+    largest = float(exponents.max())
+    tilted = np.exp(exponents - largest)
+    total = float(tilted.sum())
+    tilted /= total
     masses = irfft(rfft(tilted, length) ** count, length)
     masses = np.roll(masses, -((bottom - count * first) % length))[:kept]
     infinite = count * message.infinite + left_out
     composed = LossDistribution(interval, bottom, np.maximum(masses, 0), infinite)
-    return composed, count * (log_scale + math.log(share))
+    return composed, count * (largest + math.log(total))
 
 
 def _coarsened(losses: LossDistribution, interval: float, tilt: float) -> LossDistribution:
