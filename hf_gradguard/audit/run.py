@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import Trainer
 from transformers.utils import logging
 
@@ -22,6 +23,7 @@ from ..data.samples import Sample
 from ..defenses import Chain, Defense, chain
 from ..gradient_map.domain import IMAGE, domain_of_model
 from ..registry import ATTACKS, DEFENSES, make
+from ..training.guards.hooks import check_free_of_hooks
 from .cells import Audit, Cells
 from .client import Shared, modality_of, training_of
 from .loop import Setup, plain_settings, run
@@ -170,6 +172,8 @@ def _audit(
     trained: dict[str, Defense],
 ) -> Audit:
     """The audit of what was set up. What was `trained` is prepared already, and remembers."""
+    if _has_hooks(setup.model):
+        check_free_of_hooks(setup.model)
     attacks = request.attacks
     if attacks is None:
         attacks = default_attacks(setup.model, setup.batches[0])
@@ -185,6 +189,14 @@ def _audit(
             defense.prepare(setup.model, processing_class)
     metrics = read_metrics(request.metrics, defenses)
     return run(setup, settings, defenses, made_attacks, cells, metrics)
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    """Whether any hook sees gradients, on a parameter or a module, or on all modules."""
+    kinds = "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"
+    places = *model.parameters(), *model.modules()
+    is_on_one = any(getattr(place, kind, None) for place in places for kind in kinds)
+    return is_on_one or bool(_has_any_global_hook())
 
 
 def default_attacks(

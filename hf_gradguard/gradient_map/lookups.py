@@ -118,7 +118,9 @@ class _Watch(TorchDispatchMode):
                 self._floats |= bit if tensor.is_floating_point() else 0
                 self._mark(tensor, bit)
         try:
-            with no_exchange(self._model), self, torch.no_grad():
+            # A forward hook may register others, which only what has a gradient takes.
+            hooked = any(m._forward_hooks or m._forward_pre_hooks for m in self._model.modules())
+            with no_exchange(self._model), self, torch.set_grad_enabled(hooked):
                 loss_fn(self._model, dict(batch))
         except BaseException:
             self._runs.pop()

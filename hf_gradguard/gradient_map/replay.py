@@ -18,8 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+
+from .forward_hooks import attributes_of, forward_hooks_of, function_of, global_forward_hooks
 
 
 class DrawState(NamedTuple):
@@ -96,8 +99,8 @@ class HeldState:
 
     @staticmethod
     def owners_of(modules: Iterable[nn.Module]) -> list[MutableMapping[str, Any]]:
-        """Modules' attributes and buffers, and what their `forward` uses from around it."""
-        owners, kinds = list[MutableMapping[str, Any]](), set[type]()
+        """Modules' attributes and buffers, and what `forward` and hooks use from around them."""
+        owners, kinds, hooks = list[MutableMapping[str, Any]](), set[type](), list[Any]()
         for module in modules:
             attributes = vars(module)
             if module._buffers:
@@ -105,10 +108,14 @@ class HeldState:
             if len(attributes) > len(_MODULES_OWN):
                 owners.append(attributes)
                 owners += [vars(v) for v in attributes.values() if _is_record(v)]
+            if module._forward_hooks or module._forward_pre_hooks:
+                hooks += forward_hooks_of(module)
             kinds.add(type(module))
         for kind in kinds:
             if kind.__module__.split(".")[0] not in ("torch", "transformers", "peft"):
                 owners += Outer.of(getattr(kind, "forward", None))
+        for hook in [*hooks, *(global_forward_hooks() if _has_any_global_hook() else ())]:
+            owners += [*Outer.of(function_of(hook)), *attributes_of(hook)]
         return owners
 
     def _copied(self, owner: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,14 +210,12 @@ class Outer(MutableMapping[str, Any]):
 
 
 def _state_of(generator: Any) -> Any:
-    read, _ = _access(generator)
-    return read(generator)
+    return _access(generator)[0](generator)
 
 
 def _set_states(states: Iterable[tuple[Any, Any]]) -> None:
     for generator, state in states:
-        _, write = _access(generator)
-        write(generator, state)
+        _access(generator)[1](generator, state)
 
 
 def _access(generator: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], object]]:
@@ -218,8 +223,7 @@ def _access(generator: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], 
 
 
 def _is_record(held: Any) -> bool:
-    is_instance = is_dataclass(held) and not isinstance(held, type)
-    return is_instance or isinstance(held, SimpleNamespace)
+    return isinstance(held, SimpleNamespace) or (is_dataclass(held) and not isinstance(held, type))
 
 
 _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
@@ -303,9 +307,7 @@ class Replay:
         configs = {id(m.config): m.config for m in self.modules if isinstance(m, PreTrainedModel)}
         plain = (None, "eager", "sdpa")
         fused = [
-            config
-            for config in configs.values()
-            if getattr(config, "_attn_implementation", None) not in plain
+            c for c in configs.values() if getattr(c, "_attn_implementation", None) not in plain
         ]
         settings = [config._attn_implementation for config in fused]
         try:
@@ -388,8 +390,7 @@ def draws_kept(model: nn.Module) -> Iterator[None]:
 
 
 def seed_draws(model: nn.Module, seed: int) -> None:
-    """Seeds what `draws_kept` puts back. `torch.manual_seed` takes a millisecond where it is deep
-    in calls: it notes a traceback for every kind of device that is not in use.
+    """Seed what `draws_kept` puts back, without `torch.manual_seed`, which is slow deep in calls.
 
     Example:
         >>> seed_draws(model, 7)

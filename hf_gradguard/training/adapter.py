@@ -33,6 +33,7 @@ from .clients.partition import is_of_datasets
 from .config import setting
 from .exchange.start import SaysRanks
 from .guards.batch_statistics import freeze_statistics
+from .guards.hooks import HookGuard
 from .guards.watch import AgreedTables, Ledger
 from .learning_rate import LearningRateUnderNoise
 from .logs import PoolingHandler, pooled_logs, without_rows
@@ -81,6 +82,8 @@ class TrainerAdapter(Trainer):
         senders = self.accelerator.num_senders
         self.add_callback(LearningRateUnderNoise(lambda: self.defense, senders, self.optimizer))
         self.add_callback(self.ledger)
+        self.hook_guard = HookGuard(self)
+        self.add_callback(self.hook_guard)
         self.add_callback(SaysRanks(senders))
         self.callback_handler = PoolingHandler(
             self.callback_handler,

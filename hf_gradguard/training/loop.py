@@ -18,12 +18,21 @@ from ..gradient_map import GradientMap
 from ..gradient_map.domain import check_batch
 from ..gradient_map.exchanges import no_exchange
 from ..gradient_map.inputs import model_loss
-from ..gradient_map.parameters import is_sharded
+from ..gradient_map.parameters import is_sharded, shared_parameters
 from ..gradient_map.types import LossFunction, Shards
 from .exchange.average import SecureSum, average
 from .guards.batch_statistics import warn_of_statistics
-from .guards.checks import check_accelerator, check_loader, check_model
+from .guards.checks import check_accelerator, check_loader, check_model, unsupported
 from .guards.devices import reason_of_defense
+from .guards.hooks import (
+    Differentiation,
+    check_hooks,
+    hooks_of,
+    hooks_of_accumulation,
+    hooks_of_module,
+    packs_tensors,
+    run_hooks_on_sums,
+)
 from .guards.watch import AgreedTables, BufferGuard, RowGuard
 from .learning_rate import warn_of_noise
 from .message import RandomStreams, private_draws
@@ -88,22 +97,27 @@ def protect(
     _check_carriers(shards, accelerator, carrier, secure)
     loop = _LOOPS.setdefault(module, _Loop())
     ranks, loss_fn = loop.ranks(accelerator, carrier, module, shards), loss_fn or model_loss
-    defense = loop.prepared(module, defense, shards)
+    defense = loop.prepared(module, defense, shards, _steps_of(accelerator))
     check_batch(module, batch, defense.facts.needs_input)
     with loop.buffers.watch(module):
         if ranks is not None:
             loop.tables(ranks).agree(module, batch, loss_fn, secure, shards)
         gmap, message = _message(module, batch, defense, loss_fn, shards)
         loop.rows.compare(gmap.gradient() if loop.rows.remaining else {}, message)
-    _add(gmap, message, ranks, getattr(accelerator, "gradient_accumulation_steps", 1), secure)
+    _add(gmap, message, ranks, _steps_of(accelerator), secure)
     return gmap.loss
+
+
+def _steps_of(accelerator: Any) -> int:
+    """How many batches an accelerator's optimizer step adds up."""
+    return int(getattr(accelerator, "gradient_accumulation_steps", 1))
 
 
 @torch.no_grad()
 def _add(
     gmap: GradientMap, message: Message, ranks: Any, steps: int, secure: SecureSum | None
 ) -> None:
-    """To `.grad`, averaged over ranks."""
+    """Add a message to `.grad`, averaged over ranks."""
     shared = [message[n].to(p.dtype, copy=True) for n, p in gmap.parameters.items()]
     if ranks is not None:
         average(shared, ranks, secure, bits=32)
@@ -115,6 +129,7 @@ def _add(
             parameter.grad = gradient
         else:
             parameter.grad.add_(gradient)
+    run_hooks_on_sums(gmap.parameters.values())
 
 
 def _message(
@@ -157,6 +172,7 @@ class _Loop:
         self._prepared: Defense | None = None
         self._ranks: tuple[Any, Any] = None, None
         self._tables: AgreedTables | None = None
+        self._has_begun = False
 
     def ranks(
         self, accelerator: Any, clients: Any, module: nn.Module, shards: Shards | None
@@ -180,8 +196,10 @@ class _Loop:
         self._tables = self._tables or AgreedTables(ranks)
         return self._tables
 
-    def prepared(self, module: nn.Module, defense: str | Defense, shards: Shards | None) -> Defense:
-        """The defense, ready for the model."""
+    def prepared(
+        self, module: nn.Module, defense: str | Defense, shards: Shards | None, steps: int
+    ) -> Defense:
+        """The defense, ready for the model, and for its hooks where so many messages add up."""
         if isinstance(defense, str):
             if defense not in self._named:
                 self._named[defense] = make_defense(defense)
@@ -192,7 +210,18 @@ class _Loop:
             defense.prepare(module)
             warn_of_noise(defense)
             self._prepared = defense
+        self._check_hooks(module, defense, steps)
         return defense
+
+    def _check_hooks(self, module: nn.Module, defense: Defense, steps: int) -> None:
+        # Steps of autograd's are looked at once, since that takes a while.
+        hooks = hooks_of(module)
+        if not self._has_begun:
+            hooks += hooks_of_accumulation(module)
+        if hooks or packs_tensors():
+            shared_names = shared_parameters(module)
+            check_hooks(module, hooks, Differentiation(defense, messages=steps), shared_names)
+        self._has_begun = True
 
 
 def _shards_of(model: nn.Module) -> Shards | None:
@@ -249,6 +278,11 @@ def _bare(model: Any) -> nn.Module:
     if not wrapped and type(module).__name__ != "_FabricModule":
         return module
     if wrapped:
+        if module._forward_hooks or module._forward_pre_hooks or [*hooks_of_module(module, "")]:
+            raise unsupported(
+                "hooks on DistributedDataParallel itself, which does not run. Register them on the "
+                "module inside it."
+            )
         logger.warning_once(
             "The model is wrapped in DistributedDataParallel, whose reducer is not used: it would "
             "average true gradients. protect() averages protected ones."

@@ -260,6 +260,8 @@ class GradGuardMixin(TrainerAdapter):
                     losses.append(client.weight * loss)
             if self._empty.summed or len(losses) < len(clients):
                 self._empty.share(self._messages, module, clients, accumulation, step)
+        if self.hook_guard.has_sums:
+            self.hook_guard.run(self._shared(module).values())
         self.shared_messages.add(len(clients))
         if (steps := self.args.torch_empty_cache_steps) and step % steps == 0:
             clear_device_cache()

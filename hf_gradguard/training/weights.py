@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
@@ -187,11 +186,12 @@ class LossWeights:
 
     def _losses(self, module: nn.Module, batch: dict[str, Any]) -> tuple[float, float, float]:
         """The loss per item, per two items, and per so many that only B is left."""
-        # In the mode that stock runs in, with one set of draws: the loss may draw as well.
+        # In the mode that stock runs in, with one set of draws: the loss may draw as well, and a
+        # forward hook may register others on what has a gradient.
         replay, losses = Replay(module, second_order=False), []
         for items in (1, 2, _MANY_ITEMS):
-            with replay.draws(), torch.no_grad():
-                losses.append(float(self._loss(module, batch, items)))
+            with replay.draws():
+                losses.append(float(self._loss(module, batch, items).detach()))
         of_one, of_two, of_many = losses
         return of_one, of_two, of_many
 

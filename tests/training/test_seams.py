@@ -158,6 +158,38 @@ SEAMS = (
             ("torch:Tensor", "_backward_hooks"),
         )
     ),
+    *(
+        Seam(owner, name, "training/guards/hooks.py finds the hooks that see gradients")
+        for owner, name in (
+            (_MODULE, "_is_full_backward_hook"),
+            ("torch:Tensor", "_post_accumulate_grad_hooks"),
+            ("torch.nn.modules.module", "_global_backward_hooks"),
+            ("torch.nn.modules.module", "_global_backward_pre_hooks"),
+            ("torch.nn.modules.module", "_global_is_full_backward_hook"),
+            ("torch._C._autograd", "_top_saved_tensors_default_hooks"),
+        )
+    ),
+    *(
+        Seam("torch.nn.modules.module", name, "gradient_map/forward_hooks.py finds users' hooks")
+        for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
+    ),
+    Seam(
+        "torch.nn.modules.module",
+        "_has_any_global_hook",
+        "gradient_map/replay.py and audit/run.py look for hooks on all modules",
+    ),
+    Seam("torch", "_C", "training/guards/hooks.py asks which tensors are packed"),
+    Seam("torch._C", "_autograd", "training/guards/hooks.py asks which tensors are packed"),
+    Seam(
+        "torch.optim:Optimizer",
+        "_optimizer_step_pre_hooks",
+        "training/guards/watch.py looks before other hooks of an optimizer",
+    ),
+    Seam(
+        "torch.optim.optimizer",
+        "_global_optimizer_pre_hooks",
+        "training/guards/watch.py says which hook came before",
+    ),
 )
 NAMES = {seam.name for seam in SEAMS}
 

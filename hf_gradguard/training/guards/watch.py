@@ -17,6 +17,7 @@ from weakref import ReferenceType, ref
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
@@ -86,9 +87,7 @@ class Ledger(TrainerCallback):
             exchanged: Whether they were averaged over ranks, and no others were.
         """
         self._exchanged = exchanged
-        if exchanged:
-            self._written.clear()
-        self._written |= self._stamps(parameters)
+        self._written = ({} if exchanged else self._written) | self._stamps(parameters)
 
     @contextmanager
     def clipping(self, parameters: Any) -> Iterator[list[nn.Parameter]]:
@@ -119,7 +118,9 @@ class Ledger(TrainerCallback):
         optimized = [p for group in getattr(wrapped, "param_groups", []) for p in group["params"]]
         self.strangers = [p for p in optimized if p not in self._names]
         if wrapped is not self._watched:
-            wrapped.register_step_pre_hook(self._before_step)
+            handle = wrapped.register_step_pre_hook(self._before_step)
+            # First in line: what other hooks make of an exchanged gradient is theirs to do.
+            wrapped._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)
             self._watched = wrapped
 
     def check_strangers(
@@ -153,7 +154,17 @@ class Ledger(TrainerCallback):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         optimized = {p for group in optimizer.param_groups for p in group["params"]}
-        self.check(optimized, "step")
+        try:
+            self.check(optimized, "step")
+        except RuntimeError:
+            if not _global_optimizer_pre_hooks:
+                raise
+            raise NotImplementedError(
+                "GradGuardTrainer does not support a hook of "
+                "torch.optim.optimizer.register_optimizer_step_pre_hook that changes .grad: it "
+                "runs before anything could see that .grad was exchanged. Register it on the "
+                "optimizer (register_step_pre_hook), which may change what was."
+            ) from None
         if not self._exchanged:
             raise RuntimeError(
                 "GradGuardTrainer will not step: nothing was exchanged since the last step. "
