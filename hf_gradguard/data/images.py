@@ -46,7 +46,9 @@ def read_image(stored: Any, row_name: str, folder: Path | None = None) -> Any:
         image: Image.Image = Image.open(path if content is None else io.BytesIO(content))
         image.load()
         image = ImageOps.exif_transpose(image)  # as cameras mean it
-        return to_pil(image, "L" if image.mode[0] in "1LIF" and image.mode != "LAB" else "RGB")
+        return to_pil(image, "L" if is_gray(image) else "RGB")
+    except DataError as error:
+        raise DataError(f"{row_name}{named}: {error}") from None
     except Exception:
         raise DataError(
             f"{row_name}{named}: no image of 8 or 16 bits that can be read whole. Copy the file "
@@ -55,14 +57,17 @@ def read_image(stored: Any, row_name: str, folder: Path | None = None) -> Any:
 
 
 def to_pil(picture: Any, mode: str) -> Image.Image:
-    """A PIL image, or an array or tensor of pixels `(H, W)` or `(H, W, C)`, as a PIL image.
+    """Make a PIL image of one mode from another, or from an array or tensor of pixels `(H, W)` or
+    `(H, W, C)`.
 
     Args:
-        picture: Of 8 bits, or of 16, which are scaled.
+        picture: Of 8 bits, or of 16, which are scaled. Where it is transparent it is laid on white,
+            or on black if it stands out more from that.
         mode: `"L"` or `"RGB"`.
 
     Raises:
-        ValueError: For pixels that are no whole numbers of 8 or 16 bits.
+        ValueError: For pixels that are no whole numbers of 8 or 16 bits, and if they are so
+            transparent that one color is left.
 
     Example:
         >>> white = np.full((2, 2), 65535, dtype=np.uint16)
@@ -74,9 +79,70 @@ def to_pil(picture: Any, mode: str) -> Image.Image:
         pixels = pixels[..., 0] if pixels.shape[2:] == (1,) else pixels
         picture = Image.fromarray(pixels)
     elif picture.mode[0] in "IF":  # PIL would cut off whatever is above 255: a white image
-        picture = Image.fromarray(_eight_bits(np.asarray(picture)))
-    converted: Image.Image = picture.convert(mode)
+        picture = _scaled(picture)
+    elif picture.mode == "LAB":
+        picture = picture.convert("RGB")
+    converted: Image.Image = _laid_on_ground(picture).convert(mode)
     return converted
+
+
+def is_gray(image: Image.Image) -> bool:
+    """Say whether a PIL image has no colors, whatever it is stored as.
+
+    Example:
+        >>> is_gray(Image.new("La", (1, 1))), is_gray(Image.new("PA", (1, 1)))
+        (True, False)
+    """
+    return image.mode[0] in "1LIF" and image.mode != "LAB"
+
+
+def _scaled(picture: Image.Image) -> Image.Image:
+    """A picture of more than 8 bits in 8. One of its numbers may stand for transparency."""
+    pixels = np.asarray(picture)
+    scaled = Image.fromarray(_eight_bits(pixels))
+    if (hole := picture.info.get("transparency")) is not None:
+        scaled = scaled.convert("LA")
+        scaled.putalpha(Image.fromarray(np.where(pixels == hole, 0, 255).astype(np.uint8)))
+    return scaled
+
+
+def _laid_on_ground(picture: Image.Image) -> Image.Image:
+    """A picture without its transparency, which may hold all that is drawn."""
+    if not picture.has_transparency_data:
+        return picture
+    hole = picture.info.get("transparency")
+    if isinstance(hole, tuple) and max(hole) > 255:  # of 16 bits, of which the upper 8 were read
+        picture = picture.copy()
+        picture.info["transparency"] = tuple(number >> 8 for number in hole)
+    # Premultiplied ones become plain by a mode of as many channels alone.
+    plain = picture.convert({"La": "LA"}.get(picture.mode, picture.mode)).convert("RGBA")
+    laid = [
+        Image.alpha_composite(Image.new("RGBA", plain.size, ground), plain).convert("RGB")
+        for ground in ("white", "black")
+    ]
+    on_white, on_black = (np.asarray(image, dtype=np.float64).var((0, 1)).sum() for image in laid)
+    shown = laid[0] if on_white >= on_black else laid[1]
+    if max(_ranges(shown)) < _FAINTEST and _is_hidden(plain):
+        raise DataError(
+            "it is so transparent that one color is left of it. Save it without transparency, or "
+            "delete it."
+        )
+    return shown
+
+
+_FAINTEST = 2
+"""Steps of 255 between the lightest and the darkest pixel that count as a drawing."""
+
+
+def _is_hidden(plain: Image.Image) -> bool:
+    """Whether colors or transparency differ between pixels, or nothing is opaque at all."""
+    return max(_ranges(plain)) >= _FAINTEST or plain.getchannel("A").getextrema() == (0, 0)
+
+
+def _ranges(image: Image.Image) -> list[int]:
+    """The largest number of each channel, less its smallest."""
+    pixels = np.asarray(image).astype(int)
+    return [int(n) for n in pixels.max((0, 1)) - pixels.min((0, 1))]
 
 
 def _eight_bits(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -105,10 +105,11 @@ def as_pixels(images: Any) -> Tensor:
 
 def _plain(image: Any) -> Any:
     """A palette's indices are no pixels, and transparency is no color."""
-    mode = getattr(image, "mode", None)
-    if mode in (None, "L", "RGB"):
+    if not hasattr(image, "mode"):
         return image
-    return image.convert("L" if mode in ("1", "LA") else "RGB")
+    from ..data.images import is_gray, to_pil  # an extra, which texts do without
+
+    return to_pil(image, "L" if is_gray(image) else "RGB")
 
 
 def embedding_weight(embedding: nn.Module) -> Tensor:
