@@ -21,6 +21,7 @@ from torch.nn import grad as layer_gradients
 
 from ..layers import LINEAR, Layer
 from ..types import Tensors
+from .sums import sum_of_rows
 
 ENTRIES = 2**24  # of several samples' gradients, written out at once
 CACHED_ENTRIES = 2**20  # likewise on a CPU, whose cache holds them: fresh memory takes longer
@@ -79,15 +80,17 @@ class Written(Share):
 
     def total(self, factors: Tensor) -> Tensors:
         sums: Tensors = {}
+        types: dict[str, torch.dtype] = {}
         start = 0
         for chunk in self._write_gradients():
             count = len(next(iter(chunk.values())))
             chunk_factors = factors[start : start + count]
             for name, gradients in chunk.items():
-                added = torch.tensordot(chunk_factors.to(gradients.dtype), gradients, 1)
-                sums[name] = sums[name] + added if name in sums else added
+                added = _weighted(chunk_factors.to(gradients.dtype), gradients)
+                sums[name] = sums[name] + added if name in sums else added.double()
+                types[name] = added.dtype
             start += count
-        return sums
+        return {name: total.to(types[name]) for name, total in sums.items()}
 
     def without(self, left_out: Tensor) -> Share:
         def write_gradients() -> Iterator[Tensors]:
@@ -157,7 +160,9 @@ class OfLayer(Share):
             if self.layer.weight is not None:
                 _add(totals, self.layer.weight, self._weight(scaled, features))
             if self.layer.bias is not None:
-                _add(totals, self.layer.bias, self.layer.bias_gradients(scaled).sum(0))
+                gradients = self.layer.bias_gradients(scaled)
+                total = gradients.sum(0, dtype=torch.float64).to(gradients.dtype)
+                _add(totals, self.layer.bias, total)
         return totals
 
     def without(self, left_out: Tensor) -> Share:
@@ -215,15 +220,23 @@ class OfLayer(Share):
     def _weight(self, slopes: Tensor, features: Tensor) -> Tensor:
         """Of all samples together."""
         m: Any = self.layer.module
-        if isinstance(m, LINEAR):
-            slopes, features = slopes.flatten(0, 1)[None], features.flatten(0, 1)[None]
-        if isinstance(m, (*LINEAR, nn.LayerNorm)):
-            return self.layer.weight_gradients(slopes, features).sum(0)
-        function = getattr(layer_gradients, f"conv{m.weight.dim() - 2}d_weight")
-        gradient: Tensor = function(
-            features, m.weight.shape, slopes, m.stride, m.padding, m.dilation, m.groups
-        )
-        return gradient
+        if isinstance(m, nn.LayerNorm):
+            gradients = self.layer.weight_gradients(slopes, features)
+            return gradients.sum(0, dtype=torch.float64).to(gradients.dtype)
+
+        def product(rows: slice) -> Tensor:
+            tokens = slopes[rows].flatten(0, 1)[None], features[rows].flatten(0, 1)[None]
+            return self.layer.weight_gradients(*tokens)[0]
+
+        def convolution(rows: slice) -> Tensor:
+            function = getattr(layer_gradients, f"conv{m.weight.dim() - 2}d_weight")
+            gradient: Tensor = function(
+                features[rows], m.weight.shape, slopes[rows],
+                m.stride, m.padding, m.dilation, m.groups,
+            )  # fmt: skip
+            return gradient
+
+        return sum_of_rows(len(slopes), product if isinstance(m, LINEAR) else convolution)
 
     def _joined(self) -> tuple[Tensor, Tensor]:
         """Calls one after the other, as if the layer had had their tokens at once."""
@@ -269,9 +282,10 @@ class OfTable(Share):
         return torch.stack(squares)
 
     def total(self, factors: Tensor) -> Tensors:
-        scaled = (self.slopes * factors.to(self.slopes.dtype)[:, None, None]).flatten(0, 1)
-        rows = self.slopes.new_zeros(self.table.shape).index_add_(0, self.ids.flatten(), scaled)
-        return {self.name: rows}
+        scaled = self.slopes * factors.to(self.slopes.dtype)[:, None, None]
+        used, rows = self._looked_up(self.ids, scaled.double().flatten(0, 1))
+        total = self.slopes.new_zeros(self.table.shape)
+        return {self.name: total.index_copy_(0, used, rows.to(total.dtype))}
 
     def without(self, left_out: Tensor) -> Share:
         return replace(self, slopes=_zeroed(self.slopes, left_out))
@@ -298,7 +312,7 @@ class OfTable(Share):
         add up.
         """
         used, places = ids.unique(return_inverse=True)
-        rows = slopes.new_zeros(len(used), slopes.shape[-1]).index_add_(0, places, slopes)
+        rows = slopes.new_zeros(len(used), slopes.shape[-1]).index_add_(0, places.flatten(), slopes)
         return used, rows
 
 
@@ -363,6 +377,13 @@ def ghost_squares(slopes: Tensor, features: Tensor, bounds: bool = True) -> Tens
         return torch.cat(squares).clamp(min=0)
     sizes = (slopes.norm(dim=2) * features.norm(dim=2)).double().sum(1)
     return torch.cat(squares).clamp(min=0) + torch.finfo(slopes.dtype).eps * sizes.square()
+
+
+def _weighted(factors: Tensor, gradients: Tensor) -> Tensor:
+    """Σ_b factor_b g_b of gradients that are written out."""
+    return sum_of_rows(
+        len(gradients), lambda rows: torch.tensordot(factors[rows], gradients[rows], 1)
+    )
 
 
 def _slices(samples: Tensor, size: int) -> Iterator[slice]:

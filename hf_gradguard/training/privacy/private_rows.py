@@ -324,9 +324,9 @@ ELSEWHERE = (
     "another machine, or its files were copied or restored. What was shared from the same "
     "checkpoint after that and is not in the accounts here adds to ε, and cannot be counted."
 )
-ROW_ROUNDING = 2.0**-20
-"""How much of C another row moves what a row adds, at most, by what float32 rounds: 16 units in the
-last place. docs/differential_privacy.md has what was measured.
+ROW_ROUNDING = 2.0**-17
+"""How much of C another row moves what a row adds, at most, by what float32 rounds: 128 roundings.
+docs/differential_privacy.md has what was measured.
 """
 
 
@@ -343,7 +343,7 @@ def rounding_of_rows(batch_size: float) -> float:
 
     Example:
         >>> round(rounding_of_rows(1000), 4)
-        0.0012
+        0.0099
     """
     return ROW_ROUNDING * (batch_size + 8 * math.sqrt(batch_size) + 40)
 
