@@ -336,6 +336,7 @@ class SamplePlan(NamedTuple):
         modules: Those that ran in the trial. Others (an expert without tokens) were not tried.
         labels: Label values that were tried beside each other.
         padded: Checksums of padded texts that were compared with themselves without padding.
+        shapes: Of rows that no mask tells apart from their padding, in the first batch.
         coarse: Why numbers have fewer digits than those of float32; empty if they do not.
     """
 
@@ -344,6 +345,7 @@ class SamplePlan(NamedTuple):
     modules: frozenset[str] = frozenset()
     labels: tuple[frozenset[int], ...] = ()
     padded: frozenset[int] = frozenset()
+    shapes: Mapping[str, tuple[int, ...]] = {}
     coarse: str = ""
 
 

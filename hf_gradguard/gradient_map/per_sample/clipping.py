@@ -20,6 +20,7 @@ from transformers.utils import logging
 from ..domain import count_rows
 from ..map import GradientMap
 from ..types import Tensors
+from .lengths import refuse_other_lengths, row_shapes
 from .listener import Listener, NotApartError, listen
 from .plan import (
     known_plan,
@@ -70,7 +71,8 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
 
     Raises:
         NotImplementedError: If samples are coupled (batch statistics, losses between samples), so
-            that a sample has no gradient of its own, or the batch cannot be cut into rows.
+            that a sample has no gradient of its own, or the batch cannot be cut into rows. If rows
+            have another length than those of the first batch, and no mask says what is padding.
 
     Example:
         >>> total, norms = clipped_sum(gmap, clip=0.1)
@@ -94,16 +96,17 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
             "per_sample=True first in a chain."
         )
     _refuse_batch_statistics(gmap.model)
-    samples = count_rows(gmap.batch)
+    samples, real = count_rows(gmap.batch), real_tokens(gmap.model, gmap.batch)
+    if (known := known_plan(gmap)) is not None:
+        refuse_other_lengths(known.shapes, row_shapes(gmap.batch, real))
     if samples == 1:
-        real = real_tokens(gmap.model, gmap.batch)
         if real is not None and not bool(real.all()):
             return _one_by_one(gmap, 1, clip)
         total = _zeros(gmap)
         return _summed(gmap, total, [_add_clipped(total, gmap.gradient(), clip)])
     # Before a model is tried out again, whose passes may write to what this pass has saved.
     shares, scale = (gmap.shares, gmap.scale) if isinstance(gmap, SampleMap) else (None, 0.0)
-    plan, items = plan_of(gmap, samples)
+    plan, items = plan_of(gmap, samples, clip)
     if plan.reason:
         return _one_by_one(gmap, samples, clip)
     count = float(items.sum().clamp(min=1))

@@ -18,9 +18,11 @@ from ..parameters import SamplePlan, cache_of
 from ..replay import differentiate, modes_kept
 from ..sensitivity import code_of
 from ..types import Tensors
+from .lengths import row_shapes
 from .listener import NotApartError, listen
 from .precision import coarse_arithmetic
 from .shares import Share
+from .sums import ROW_ROUNDING
 
 logger = logging.get_logger(__name__)
 
@@ -41,23 +43,26 @@ def _key(gmap: GradientMap) -> Hashable:
     return tuple(gmap.parameters), code_of(gmap.loss_fn), tuple(sorted(gmap.batch))
 
 
-def plan_of(gmap: GradientMap, samples: int) -> tuple[SamplePlan, Tensor]:
+def plan_of(gmap: GradientMap, samples: int, clip: float) -> tuple[SamplePlan, Tensor]:
     """The plan, and how much each of this batch's samples counts, as `sample_items` says."""
     plan = known_plan(gmap)
     if plan is None:
-        plan = _try_out(gmap, samples, WEIGHT_RULES)
+        plan = _try_out(gmap, samples, clip, WEIGHT_RULES)
         if plan is None:  # of no row: it is the model's doing
             with gmap.replay.run():
                 gradient = plain_gradient(gmap, gmap.batch)
             broken = (name for name, tensor in gradient.items() if not tensor.isfinite().all())
             raise FloatingPointError(NOT_FINITE.format(name=next(broken, "a parameter")))
-        plan = plan._replace(coarse=coarse_arithmetic(gmap))
+        shapes = row_shapes(gmap.batch, real_tokens(gmap.model, gmap.batch))
+        plan = plan._replace(shapes=shapes, coarse=coarse_arithmetic(gmap))
     weights = [sample_weights(rule, gmap.batch) for rule in plan.rules]
     agree = _agree(weights)  # if not, the first batches had as many tokens in every row
     if not agree or (not plan.reason and _has_untried(plan, gmap.batch)):
-        new_plan = _try_out(gmap, samples, plan.rules, plan.labels) or plan
+        new_plan = _try_out(gmap, samples, clip, plan.rules, plan.labels) or plan
         modules = new_plan.modules | plan.modules if agree else new_plan.modules
-        plan = new_plan._replace(modules=modules, padded=plan.padded, coarse=plan.coarse)
+        plan = new_plan._replace(
+            modules=modules, padded=plan.padded, shapes=plan.shapes, coarse=plan.coarse
+        )
         weights = [sample_weights(rule, gmap.batch) for rule in plan.rules]
     if len(plan.padded) < PADDED:
         plan = plan._replace(padded=plan.padded | _try_padding(gmap, samples, plan.padded))
@@ -78,6 +83,7 @@ def plan_of(gmap: GradientMap, samples: int) -> tuple[SamplePlan, Tensor]:
 def _try_out(
     gmap: GradientMap,
     samples: int,
+    clip: float,
     rules: tuple[str, ...],
     labels: tuple[frozenset[int], ...] = (),
 ) -> SamplePlan | None:
@@ -119,7 +125,7 @@ def _try_out(
         weights = sample_weights(fitting[0], batch)
         try:
             shares = listen(gmap, batch, len(chosen))
-            reason = _wrong(gmap, shares, single, weights, tolerance)
+            reason = _wrong(gmap, shares, single, weights, tolerance, clip)
         except NotApartError as error:
             return SamplePlan(tuple(fitting), str(error))
         except RuntimeError as error:  # a module that takes no copies, or is not vectorized
@@ -215,18 +221,21 @@ def _wrong(
     single: list[Tensors],
     weights: Tensor,
     tolerance: float,
+    clip: float,
 ) -> str:
-    """Where samples' shares are not what they are by themselves; nothing if they are."""
+    """Where samples' shares are not what they are by themselves, or how; nothing if they are."""
     norms = norms_of(shares)
     for row, (sample_gradient, weight) in enumerate(zip(single, weights.tolist(), strict=True)):
         alone = torch.zeros_like(norms)
         alone[row] = 1
         share = total_of(gmap.parameters, shares, alone)
         off = {name: share[name] - weight * g for name, g in sample_gradient.items()}
-        wrong = abs(float(norms[row]) - weight * float(_norm(sample_gradient)))
-        if max(float(_norm(off)), wrong) > tolerance * float(weights.max()):
+        size, away = weight * float(_norm(sample_gradient)), float(_norm(off))
+        if max(away, abs(float(norms[row]) - size)) > tolerance * float(weights.max()):
             worst = max(off, key=lambda name: float(off[name].norm()))
             return f"samples cannot be told apart in {worst}"
+        if away > ROW_ROUNDING * max(size, weight * clip):
+            return "it makes much of the last bits, which follow from what stands beside a row"
     return ""
 
 

@@ -22,6 +22,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from ...defenses import Chain, Defense
+from ...gradient_map.per_sample.sums import ROW_ROUNDING
 from ...leakage import PrivacyAccount, dp_sgd_noise_multiplier
 from ...randomness import Stream
 from ..clients.batches import SampledRow
@@ -324,10 +325,6 @@ ELSEWHERE = (
     "another machine, or its files were copied or restored. What was shared from the same "
     "checkpoint after that and is not in the accounts here adds to ε, and cannot be counted."
 )
-ROW_ROUNDING = 2.0**-17
-"""How much of C another row moves what a row adds, at most, by what float32 rounds: 128 roundings.
-docs/differential_privacy.md has what was measured.
-"""
 
 
 def rounding_of_rows(batch_size: float) -> float:
