@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from .domain import domain_of_model
 from .lookups import scan
+from .module_state import ModuleState
 from .types import Batch, LossFunction, Shards
 
 logger = logging.get_logger(__name__)
@@ -151,7 +152,9 @@ def find_tables(
     if shards is not None:  # all devices run the model, or none
         is_new = shards.any(is_new)
     if is_new:
+        state = ModuleState(model, only_buffers=shards is not None)
         names = scan(model, batch, loss_fn, shards)
+        state.restore()
         tables.names |= names if shards is None else shards.union(names)
         tables.watched_entries.add(frozenset(batch))
     return tables.names
