@@ -138,6 +138,7 @@ def sharing(trainer: Any) -> dict[str, str]:
         "withheld": _embeddings(trainer),
         "labels": _labels(trainer),
         "statistics": _statistics(trainer),
+        "state": _state(trainer),
         "aggregation": _aggregation(trainer),
         "noise": _NEW_KEYS if setting(args, "noise_seed") is None else _FIXED_SEED,
         "epsilon": "" if trainer.private_rows is None else subject,  # whose messages it is of
@@ -226,6 +227,12 @@ def _statistics(trainer: TrainerAdapter) -> str:
     return f"Batch statistics {_STATISTICS[choice]}"
 
 
+def _state(trainer: Any) -> str:
+    """What modules keep of batches, as far as the first message showed it."""
+    names = ", ".join(f"`{name}`" for name in trainer.state_guard.written)
+    return _WRITTEN.format(names) if names else ""
+
+
 def _aggregation(trainer: TrainerAdapter) -> str:
     args = trainer.args
     if not setting(args, "secure_aggregation"):
@@ -270,6 +277,7 @@ _ABOUT = (
     "withheld",
     "labels",
     "statistics",
+    "state",
     "aggregation",
 )
 _OF_MODEL = ", and for this model where nothing else chose it"
@@ -285,6 +293,10 @@ _STATISTICS = {
     "shared": "were averaged over ranks unprotected; those in this model are of all ranks' data.",
     "frozen": "are those that the model started with.",
 }
+_WRITTEN = (
+    "**The model wrote to {} as it ran: in this model that holds what it made of rank 0's data, "
+    "unprotected.**"
+)
 _MEMORIZED = (
     "This model. Its weights may have memorized training data; gradient protection gives no "
     "differential privacy."

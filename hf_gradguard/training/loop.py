@@ -33,6 +33,7 @@ from .guards.hooks import (
     packs_tensors,
     run_hooks_on_sums,
 )
+from .guards.kept_state import state_guard
 from .guards.watch import AgreedTables, BufferGuard, RowGuard
 from .learning_rate import warn_of_noise
 from .message import RandomStreams, private_draws
@@ -99,7 +100,7 @@ def protect(
     ranks, loss_fn = loop.ranks(accelerator, carrier, module, shards), loss_fn or model_loss
     defense = loop.prepared(module, defense, shards, _steps_of(accelerator))
     check_batch(module, batch, defense.facts.needs_input)
-    with loop.buffers.watch(module):
+    with loop.state_guard.watch(module, batch, loss_fn):
         if ranks is not None:
             loop.tables(ranks).agree(module, batch, loss_fn, secure, shards)
         gmap, message = _message(module, batch, defense, loss_fn, shards)
@@ -167,7 +168,7 @@ class _Loop:
     """What is kept of a model's loop."""
 
     def __init__(self) -> None:
-        self.rows, self.buffers = RowGuard(), BufferGuard()
+        self.rows, self.state_guard = RowGuard(), BufferGuard()
         self._named: dict[str, Defense] = {}
         self._prepared: Defense | None = None
         self._ranks: tuple[Any, Any] = None, None
@@ -209,6 +210,7 @@ class _Loop:
         if defense is not self._prepared:
             defense.prepare(module)
             warn_of_noise(defense)
+            self.state_guard = state_guard(defense, "local", _KEEP_STATE)
             self._prepared = defense
         self._check_hooks(module, defense, steps)
         return defense
@@ -264,6 +266,10 @@ def _check_carriers(
         )
 
 
+_KEEP_STATE = (
+    "Put these modules in eval mode if they write in training alone; or compute this elsewhere "
+    "than in forward, from public data."
+)
 _ONE_CLIENT = (
     "The model is sharded over {} devices, which count as one client: they add up true gradients "
     "among themselves, and protect() was given no clients=, so nothing leaves them. Where they are "

@@ -21,6 +21,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
+from ...gradient_map.module_state import ModuleState
 from ...gradient_map.parameters import find_tables, remember_tables
 from ...gradient_map.replay import draws_kept, modes_kept, nodes_of
 from ...gradient_map.types import LossFunction, Shards
@@ -316,37 +317,48 @@ class RowGuard:
 
 
 class BufferGuard:
-    """Warns, at a model's first batch, of other buffers that its passes write to.
+    """Warns, at a model's first batch, of what its passes write to that is saved with it: other
+    buffers than batch statistics, and what modules add to a `state_dict` by themselves.
+
+    Attributes:
+        written: The names of that.
 
     Example:
         >>> guard = BufferGuard()
-        >>> with guard.watch(model):  # BERT writes to none, so nothing is said
+        >>> with guard.watch(model, batch, loss_fn=None):  # BERT writes to none, so nothing is said
         ...     loss = model(**batch).loss
+        >>> guard.written
+        []
     """
 
     def __init__(self) -> None:
         self._watched: ReferenceType[nn.Module] | None = None
+        self.written: list[str] = []
 
-    def watch(self, model: nn.Module) -> AbstractContextManager[None]:
-        """While a batch runs."""
+    def watch(
+        self, model: nn.Module, batch: Mapping[str, Any], loss_fn: LossFunction
+    ) -> AbstractContextManager[None]:
+        """While a message is made of a batch."""
         is_known = self._watched is not None and self._watched() is model
         return nullcontext() if is_known else self._compare(model)
 
     @contextmanager
     def _compare(self, model: nn.Module) -> Iterator[None]:
         copies = {name: buffer.clone() for name, buffer in _saved_buffers(model)}
+        state = ModuleState(model)
         yield
         self._watched = ref(model)
         present = dict(_saved_buffers(model))
-        if written := sorted(
+        self.written = sorted(
             name for name, buffer in copies.items()
             if name not in present or not torch.equal(buffer, present[name])
-        ):  # fmt: skip
+        ) + state.changed_extras()  # fmt: skip
+        if self.written:
             logger.warning(
-                f"{type(model).__name__} writes to buffers as it runs: {', '.join(written)}. They "
-                "hold what it made of this rank's data, unprotected, and rank 0's are saved with "
-                "the model. Keep them as they are in training, or out of what is saved "
-                "(register_buffer(..., persistent=False))."
+                f"{type(model).__name__} writes to buffers as it runs: {', '.join(self.written)}. "
+                "They hold what it made of this rank's data, unprotected, and rank 0's are saved "
+                "with the model. Keep them as they are in training (batch_statistics='frozen' does "
+                "of a Trainer), or out of what is saved (register_buffer(..., persistent=False))."
             )
 
 

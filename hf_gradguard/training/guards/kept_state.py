@@ -1,0 +1,164 @@
+"""What a model holds beside weights leaves with it, and no defense protects it.
+
+A proof covers messages, and the weights that are made of them. A running mean of a batch in a
+buffer is neither. Nor may it reach a later message: each row would move all messages after its own.
+So behind a proof, and with `batch_statistics="frozen"`, every message ends with what modules held
+before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from ...defenses import Defense
+from ...gradient_map.exchanges import no_exchange
+from ...gradient_map.lookups import vary
+from ...gradient_map.module_state import ModuleState, WeightState
+from ...gradient_map.replay import draws_kept
+from ...gradient_map.types import LossFunction
+from ..privacy.private_rows import chained_defenses
+from .watch import BufferGuard
+
+logger = logging.get_logger(__name__)
+
+
+def is_proved(defense: Defense) -> bool:
+    """Whether a defense proves something of whole trainings, for rows or for what is clipped as a
+    whole.
+
+    Example:
+        >>> is_proved(make_defense("dp_sgd", per_sample=True, noise_multiplier=1.0))
+        True
+    """
+    links = chained_defenses(defense)
+    return any(getattr(link, n, False) for link in links for n in ("per_sample", "correlated"))
+
+
+def state_guard(defense: Defense, batch_statistics: str, instead: str = "") -> BufferGuard:
+    """What looks after the state of a model's modules while messages are made.
+
+    Args:
+        defense: Of the messages.
+        batch_statistics: As for `GradGuardConfig`.
+        instead: The way out where it refuses. Default: a Trainer's.
+
+    Example:
+        >>> type(state_guard(make_defense("pruning"), "local")).__name__
+        'BufferGuard'
+    """
+    is_frozen, proves = batch_statistics == "frozen", is_proved(defense)
+    if not (is_frozen or proves):
+        return BufferGuard()
+    return KeptState(proves, is_frozen, instead or _FROZEN)
+
+
+class KeptState(BufferGuard):
+    """Puts back, after each message, what modules held before it.
+
+    At a model's first message it looks at what is saved with the model. What a pass writes there,
+    and writes alike for another batch (a count of steps, a norm of weights), is no secret and goes
+    on. All else is refused, or put back if that was asked for.
+
+    Args:
+        proves: Whether messages prove something: then no pass may write to weights either.
+        is_frozen: Whether all is put back without a refusal.
+        instead: The way out of a refusal.
+
+    Example:
+        >>> layer, guard = nn.BatchNorm1d(2), KeptState(True, is_frozen=True, instead="")
+        >>> with guard.watch(layer, {}, lambda layer, batch: layer(torch.rand(4, 2)).sum()):
+        ...     _ = layer(torch.rand(4, 2))
+        >>> layer.running_mean
+        tensor([0., 0.])
+    """
+
+    def __init__(self, proves: bool, is_frozen: bool, instead: str) -> None:
+        super().__init__()
+        self._proves, self._is_frozen, self._instead = proves, is_frozen, instead
+        self._public = frozenset[str]()  # written alike whatever the batch is
+
+    @contextmanager
+    def watch(
+        self, model: nn.Module, batch: Mapping[str, Any], loss_fn: LossFunction
+    ) -> Iterator[None]:
+        is_first = self._watched is None or self._watched() is not model
+        state = ModuleState(model)
+        weights = WeightState(model, sums=is_first) if self._proves else None
+        try:
+            yield
+            if is_first:
+                self._look(model, batch, loss_fn, state)
+        finally:
+            changed = state.restore(self._public)
+        self._watched: ReferenceType[nn.Module] | None = ref(model)
+        if changed:
+            logger.warning_once(_PUT_BACK.format(type(model).__name__, _listed(changed)))
+        lasting = state.changed_extras() + ([] if weights is None else weights.changed())
+        if lasting := [name for name in lasting if name not in self._public]:
+            raise NotImplementedError(_LASTING.format(type(model).__name__, _listed(lasting)))
+
+    def _look(
+        self, model: nn.Module, batch: Mapping[str, Any], loss_fn: LossFunction, state: ModuleState
+    ) -> None:
+        """Find out at the first message what passes write, and refuse what is saved of it."""
+        if self._is_frozen:
+            return
+        state_after, extras = ModuleState(model), state.changed_extras()
+        changed = state.restore()
+        saved = set(model.state_dict(keep_vars=True))
+        if written := [name for name in changed if name in saved] + extras:
+            follows = _follow_the_batch(model, batch, loss_fn, state_after)
+            self._public = frozenset(set(written) - follows)
+        state_after.restore()
+        if written := [name for name in written if name not in self._public]:
+            state.restore()
+            raise NotImplementedError(
+                _REFUSED.format(type(model).__name__, _listed(written), self._instead)
+            )
+
+
+def _follow_the_batch(
+    model: nn.Module, batch: Mapping[str, Any], loss_fn: LossFunction, state_after: ModuleState
+) -> set[str]:
+    """Names of what a pass over another batch leaves otherwise than `state_after`."""
+    try:
+        with draws_kept(model), no_exchange(model), torch.no_grad():
+            loss_fn(model, vary(model, batch)[0])
+            return {*state_after.changed_extras(), *state_after.restore()}
+    except Exception as error:
+        raise NotImplementedError(
+            f"{type(model).__name__} writes to what is saved with it, and does not run on another "
+            f"input, which would show whether that follows the batch ({type(error).__name__})."
+        ) from None
+
+
+def _listed(names: list[str]) -> str:
+    unlisted = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{unlisted}"
+
+
+_REFUSED = (
+    "GradGuardTrainer does not support dp_sgd that clips samples, or correlates noise, with {}, "
+    "which writes to {} as it runs. They are saved with the model and hold what it made of private "
+    "rows, which no ε covers. {}"
+)
+_FROZEN = (
+    "Set batch_statistics='frozen', under which every message leaves modules as it found them; or "
+    "compute this elsewhere than in forward, from public data."
+)
+_PUT_BACK = (
+    "{} writes to {} as it runs. Each message puts that back as it found it: what is made of a "
+    "batch stays in no model and reaches no later message."
+)
+_LASTING = (
+    "GradGuardTrainer does not support {}, whose passes write to {}. That is saved with the model, "
+    "cannot be put back, and holds what was made of private rows. Write it elsewhere than in "
+    "forward, or keep it in buffers and set batch_statistics='frozen'."
+)
