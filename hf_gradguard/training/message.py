@@ -107,6 +107,9 @@ class MessageMaker:
         share_input_embeddings: As for `GradientMap`.
         withhold: As for `GradientMap`.
 
+    Attributes:
+        state_guard: Looks after what the model's modules hold.
+
     Example:
         >>> from transformers import TrainingArguments
         >>> defense, streams = make_defense("pruning", ratio=0.9), RandomStreams()
@@ -132,7 +135,7 @@ class MessageMaker:
         # Undefended training is the stock Trainer's, mask by mask: nothing is drawn for it.
         self._undefended: tuple[Stream, Stream, Stream | None] = Stream(), Stream(), None
         self._trainable: dict[int, tuple[str, ...] | str] = {}  # by client; of its last message
-        self._rows, self._buffers = RowGuard(), BufferGuard()
+        self._rows, self.state_guard = RowGuard(), BufferGuard()
         self._sharing: Any = {
             "share_input_embeddings": share_input_embeddings,
             "withhold": withhold,
@@ -174,13 +177,13 @@ class MessageMaker:
         is_none = isinstance(defense, NoDefense)
         noise, probes, dropout = self._undefended if is_none else self._streams.next_message(step)
         device = next(module.parameters()).device
-        with nullcontext() if dropout is None else private_draws(dropout, device):
-            with self._buffers.watch(module):
-                gmap = defense.gradient_map(
-                    module, client.batch, is_measured, loss_fn=loss_fn, **self._sharing
-                )
-                # Samples are clipped without their sum, and nothing is measured of that.
-                gradient = {} if defense.facts.needs_samples else gmap.gradient()
+        draws = nullcontext() if dropout is None else private_draws(dropout, device)
+        with self.state_guard.watch(module, client.batch, loss_fn), draws:
+            gmap = defense.gradient_map(
+                module, client.batch, is_measured, loss_fn=loss_fn, **self._sharing
+            )
+            # Samples are clipped without their sum, and nothing is measured of that.
+            gradient = {} if defense.facts.needs_samples else gmap.gradient()
             # The norm waits for the device: what follows times the defense alone.
             norm, start = _norm(gradient), time.perf_counter()
             # What the defense remembers goes back to this if its message is not shared.

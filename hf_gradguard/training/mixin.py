@@ -57,6 +57,7 @@ from .guards.checks import (
     check_training,
 )
 from .guards.classes import check_drawing, check_order, draws_batches
+from .guards.kept_state import state_guard
 from .guards.leakage import check_leakage
 from .guards.trackers import check_trackers
 from .message import ClientBatch, RandomStreams
@@ -202,6 +203,8 @@ class GradGuardMixin(TrainerAdapter):
         shared = self._share_input_embeddings, self._withhold
         self._messages = self.message_maker(streams, self._meter, self.ledger, *shared)
         self._attempt: Any = (self.private_rows and AttemptsPassingRows(self)) or operator.call
+        self.state_guard = state_guard(defense, self._batch_statistics)
+        self._messages.state_guard = self.state_guard
         self._requested.bind(self.args, objects)
 
     def _shared(self, module: nn.Module) -> dict[str, nn.Parameter]:
