@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import make_task
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -201,7 +202,7 @@ def state_of(model: nn.Module) -> bytes:
 
 
 def attributes_of(model: nn.Module) -> str:
-    names = ("passes", "shift", "means", "norms")
+    names = ("shift", "means", "norms")
     attributes = {name: vars(model)[name] for name in names if name in vars(model)}
     return str((attributes, dict(model.named_buffers())))
 
@@ -274,6 +275,18 @@ def test_a_norm_of_weights_goes_on(tmp_path: Path) -> None:
     before = model.linear.parametrizations.weight[0]._u.clone()
     trainer(model, tmp_path).train()
     assert not torch.equal(model.linear.parametrizations.weight[0]._u, before)
+
+
+def test_a_configuration_is_saved_as_without_a_proof(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A classifier notes its kind of problem in its first pass, which is the same for any batch."""
+    model, batch = make_task("bert", dtype=torch.float32, batch_size=ROWS)
+    trained = trainer(model, tmp_path)
+    trained.train_dataset = [{n: v[k] for n, v in batch.items()} for k in range(ROWS)]
+    trained.train()
+    assert model.config.problem_type == "single_label_classification"
+    assert "puts that back" not in caplog.text
 
 
 def test_without_a_proof_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
