@@ -17,6 +17,8 @@ from .adapter import TrainerAdapter
 from .config import setting
 from .guards.batch_statistics import tracking_layers
 from .message import SharedMessages
+from .privacy.known_seed import FIXED_SEED, NO_EPSILON, has_known_seed, is_noise_known
+from .privacy.labels import UNIT_OF_LABELS
 from .privacy.private_rows import CLIENT_LEVEL, is_client_level
 
 
@@ -140,8 +142,9 @@ def sharing(trainer: Any) -> dict[str, str]:
         "statistics": _statistics(trainer),
         "state": _state(trainer),
         "aggregation": _aggregation(trainer),
-        "noise": _NEW_KEYS if setting(args, "noise_seed") is None else _FIXED_SEED,
-        "epsilon": "" if trainer.private_rows is None else subject,  # whose messages it is of
+        "noise": FIXED_SEED if has_known_seed(args) else _NEW_KEYS,
+        # whose messages it is of
+        "epsilon": "" if trainer.private_rows is None or is_noise_known(trainer) else subject,
         "recovered": _recovered(defense),
         "unit": CLIENT_LEVEL.format(f"`{defense.name}`") if is_client_level(defense) else "",
     }
@@ -210,13 +213,17 @@ def _embeddings(trainer: TrainerAdapter) -> str:
     return " ".join(sentences) or "No parameter was withheld."
 
 
-def _labels(trainer: TrainerAdapter) -> str:
+def _labels(trainer: Any) -> str:
     epsilon = setting(trainer.args, "label_epsilon")
     if epsilon is None:
         return ""
+    key = getattr(trainer.train_dataset, "key", None)
+    if is_noise_known(trainer) or getattr(key, "is_from_seed", False):
+        return f"Labels were randomized once for each row and rank. {NO_EPSILON}"
     return (
         f"Labels were randomized once for each row and rank, with ε = {epsilon:g} (randomized "
-        "response): ε-label differential privacy for what each rank shared about a row."
+        "response): ε-label differential privacy for what each rank shared about a row. "
+        f"{UNIT_OF_LABELS}"
     )
 
 
@@ -255,6 +262,8 @@ def _epsilon(trainer: Any) -> str:
     if rows is None or not rows.account.messages:
         return ""
     sampled = rows.describe_sampling()
+    if rows.is_noise_known():
+        return f"{sampled} {NO_EPSILON}"
     if rows.epsilon is None:
         return f"{sampled} No δ was set, so no ε was computed."
     left_out = (
@@ -283,9 +292,6 @@ _ABOUT = (
 _OF_MODEL = ", and for this model where nothing else chose it"
 _NEW_KEYS = (
     "The noise was drawn by ChaCha20, with a new key from the operating system for every message."
-)
-_FIXED_SEED = (
-    "**The noise was drawn from a fixed seed, so it hides nothing from whoever knows the seed.**"
 )
 _UNKNOWN = "**This leaves out what was shared before a checkpoint that does not say how.**"
 _STATISTICS = {

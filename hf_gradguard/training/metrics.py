@@ -22,6 +22,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerState
 
 from .config import setting
 from .logs import LEAST_MESSAGES, pooled_logs
+from .privacy.known_seed import without_claims
 
 DIGITS = 2
 _OF_NO_GRADIENT = (
@@ -64,6 +65,7 @@ class PrivateMetrics:
         Returns:
             `logs`.
         """
+        metrics = without_claims(trainer, metrics)
         if setting(trainer.args, "private_metrics") == "log":
             logs.update(self.means(metrics, trainer.shared_messages.total))
             return logs

@@ -5,6 +5,9 @@ Local Differential Privacy", 2014): a label is kept with probability e^ε / (e^�
 becomes one of the other classes, each as likely. Whatever is computed from the result is ε-label
 differentially private: for no message, whatever it is protected by, do odds of two labels of a row
 differ by more than e^ε.
+
+The unit is a row. A text that is in the data k times has k draws, whose ε add up: at ε = 1 an
+attacker finds 73.1 % of the labels of single texts, and 93.5 % of those that are there nine times.
 """
 
 from __future__ import annotations
@@ -17,10 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
+from transformers.utils import logging
 
 from ...randomness import Stream
 from ..clients.partition import fetched
 from ..config import setting
+from .known_seed import NO_EPSILON
+
+logger = logging.get_logger(__name__)
 
 _NAMES = ("labels", "label", "label_ids")
 
@@ -60,6 +67,12 @@ class LabelKey:
     """What a rank's randomized labels are drawn by: the same for one row at every epoch, so that it
     is released once. Private to the rank, and checkpointed with it.
 
+    Args:
+        seed: Makes draws reproducible, by anybody, so that they hide nothing from who knows it.
+
+    Attributes:
+        is_from_seed: Whether there is one.
+
     Example:
         >>> key = LabelKey()
         >>> key.load(key.tensor())
@@ -67,6 +80,7 @@ class LabelKey:
 
     def __init__(self, seed: tuple[int, ...] | None = None) -> None:
         stream = Stream() if seed is None else Stream.from_seeds(*seed)
+        self.is_from_seed = seed is not None
         self._key = stream.bytes(32)
 
     def of(self, row: int) -> Stream:
@@ -83,7 +97,8 @@ class LabelKey:
 
 
 class RandomizedLabels(Dataset):
-    """A data set with labels that randomized response made, each once and for all.
+    """A data set with labels that randomized response made, each once and for all. ε is of one row:
+    where a text stands in several, each has a draw of its own, and their ε add up.
 
     Args:
         data: Rows by number, each a mapping with a class id called `labels` or `label`.
@@ -195,6 +210,7 @@ def protect_labels(
             "shared of rows whose labels were protected. Leave it set, or make a new Trainer."
         )
     if not isinstance(data, RandomizedLabels):
+        _log_unit(epsilon, key)
         return RandomizedLabels(data, epsilon, number_of_classes(model), key)
     if data.epsilon != epsilon:
         raise ValueError(
@@ -202,6 +218,19 @@ def protect_labels(
             f"{epsilon:g} would release each a second time. Go on with the former."
         )
     return data
+
+
+def _log_unit(epsilon: float, key: LabelKey) -> None:
+    protects = f"with ε = {epsilon:g} protects the label of one row."
+    protects = f": {NO_EPSILON}" if key.is_from_seed else f" {protects}"
+    logger.warning_once(f"protect_labels{protects} {UNIT_OF_LABELS}")
+
+
+UNIT_OF_LABELS = (
+    "The unit is a row: of a text that is in the data k times k labels are drawn, and ε is k times "
+    "as large (at ε = 1 an attacker finds 73.1 % of the labels of single rows, and 93.5 % of texts "
+    "that are there nine times). Remove duplicates first."
+)
 
 
 class Randomizer:
