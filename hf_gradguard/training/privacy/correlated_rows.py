@@ -26,6 +26,7 @@ from ..clients.batches import SampledRow
 from ..config import setting
 from ..exchange.start import check_agreed
 from ..message import ClientBatch
+from .known_seed import NO_EPSILON
 from .private_rows import (
     DUMMY,
     PrivateRows,
@@ -441,7 +442,7 @@ class CorrelatedRows(PrivateRows):
         if plan is None or self._sampling != "balls_in_bins":
             return None
         bins = min(self._least_rounds, plan.messages)  # places that are not shared hide nobody
-        if bins == 1 or setting(self._args, "noise_seed") is not None:
+        if bins == 1 or self.is_noise_known():
             return None
         client: Any = next(iter(self._clients()))
         stream = client.stream_at(plan.position)
@@ -459,7 +460,9 @@ class CorrelatedRows(PrivateRows):
 
     def _announce(self, messages: int, multiplier: float) -> None:
         text = "dp_sgd with correlated=True protects one row of the training data"
-        if (delta := self.defense.delta) is not None:
+        if self.is_noise_known():
+            text = f"{NO_EPSILON} It would be of one row of the training data"
+        elif (delta := self.defense.delta) is not None:
             planned = PrivacyAccount(self.account.messages)
             planned.add(multiplier, 1.0, int(self._transcript_is_new))
             text = (

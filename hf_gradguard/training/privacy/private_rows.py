@@ -31,6 +31,7 @@ from ..config import setting
 from ..exchange.start import check_agreed
 from ..message import ClientBatch
 from .account import AccountFile
+from .known_seed import NO_EPSILON, has_known_seed
 
 if TYPE_CHECKING:
     from ...defenses.dp import DPSGD
@@ -127,6 +128,7 @@ class PrivateRows(TrainerCallback):
         neighbors: In what data sets that ε compares differ, of a row.
         rows_of_clients: On all ranks.
         account: Of this rank's clients, each of which shares as many messages as the others.
+        is_noise_known: Says whether any of that noise follows a seed: then no ε is stated.
 
     Raises:
         ValueError: If a client would have no rows.
@@ -155,6 +157,7 @@ class PrivateRows(TrainerCallback):
         self._clients = clients
         self.noise_multiplier = defense.noise_multiplier or defense.client_noise_multiplier
         self.account, self._account_file = account or PrivacyAccount(), account_file
+        self.is_noise_known: Callable[[], bool] = lambda: has_known_seed(args)
 
     def sampler(self) -> RowSampler:
         """Draws the batches of an epoch: as many as would go through all rows once."""
@@ -247,7 +250,9 @@ class PrivateRows(TrainerCallback):
         least, most = min(map(len, self.rows_of_clients)), max(map(len, self.rows_of_clients))
         rows = f"{least}" if least == most else f"{least} to {most}"
         text = "dp_sgd with per_sample=True protects one row of the training data"
-        if (delta := self.defense.delta) is not None:
+        if self.is_noise_known():
+            text = f"{NO_EPSILON} It would be of one row of the training data"
+        elif (delta := self.defense.delta) is not None:
             planned = PrivacyAccount(self.account.messages)
             planned.add(multiplier, self.rate, messages)
             text = (
@@ -312,8 +317,10 @@ class PrivateRows(TrainerCallback):
 
     @property
     def epsilon(self) -> float | None:
-        """ε of what was shared so far, if a δ is set."""
-        return None if self.defense.delta is None else self.account.epsilon(self.defense.delta)
+        """ε of what was shared so far, if a δ is set and nobody knows the noise."""
+        if self.defense.delta is None or self.is_noise_known():
+            return None
+        return self.account.epsilon(self.defense.delta)
 
     def metrics(self) -> dict[str, float]:
         """For the log."""

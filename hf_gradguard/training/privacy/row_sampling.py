@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from ...leakage import PrivacyAccount
 from ..config import setting
 from ..guards.checks import is_iterable
 from .account import AccountFile
+from .known_seed import is_noise_known
 from .private_rows import PrivateRows, chained_defenses
 
 
@@ -52,9 +54,11 @@ def private_rows_of(
         from .correlated_rows import CorrelatedRows
 
         kind = CorrelatedRows
-    return kind(
+    private_rows = kind(
         trainer.defense, args, rows, args.process_index, ranks, clients, account, account_file
     )
+    private_rows.is_noise_known = functools.partial(is_noise_known, trainer)
+    return private_rows
 
 
 def _refuse(trainer: Any, chained: bool, own_batches: bool) -> None:
