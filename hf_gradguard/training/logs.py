@@ -2,17 +2,23 @@
 
 The loss of one text names it, to who knows the model; so do TRL's log-probabilities and the parts
 of a loss that sentence-transformers logs. Trackers, cards and files that a push uploads get means.
-The rank's own console, and `trainer.state.log_history` in memory, have them as they are.
+The rank's own console, and `trainer.state.log_history` in memory, have them as they are; while
+another callback runs, its `state.log_history` has what it may see, and so has a console whose
+output a tracker uploads.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
+
+from .guards.trackers import uploads_console
 
 LEAST_MESSAGES = 50
 """Messages that a figure which leaves the rank is a mean of, at least."""
@@ -28,6 +34,10 @@ _OF_NO_BATCH = frozenset(
     | {"train_samples_per_second", "train_steps_per_second"}
 )
 """`grad_norm` is of the mean of messages, which all ranks have."""
+_OF_NO_GRADIENT = frozenset(
+    {"defense/seconds", "defense/noise_scale", "defense/client_noise_multiplier"}
+    | {"defense/epsilon", "defense/epsilon_secret_positions"}
+)
 COUNTERS = frozenset(
     {"total_flos", "num_input_tokens_seen", "num_tokens"}
     | {"train_tokens_per_second", "train_tokens_per_second_per_gpu"}
@@ -120,6 +130,16 @@ class PooledLogs:
         return float(f"{total / shown:.4g}")
 
 
+def is_of_gradient(name: str) -> bool:
+    """Whether a metric is of true gradients.
+
+    Example:
+        >>> is_of_gradient("defense/cosine"), is_of_gradient("defense/epsilon")
+        (True, False)
+    """
+    return name.startswith(("defense/", "leakage/")) and name not in _OF_NO_GRADIENT
+
+
 def is_of_training(entry: Mapping[str, Any]) -> bool:
     """Whether an entry is of training batches, and not of an evaluation or a user's own.
 
@@ -178,8 +198,7 @@ class PoolingHandler(CallbackHandler):
 
     def _begin(self, history: Iterable[Mapping[str, Any]]) -> None:
         self._pool = PooledLogs(self._per_step())
-        for entry in history:
-            self._pool.add(entry)
+        self._shown = [_without_gradients(self._pool.add(entry)) for entry in history]
         self._counted = self._begun = self._messages()
 
     def on_train_begin(self, args: Any, state: Any, control: Any) -> Any:
@@ -197,18 +216,59 @@ class PoolingHandler(CallbackHandler):
             if "train_loss" in entry:
                 entry[MESSAGES_OF_RUN] = total - self._begun
         pooled = self._pool.add(entry)
+        self._shown.append(pooled)
         public = {name: pooled[name] for name in logs if name in pooled}
+        return self.call_event("on_log", args, state, control, public, logs=logs, **kwargs)
+
+    def call_event(
+        self,
+        event: str,
+        args: Any,
+        state: Any,
+        control: Any,
+        public_logs: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As in `CallbackHandler`, with logs and a history that each callback may see.
+
+        Args:
+            event: The callbacks' method.
+            args: Training arguments.
+            state: Of the Trainer.
+            control: What callbacks may change.
+            public_logs: Of `on_log`: what others than the rank's own console see.
+            **kwargs: Of the event.
+        """
         if self._is_unprotected():
-            return self.call_event("on_log", args, state, control, logs=logs, **kwargs)
-        for is_console, shown in ((True, logs), (False, public)):
-            audience = copy.copy(self)
-            audience.callbacks = [c for c in self.callbacks if _is_console(c) == is_console]
-            control = audience.call_event("on_log", args, state, control, logs=shown, **kwargs)
+            return super().call_event(event, args, state, control, **kwargs)
+        public = kwargs if public_logs is None else kwargs | {"logs": public_logs}
+        for sees_all, callbacks in itertools.groupby(self.callbacks, self.sees_all):
+            audience, shown = copy.copy(self), kwargs if sees_all else public
+            audience.callbacks = list(callbacks)
+            with nullcontext() if sees_all else self._public_history(state):
+                control = CallbackHandler.call_event(audience, event, args, state, control, **shown)
         return control
 
+    def sees_all(self, callback: TrainerCallback) -> bool:
+        """Whether a callback prints on the rank's own console, and no tracker uploads that."""
+        is_console = not _CONSOLES.isdisjoint(kind.__name__ for kind in type(callback).__mro__)
+        return is_console and not uploads_console(self.callbacks)
 
-def _is_console(callback: TrainerCallback) -> bool:
-    return not _CONSOLES.isdisjoint(kind.__name__ for kind in type(callback).__mro__)
+    @contextmanager
+    def _public_history(self, state: TrainerState) -> Iterator[None]:
+        """A history as others may see it. What is logged meanwhile belongs to the whole one."""
+        whole, shown = state.log_history, list(self._shown)
+        state.log_history, before = shown, len(shown)
+        try:
+            yield
+        finally:
+            state.log_history = whole
+            whole.extend(shown[before:])
+
+
+def _without_gradients(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of a run that is resumed, whose metrics of true gradients stay in memory."""
+    return {n: v for n, v in entry.items() if not is_of_gradient(n)}
 
 
 def without_rows(card: Any, widget: list[Any], examples: Any) -> None:

@@ -21,16 +21,10 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback, TrainerState
 
 from .config import setting
-from .logs import LEAST_MESSAGES, pooled_logs
+from .logs import LEAST_MESSAGES, is_of_gradient, pooled_logs
 from .privacy.known_seed import without_claims
 
 DIGITS = 2
-_OF_NO_GRADIENT = (
-    "defense/seconds",
-    "defense/noise_scale",
-    "defense/client_noise_multiplier",
-    "defense/epsilon",
-)
 
 
 class PrivateMetrics:
@@ -70,10 +64,12 @@ class PrivateMetrics:
             logs.update(self.means(metrics, trainer.shared_messages.total))
             return logs
         self._pending = dict(metrics)
-        logs.update({name: metrics[name] for name in _OF_NO_GRADIENT if name in metrics})
+        logs.update({name: metrics[name] for name in metrics if _is_public(name)})
         shown = {name: value for name, value in metrics.items() if name not in logs}
-        for callback in trainer.callback_handler.callbacks if shown else ():
-            if isinstance(callback, PrinterCallback | ProgressCallback):
+        handler = trainer.callback_handler
+        for callback in handler.callbacks if shown else ():
+            is_printed = isinstance(callback, PrinterCallback | ProgressCallback)
+            if is_printed and handler.sees_all(callback):
                 callback.on_log(
                     trainer.args, trainer.state, trainer.control, logs=self.rounded(shown)
                 )
@@ -98,7 +94,7 @@ class PrivateMetrics:
         for name, metric in metrics.items():
             total, counted = self._sums.get(name, (0.0, 0))
             self._sums[name] = total + count * metric, counted + count
-        shown = {name: metrics[name] for name in _OF_NO_GRADIENT if name in metrics}
+        shown = {name: metrics[name] for name in metrics if _is_public(name)}
         if messages - self._logged_messages < LEAST_MESSAGES:
             return shown
         sums, self._sums, self._logged_messages = self._sums, {}, messages
@@ -130,12 +126,12 @@ def without_private_metrics(
         saved[name] = shown[-1] if shown else 0
     if not keeps_metrics:
         history = [
-            {name: value for name, value in entry.items() if not _is_private(name)}
+            {name: value for name, value in entry.items() if not is_of_gradient(name)}
             for entry in history
         ]
     saved["log_history"] = [entry for entry in history if entry.keys() != {"step"}]
     trainer_state.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _is_private(name: str) -> bool:
-    return name.startswith(("defense/", "leakage/")) and name not in _OF_NO_GRADIENT
+def _is_public(name: str) -> bool:
+    return name.startswith("defense/") and not is_of_gradient(name)

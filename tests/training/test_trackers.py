@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import make_task
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
@@ -161,3 +162,86 @@ def test_the_trainer_refuses_one_that_it_is_given(tmp_path: Any) -> None:
     trainer.add_callback(NeptuneCallback())
     with pytest.raises(NotImplementedError, match="log_checkpoints='same': NeptuneCallback would"):
         trainer.train()
+
+
+class Tracker(TrainerCallback):
+    """Notes the history and the logs that it is handed, at every event."""
+
+    def __init__(self) -> None:
+        self.histories: dict[str, list[Any]] = {}
+        self.logs: list[dict[str, Any]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def handed(args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            self.histories[name] = [dict(entry) for entry in state.log_history]
+            self.logs += [logs] if logs else []
+
+        return handed
+
+
+class WandbCallback(TrainerCallback):
+    """What stands for Transformers', which uploads the console's output."""
+
+
+def trained_with(folder: Path, *callbacks: Any, resume: Any = None, **settings: Any) -> Any:
+    model, batch = make_task("bert", dtype=torch.float32, batch_size=8)
+    rows = [{name: value[k] for name, value in batch.items()} for k in range(8)]
+    given = {"defense": "gaussian_noise", "max_steps": 51, "save_strategy": "no"} | settings
+    args = GradGuardConfig(
+        str(folder), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1,
+        per_device_train_batch_size=1, **given,
+    )  # fmt: skip
+    trainer = GradGuardTrainer(model, args, train_dataset=rows, callbacks=list(callbacks))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def test_no_event_hands_a_tracker_the_losses_of_single_messages(tmp_path: Path) -> None:
+    """The history in memory, which `state` carries, has them all."""
+    tracker = Tracker()
+    settings = {"save_strategy": "steps", "save_steps": 30}
+    trainer = trained_with(tmp_path, tracker, **settings)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 51
+    assert {"on_log", "on_step_end", "on_save", "on_train_end"} <= set(tracker.histories)
+    for history in tracker.histories.values():
+        shown = [entry["loss"] for entry in history if "loss" in entry]
+        assert shown in ([], [float(f"{sum(losses[:50]) / 50:.4g}")])
+        assert not [name for entry in history for name in entry if name == "defense/cosine"]
+    again = Tracker()
+    trained_with(tmp_path, again, resume=str(tmp_path / "checkpoint-30"), **settings)
+    began = again.histories["on_train_begin"]
+    assert len(began) == 30
+    assert not {"loss", "defense/cosine", "defense/relative_error"} & {n for e in began for n in e}
+
+
+def test_what_a_callback_logs_is_in_the_whole_history(tmp_path: Path) -> None:
+    class Logs(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            state.log_history.append({"mine": state.global_step})
+
+    trainer = trained_with(tmp_path, Logs(), max_steps=2)
+    assert [e["mine"] for e in trainer.state.log_history if "mine" in e] == [1, 2]
+
+
+@pytest.mark.parametrize("setting", [None, "off"])
+def test_a_console_that_is_uploaded_shows_what_trackers_may_see(
+    setting: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("WANDB_CONSOLE", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("WANDB_CONSOLE", setting)
+    trainer = trained_with(tmp_path, WandbCallback(), max_steps=3)
+    printed = capsys.readouterr().out
+    assert "learning_rate" in printed
+    for name in ("'loss'", "defense/cosine"):
+        assert (name in printed) == (setting == "off")
+    assert ("uploads what is printed" in caplog.text) == (setting is None)
+    assert len([e for e in trainer.state.log_history if "loss" in e]) == 3

@@ -12,10 +12,19 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from transformers import TrainerCallback
-from transformers.utils import ENV_VARS_TRUE_VALUES
+from transformers.utils import ENV_VARS_TRUE_VALUES, logging
+
+logger = logging.get_logger(__name__)
 
 _CHECKPOINTS = "checkpoints, which hold the defense's private state"
 _DATA = "the output folder, whose checkpoints hold the defense's private state, and the data"
+_UPLOAD_CONSOLES = frozenset(
+    {"WandbCallback", "CometCallback", "ClearMLCallback", "NeptuneCallback", "SwanLabCallback"}
+)
+_CONSOLE = (
+    "{} uploads what is printed, so the console shows what trackers may see: means over 50 "
+    "messages. Errors, which may quote a batch, are uploaded too. For wandb set WANDB_CONSOLE=off."
+)
 _YES = frozenset(ENV_VARS_TRUE_VALUES)  # of any case, as Transformers reads them
 
 
@@ -41,6 +50,9 @@ def check_trackers(callbacks: Iterable[TrainerCallback]) -> None:
         >>> from transformers import PrinterCallback
         >>> check_trackers([PrinterCallback()])
     """
+    callbacks = list(callbacks)
+    if tracker := uploads_console(callbacks):
+        logger.warning_once(_CONSOLE.format(tracker))
     for callback in callbacks:
         kinds = {kind.__name__ for kind in type(callback).__mro__}
         for upload in _UPLOADS:
@@ -49,6 +61,22 @@ def check_trackers(callbacks: Iterable[TrainerCallback]) -> None:
                     f"GradGuardTrainer does not support {setting}: {upload.callback} would upload "
                     f"{upload.entries}. {upload.instead}."
                 )
+
+
+def uploads_console(callbacks: Iterable[TrainerCallback]) -> str:
+    """Name the tracker that uploads what a rank prints, if there is one: then the console is no
+    place for figures of single messages.
+
+    Example:
+        >>> from transformers import PrinterCallback
+        >>> uploads_console([PrinterCallback()])
+        ''
+    """
+    kinds = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
+    for name in _UPLOAD_CONSOLES & kinds:
+        if name != "WandbCallback" or os.getenv("WANDB_CONSOLE", "").lower() != "off":
+            return name
+    return ""
 
 
 def _variable(name: str, values: frozenset[str], unset: str = "") -> Callable[[Any], str]:
