@@ -250,7 +250,7 @@ class GradGuardMixin(TrainerAdapter):
         rules = self._normalizations[num_items_in_batch is not None]
         normalization = replace(rules, num_items=num_items_in_batch, accumulation=accumulation)
         losses = []
-        with annotate_errors(inputs):
+        with annotate_errors(inputs, self.private_rows is not None):
             clients, spread = self._clients_of(module, inputs, normalization)
             mean_loss = functools.partial(normalization.mean_loss, self._loss, spread)
             if not self._share_input_embeddings:
