@@ -33,6 +33,7 @@ from .clients.partition import is_of_datasets
 from .config import setting
 from .exchange.start import SaysRanks
 from .guards.batch_statistics import freeze_statistics
+from .guards.checks import check_arguments
 from .guards.hooks import HookGuard
 from .guards.watch import AgreedTables, Ledger
 from .learning_rate import LearningRateUnderNoise
@@ -424,6 +425,7 @@ class TrainerAdapter(Trainer):
             return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        check_arguments(self.args)  # hub_strategy may have changed since training began
         with without_private_files():
             super()._push_from_checkpoint(checkpoint_folder)
 
@@ -454,8 +456,13 @@ _TRAINING = "Training"  # what the Trainer calls its batches
 
 
 @contextmanager
-def annotate_errors(batch: Mapping[str, Any]) -> Iterator[None]:
+def annotate_errors(batch: Mapping[str, Any], hides_content: bool = False) -> Iterator[None]:
     """Errors in here, which often are a model's own, say what batch they are about.
+
+    Args:
+        batch: Of a rank.
+        hides_content: Whether its names alone are said: how many rows were drawn is a secret that
+            an ε counts on, and logs of errors may be uploaded.
 
     Example:
         >>> with annotate_errors({"labels": torch.tensor([7, 9])}):
@@ -467,7 +474,7 @@ def annotate_errors(batch: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        contents = [f"{name} {_described(value)}" for name, value in batch.items()]
+        contents = [n if hides_content else f"{n} {_described(v)}" for n, v in batch.items()]
         error.add_note(f"The batch holds {', '.join(contents)}.")
         if "more than 1 value per channel" in str(error):
             error.add_note(_SINGLE)

@@ -114,6 +114,7 @@ def privacy_section(trainer: TrainerAdapter) -> str:
         points="\n".join(f"- {point}" for point in points if point),
         settings="\n\n".join(text.strip() for text in _statements(messages, "settings")),
         memorized=_MEMORIZED_PRIVATELY if private else _MEMORIZED,
+        counts=", the number of label tokens" if "shared" in messages.by("counts") else "",
         repetition="" if private else _REPETITION,  # ε counts it
     )
 
@@ -142,12 +143,21 @@ def sharing(trainer: Any) -> dict[str, str]:
         "statistics": _statistics(trainer),
         "state": _state(trainer),
         "aggregation": _aggregation(trainer),
+        "counts": "shared" if _shares_counts(trainer) else "",
         "noise": FIXED_SEED if has_known_seed(args) else _NEW_KEYS,
         # whose messages it is of
         "epsilon": "" if trainer.private_rows is None or is_noise_known(trainer) else subject,
         "recovered": _recovered(defense),
         "unit": CLIENT_LEVEL.format(f"`{defense.name}`") if is_client_level(defense) else "",
     }
+
+
+def _shares_counts(trainer: Any) -> bool:
+    """Whether ranks add up how many labels they have, as the Trainer does for means of tokens."""
+    args, counts = trainer.args, trainer.counts_items
+    is_used = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    sums = getattr(args, "average_tokens_across_devices", False) and args.world_size > 1
+    return bool(counts and is_used and sums)
 
 
 def _recovered(defense: Defense) -> str:
@@ -326,8 +336,9 @@ _SECTION = """## Privacy
 ### What is not protected
 
 - {memorized}
-- What a client reveals beside gradients: the average loss, the number of label tokens, and \
-evaluation predictions.
+- What a client reveals beside gradients: the average loss{counts}, and evaluation predictions.
+- What was fitted to data before training and is published with the model: a tokenizer's words, a \
+processor's means, class names.
 {repetition}- The label, as a rule: the last layer's gradient shows it under all but strong noise.
 - The sentence's length, through the gradient of learned position embeddings.
 

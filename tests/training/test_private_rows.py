@@ -533,3 +533,21 @@ def test_nothing_is_measured_of_gradients_whose_samples_are_clipped(tmp_path: Pa
     (entry,) = [entry for entry in t.state.log_history if "loss" in entry]
     assert not {"defense/cosine", "defense/relative_error", "defense/seconds"} & entry.keys()
     assert entry["defense/samples"] == 2
+
+
+@pytest.mark.parametrize("defense", [private(), make_defense("gaussian_noise", scale=0.1)])
+def test_an_error_says_nothing_of_the_rows_that_were_drawn(
+    defense: Defense, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logs of errors are uploaded; ε counts on nobody knowing how many rows a batch has."""
+    t = trainer(tmp_path, defense)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("of a model's own")
+
+    monkeypatch.setattr(t.model, "forward", fail)
+    with pytest.raises(ValueError, match="of a model's own") as error:
+        t.train()
+    (note,) = error.value.__notes__
+    assert "labels" in note
+    assert bool(set("0123456789") & set(note)) == (defense.name == "gaussian_noise")
