@@ -54,10 +54,12 @@ class GradGuardConfig(TrainingArguments):
             trained, beside these.
         protect_labels: `"randomized_response"` randomizes the labels of the training data before
             anything is computed from them.
-        label_epsilon: Of that: ε-label differential privacy for each row. Smaller protects more.
+        label_epsilon: Of that: ε-label differential privacy for each row. Smaller protects more. A
+            text that is there k times has k times the ε.
         batch_statistics: Running statistics of batch normalization: `"local"`, each rank its own,
             of which rank 0's are saved; `"shared"`, averaged over ranks at every optimizer step,
-            unprotected; `"frozen"`, those that the model came with.
+            unprotected; `"frozen"`, those that the model came with. Then whatever else modules
+            keep of a batch is put back after each message, too.
         clients_per_process: Cut each rank's batch into that many clients, each protected by itself;
             with `num_clients`, draw that many each step of those that live on the rank.
         num_clients: Divide the training data among so many clients, which live on the ranks in
@@ -81,7 +83,7 @@ class GradGuardConfig(TrainingArguments):
             (docs/findings/learning_rates.md).
         private_dropout: Under a defense, draw each message's dropout from a stream of its own:
             ranks share `seed`, and would know each other's masks.
-        noise_seed: Makes all noise reproducible, by anybody. For tests only.
+        noise_seed: Makes all noise reproducible, by anybody: no ε is stated. For tests only.
         leakage_logging_steps: Log leakage figures of what is about to be shared at every so many
             optimizer steps; 0 never.
         leakage_num_probes: Probes for dFIL. By default 2 by differences, or 10 exact ones where

@@ -537,7 +537,7 @@ def test_nothing_is_measured_of_gradients_whose_samples_are_clipped(tmp_path: Pa
 
 @pytest.mark.parametrize("defense", [private(), make_defense("gaussian_noise", scale=0.1)])
 def test_an_error_says_nothing_of_the_rows_that_were_drawn(
-    defense: Defense, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    defense: Defense, tmp_path: Path
 ) -> None:
     """Logs of errors are uploaded; ε counts on nobody knowing how many rows a batch has."""
     t = trainer(tmp_path, defense)
@@ -545,7 +545,7 @@ def test_an_error_says_nothing_of_the_rows_that_were_drawn(
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("of a model's own")
 
-    monkeypatch.setattr(t.model, "forward", fail)
+    t.model.register_forward_pre_hook(fail)
     with pytest.raises(ValueError, match="of a model's own") as error:
         t.train()
     (note,) = error.value.__notes__
