@@ -72,7 +72,7 @@ def _coarse_products(device: str, convolves: bool) -> str:
     products, convolutions = _PRODUCTS[device]
     for name in products + convolutions * convolves:
         backend, _, operation = name.partition(".")
-        settings = getattr(getattr(torch.backends, backend), operation, None)
+        settings: Any = getattr(getattr(torch.backends, backend), operation, None)
         if not hasattr(settings, "fp32_precision"):  # torch before 2.9 has one setting for all
             return _of_older_torch(device, convolves)
         if settings.fp32_precision not in ("none", "ieee"):

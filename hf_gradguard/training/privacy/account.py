@@ -92,7 +92,8 @@ class AccountFile:
         self._path, self._name = Path(folder) / NAME.format(rank), NAME.format(rank)
         self._counted: dict[str, int] = {}  # by attempt; of this run, in this file
         self._digest, self._end = "", (-1, -1)  # of the file as this object left it
-        self._skew, self._origin = 0.0, None
+        self._skew = 0.0  # of a file server's clock
+        self._origin: Path | None = None
 
     @property
     def counted(self) -> dict[str, int]:
@@ -223,7 +224,7 @@ class AccountFile:
                 state = os.fstat(descriptor)
                 os.fsync(descriptor)
                 if abs(late := state.st_ctime - record["time"]) > 1:
-                    self._skew += late  # a file server has a clock of its own
+                    self._skew += late
                 if is_own:
                     self._digest, self._end = digest, (state.st_ino, state.st_size)
             finally:

@@ -179,8 +179,10 @@ class AttemptsPassingRows:
         if self._spare is None:
             self._spare = self._found(module, loss_fn)
         assert isinstance(client.defense, DPSGD)
+        if self._spare is None:
+            return None
         noise = NoSample.of(client.defense)
-        return self._spare and client._replace(defense=noise, batch=self._spare, rows=numbers[:0])
+        return client._replace(defense=noise, batch=self._spare, rows=numbers[:0])
 
     def _found(self, module: nn.Module, loss_fn: LossFunction) -> dict[str, Any] | None:
         """Return another row of the data that passes, if one of the first does."""
