@@ -251,8 +251,7 @@ class PoolingHandler(CallbackHandler):
 
     def sees_all(self, callback: TrainerCallback) -> bool:
         """Whether a callback prints on the rank's own console, and no tracker uploads that."""
-        is_console = not _CONSOLES.isdisjoint(kind.__name__ for kind in type(callback).__mro__)
-        return is_console and not uploads_console(self.callbacks)
+        return _is_console(callback) and not uploads_console(self.callbacks)
 
     @contextmanager
     def _public_history(self, state: TrainerState) -> Iterator[None]:
@@ -299,3 +298,8 @@ def without_rows(card: Any, widget: list[Any], examples: Any) -> None:
 
 _OF_DATA_SET = frozenset({"name", "id", "revision", "split", "size", "columns", "loss"})
 """What a card may say of a data set. All else, also of a newer version, may show its rows."""
+
+
+def _is_console(callback: TrainerCallback) -> bool:
+    """Tells whether a callback prints, by the names of its classes."""
+    return not _CONSOLES.isdisjoint(kind.__name__ for kind in type(callback).__mro__)

@@ -16,6 +16,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ...gradient_map.domain import check_batch, count_rows
+from ...gradient_map.module_state import ModuleState
 from ...gradient_map.per_sample.plan import rows_of
 from ...gradient_map.types import LossFunction
 from ..clients.batches import CLIENT, ROW, SHARE, ClientCollator, ClientRows, SampledRow
@@ -140,8 +141,12 @@ class AttemptsPassingRows:
         try:
             self._check(module, client.batch)
             outcome = attempt(module, client, loss_fn, *arguments)
+        except NotImplementedError:  # a refusal is of a model or of settings
+            raise
         except Exception:
+            state = ModuleState(module)
             passing_client = self._passing(module, client, loss_fn)
+            state.restore()
             if passing_client is None:
                 raise
             client = passing_client
