@@ -37,6 +37,17 @@ def global_forward_hooks() -> Iterator[Callable[..., Any]]:
     yield from _of_users(every_module._global_forward_pre_hooks, every_module._global_forward_hooks)
 
 
+def has_forward_hooks(model: nn.Module) -> bool:
+    """Tell whether anything runs with a module: it may register hooks on outputs, which only what
+    has a gradient takes.
+
+    Example:
+        >>> has_forward_hooks(nn.Linear(2, 2))
+        False
+    """
+    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
 def _of_users(*registered: Any) -> Iterator[Callable[..., Any]]:
     for hooks in registered:
         for hook in hooks.values():

@@ -29,6 +29,7 @@ from transformers.utils import logging
 
 from .domain import TEXT, text_keys
 from .exchanges import no_exchange
+from .forward_hooks import has_forward_hooks
 from .replay import Replay
 from .types import Batch, LossFunction, Shards
 
@@ -118,8 +119,7 @@ class _Watch(TorchDispatchMode):
                 self._floats |= bit if tensor.is_floating_point() else 0
                 self._mark(tensor, bit)
         try:
-            # A forward hook may register others, which only what has a gradient takes.
-            hooked = any(m._forward_hooks or m._forward_pre_hooks for m in self._model.modules())
+            hooked = has_forward_hooks(self._model)
             with no_exchange(self._model), self, torch.set_grad_enabled(hooked):
                 loss_fn(self._model, dict(batch))
         except BaseException:

@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
 from ..gradient_map.domain import count_rows
+from ..gradient_map.forward_hooks import has_forward_hooks
 from ..gradient_map.replay import Replay
 
 Loss = Callable[[nn.Module, dict[str, Any], float | None], Tensor]
@@ -186,11 +188,11 @@ class LossWeights:
 
     def _losses(self, module: nn.Module, batch: dict[str, Any]) -> tuple[float, float, float]:
         """The loss per item, per two items, and per so many that only B is left."""
-        # In the mode that stock runs in, with one set of draws: the loss may draw as well, and a
-        # forward hook may register others on what has a gradient.
+        # In the mode that stock runs in, with one set of draws: the loss may draw as well.
         replay, losses = Replay(module, second_order=False), []
+        hooked = has_forward_hooks(module)
         for items in (1, 2, _MANY_ITEMS):
-            with replay.draws():
+            with replay.draws(), torch.set_grad_enabled(hooked):
                 losses.append(float(self._loss(module, batch, items).detach()))
         of_one, of_two, of_many = losses
         return of_one, of_two, of_many
