@@ -292,6 +292,7 @@ class Guard:
 def _protection_of_transcript(defense: Any) -> str:
     """What `dp_sgd` with correlated noise says of all of a client's updates together."""
     from ..leakage import gaussian_epsilon
+    from ..leakage.differential_privacy import protection_note
 
     if defense.per_sample:
         raise ValueError(
@@ -313,7 +314,7 @@ def _protection_of_transcript(defense: Any) -> str:
     if defense.delta is None:
         return f"{text}."
     epsilon = gaussian_epsilon(defense.client_noise_multiplier, defense.delta)
-    return f"{text}, ε = {epsilon:.4g} at δ = {defense.delta:g}."
+    return f"{text}, ε = {epsilon:.4g} at δ = {defense.delta:g}{protection_note(epsilon)}."
 
 
 def tied_names(received: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> dict[str, str]:

@@ -34,6 +34,10 @@ SPENT = 0.99
 """The share of a target after which it counts as spent: the rest takes noise without bounds."""
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e6
 """Of noise multipliers that are calibrated."""
+NO_PROTECTION = 10.0
+"""The ε above which logs and cards say so. At α false alarms (ε, δ) allows a test that finds
+1 - e^-ε (1 - δ - α) of the members. Ponomareva et al., "How to DP-fy ML" (2023), draw the same line.
+"""
 
 
 def dp_sgd_epsilon(
@@ -104,6 +108,26 @@ def of_rounded_sums(noise_multiplier: float) -> float:
         9.9939
     """
     return noise_multiplier / (1 + GRID * noise_multiplier)
+
+
+def protection_note(epsilon: float) -> str:
+    """Say of a large ε, in parentheses, that there is no protection to speak of; nothing of others.
+
+    Args:
+        epsilon: ε, as it stands before the note.
+
+    Example:
+        >>> protection_note(8.0)
+        ''
+        >>> protection_note(30.0)[:33]
+        ' (no protection to speak of: an ε'
+    """
+    if epsilon <= NO_PROTECTION:
+        return ""
+    return (
+        f" (no protection to speak of: an ε above {NO_PROTECTION:g} allows attacks that find "
+        "99.99 % of the members at 1 % FPR)"
+    )
 
 
 def dp_sgd_noise_multiplier(

@@ -32,6 +32,7 @@ _MOST_POINTS = 2**20  # of a grid of a message, and half of a grid of all of the
 _FEW_POINTS = 4096  # of a grid that is searched for a tilt
 _LEFT_OUT = 1e-9  # of δ, for each of the parts of a sum that are counted as infinite losses
 _WRAPPED = 1e-7  # of the tilted distribution, at each end, which a Fourier transform adds elsewhere
+_FAR_ABOVE = 50.0  # of a loss, over twice an ε
 _ROUNDING = 1e-15  # of a computed probability, relative to it
 _STEEPEST = 30.0  # of a tilt, in units of a grid's interval
 
@@ -128,7 +129,9 @@ def _epsilon(
         interval /= 2
         groups = []
         for (multiplier, rate), count in messages.items():
-            message = _message(multiplier, rate, interval, count, delta, with_row)
+            # A message that tells so much more than ε may as well tell all.
+            ceiling = 2 * found + _FAR_ABOVE
+            message = _message(multiplier, rate, interval, count, delta, with_row, ceiling)
             if message is None:
                 return min(found, most)
             groups.append(Group.of(message, count))
@@ -137,8 +140,9 @@ def _epsilon(
         composed = _composed(groups, delta, (tilt, steepest), interval)
         if composed is None:
             return min(found, most)
-        previous, found = found, min(found, _solved(*composed, tilt, delta))
-        is_settled = previous - found <= SETTLED * found < math.inf
+        coarser, finer = found, _solved(*composed, tilt, delta)
+        found = min(coarser, finer)
+        is_settled = abs(coarser - finer) <= SETTLED * finer < math.inf
         if found <= enough or (is_settled and _is_fine(groups, found, interval)):
             return min(found, most)
 
@@ -157,10 +161,11 @@ def _is_fine(groups: Sequence[Group], epsilon: float, interval: float) -> bool:
 
 
 def _message(
-    multiplier: float, rate: float, interval: float, count: int, delta: float, with_row: bool
-) -> LossDistribution | None:
+    multiplier: float, rate: float, interval: float, count: int, delta: float, with_row: bool,
+    ceiling: float,
+) -> LossDistribution | None:  # fmt: skip
     """The losses of one message, on a grid fine enough for `count` of them; `None` where that has
-    too many points.
+    too many points. Above the ceiling they are infinite.
 
     A message is x ~ N(0, 1), or N(1/σ, 1) if it holds the row, and its loss rises with x.
     """
@@ -170,6 +175,10 @@ def _message(
     interval /= 2.0 ** math.ceil(math.log2(count) / 2)
     beyond = -float(ndtri(_power_of_ten(_LEFT_OUT * delta / count)))
     least, most = _loss(-beyond, multiplier, rate), _loss(beyond + 1 / multiplier, multiplier, rate)
+    if with_row:
+        most = max(min(most, ceiling), least)
+    else:
+        least = min(max(least, -ceiling), most)
     if most - least > _MOST_POINTS * interval:
         return None
     points = np.arange(math.floor(least / interval), math.ceil(most / interval) + 1)
@@ -345,7 +354,7 @@ def _self_composed(
     tilted /= total
     masses = irfft(rfft(tilted, length) ** count, length)
     masses = np.roll(masses, -((bottom - count * first) % length))[:kept]
-    infinite = count * message.infinite + left_out
+    infinite = left_out - math.expm1(count * math.log1p(-min(message.infinite, 1 - 1e-15)))
     composed = LossDistribution(interval, bottom, np.maximum(masses, 0), infinite)
     return composed, count * (largest + math.log(total))
 

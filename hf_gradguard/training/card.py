@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult, ModelCard
 from ..defenses import Defense
 from ..defenses.measured import recovered_behind
 from ..gradient_map.parameters import withheld_by_name, withheld_parameters
+from ..leakage.differential_privacy import protection_note
 from ..models import TASKS
 from .adapter import TrainerAdapter
 from .config import setting
@@ -279,11 +280,12 @@ def _epsilon(trainer: Any) -> str:
     left_out = (
         f" It leaves out {uncovered} messages of other defenses, which trained this model, too."
     )
+    note = protection_note(rows.epsilon)
     covers_all = not uncovered and trainer.shared_messages.complete
     return (
         f"**For one row of the training data, {rows.neighbors}: "
-        f"ε = {rows.epsilon:.4g} at δ = {rows.defense.delta:g}**, of {' and '.join(subjects)}"
-        f"{_OF_MODEL if covers_all else ''} (privacy loss distributions, by dp-accounting). "
+        f"ε = {rows.epsilon:.4g} at δ = {rows.defense.delta:g}**{note}, of {' and '.join(subjects)}"
+        f"{_OF_MODEL if covers_all else ''} (privacy loss distributions). "
         f"{sampled}{left_out if uncovered else ''}"
     )
 

@@ -230,6 +230,13 @@ def test_a_second_training_announces_its_own_bound(
     assert f"ε = {expected:.4g} at δ = 1e-05, and at most" in caplog.text
 
 
+def test_an_epsilon_that_protects_nobody_is_called_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path, private(noise_multiplier=0.05), max_steps=2).train()
+    assert "(no protection to speak of: an ε above 10" in caplog.text
+
+
 @pytest.mark.parametrize("arguments", [{"noise_seed": 1}, {"max_steps": 1}])
 def test_places_that_anybody_knows_are_no_secret(tmp_path: Path, arguments: dict[str, Any]) -> None:
     run = trainer(tmp_path, private(sampling="balls_in_bins"), **arguments)

@@ -482,6 +482,23 @@ def test_what_epsilon_covers_is_said_before_it(
     assert text.index("For one row of the training data") < text.index("ε = ")
 
 
+@pytest.mark.parametrize(("noise", "is_said"), [(1.0, False), (0.02, True)])
+def test_an_epsilon_that_protects_nobody_is_called_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, noise: float, is_said: bool
+) -> None:
+    t = trainer(tmp_path, private(noise_multiplier=noise, delta=1e-3))
+    t.train()
+    assert (t.private_rows.epsilon > 10) == is_said
+    assert ("no protection to speak of" in caplog.text) == is_said
+    assert ("no protection to speak of" in card(t).replace("\n", " ")) == is_said
+
+
+def test_a_large_target_is_spent(tmp_path: Path) -> None:
+    t = trainer(tmp_path, private(noise_multiplier=None, target_epsilon=30.0, delta=1e-3))
+    t.train()
+    assert 29.7 < t.private_rows.epsilon <= 30.0
+
+
 # --- what is refused
 
 

@@ -21,6 +21,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ...leakage import PrivacyAccount, dp_sgd_noise_multiplier
+from ...leakage.differential_privacy import protection_note
 from ...randomness import KEY_BYTES, Stream
 from ..clients.batches import SampledRow
 from ..config import setting
@@ -467,7 +468,7 @@ class CorrelatedRows(PrivateRows):
             planned.add(multiplier, 1.0, int(self._transcript_is_new))
             text = (
                 f"ε = {planned.epsilon(delta):.4g} at δ = {delta:g} for one row of the training "
-                f"data, {self.neighbors}"
+                f"data, {self.neighbors}{protection_note(planned.epsilon(delta))}"
             )
         passes = math.ceil(messages / self._rounds)
         secret = self._of_secret_positions()

@@ -24,6 +24,7 @@ from transformers.utils import logging
 from ...defenses import Chain, Defense
 from ...gradient_map.per_sample.sums import ROW_ROUNDING
 from ...leakage import PrivacyAccount, dp_sgd_noise_multiplier
+from ...leakage.differential_privacy import protection_note
 from ...randomness import Stream
 from ..clients.batches import SampledRow
 from ..clients.partition import Rows
@@ -257,7 +258,7 @@ class PrivateRows(TrainerCallback):
             planned.add(multiplier, self.rate, messages)
             text = (
                 f"ε = {planned.epsilon(delta):.4g} at δ = {delta:g} in the end, for one row of the "
-                f"training data, {self.neighbors}"
+                f"training data, {self.neighbors}{protection_note(planned.epsilon(delta))}"
             )
             if delta * most >= 1:
                 text += f" (δ is no less than one over {most} rows: it would let a row be shown)"
