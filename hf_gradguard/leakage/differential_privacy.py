@@ -36,7 +36,7 @@ LEAST_NOISE, MOST_NOISE = 1e-6, 1e6
 """Of noise multipliers that are calibrated."""
 NO_PROTECTION = 10.0
 """The ε above which logs and cards say so. At α false alarms (ε, δ) allows a test that finds
-1 - e^-ε (1 - δ - α) of the members. Ponomareva et al., "How to DP-fy ML" (2023), draw the same line.
+1 - e^-ε (1 - δ - α) of the members. Ponomareva et al., "How to DP-fy ML" (2023), draw it too.
 """
 
 

@@ -62,25 +62,25 @@ class Group(NamedTuple):
 
     Args:
         message: The losses of one of them.
-        count: How many messages they are.
+        messages: How many they are.
         losses: A few points of its grid.
         logarithms: Of its masses, split between these.
     """
 
     message: LossDistribution
-    count: int
+    messages: int
     losses: np.ndarray
     logarithms: np.ndarray
 
     @classmethod
-    def of(cls, message: LossDistribution, count: int) -> Group:
+    def of(cls, message: LossDistribution, messages: int) -> Group:
         width = -(-len(message.masses) // _FEW_POINTS)
         masses = np.pad(message.masses, (0, -len(message.masses) % width)).reshape(-1, width)
         up = masses @ (np.arange(width) / width)  # means stay, and all else is further out
         fewer = np.pad(masses.sum(1) - up, (0, 1)) + np.pad(up, (1, 0))
         losses = (message.first + np.arange(len(fewer)) * width) * message.interval
         with np.errstate(divide="ignore"):
-            return cls(message, count, losses, np.log(np.maximum(fewer, 0)))
+            return cls(message, messages, losses, np.log(np.maximum(fewer, 0)))
 
     def cumulant(self, tilt: float) -> tuple[float, float]:
         """Compute log E e^(tilt · loss) of a message and its derivative, the mean loss under that
@@ -155,7 +155,7 @@ def _is_fine(groups: Sequence[Group], epsilon: float, interval: float) -> bool:
     if interval > epsilon / 32 or (len(groups) > 1 and interval > max(1.0, coarsest)):
         return False
     return all(
-        group.message.interval <= max(1.0, SETTLED * group.losses[-1], coarsest / group.count)
+        group.message.interval <= max(1.0, SETTLED * group.losses[-1], coarsest / group.messages)
         for group in groups
     )
 
@@ -265,7 +265,7 @@ def _tilt(groups: Sequence[Group], delta: float, start: float, most: float) -> f
         excess = 0.0
         for group in groups:
             log, mean = group.cumulant(tilt)
-            excess += group.count * (tilt * mean - log)
+            excess += group.messages * (tilt * mean - log)
         return excess < -math.log(delta)
 
     low, high, step = 0.0, min(start, most), 1.1
@@ -287,7 +287,7 @@ def _centered(groups: Sequence[Group], steepest: float, epsilon: float) -> float
     """
     tilt = steepest
     while tilt > 1e-3 * steepest:
-        if sum(group.count * group.cumulant(tilt)[1] for group in groups) <= 2 * epsilon:
+        if sum(group.messages * group.cumulant(tilt)[1] for group in groups) <= 2 * epsilon:
             break
         tilt /= 1.5
     return tilt
@@ -323,7 +323,7 @@ def _self_composed(
 ) -> tuple[LossDistribution, float] | None:
     from scipy.fft import irfft, next_fast_len, rfft
 
-    message, count = group.message, group.count
+    message, count = group.message, group.messages
     interval, first, points = message.interval, message.first, len(message.masses)
     log_scale, _ = group.cumulant(tilt)
     bottom, top, left_out = count * first, count * (first + points - 1), 0.0
