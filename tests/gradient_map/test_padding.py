@@ -144,3 +144,16 @@ def test_one_padded_text_proves_nothing_of_others(batches: int) -> None:
     batch = padded([SHORT[0][:2], SHORT[1], LONG], "right")
     with pytest.raises(NotImplementedError, match="reads the padding"):
         [total(model, {**batch, "labels": torch.tensor([0, 1, 0])}) for _ in range(4)]
+
+
+@pytest.mark.parametrize("harmless", [1, 3, 5])
+def test_six_padded_texts_are_tried(harmless: int) -> None:
+    """Texts that pass prove nothing of the next one, until six different ones have passed."""
+    torch.manual_seed(0)
+    model, word = ReadsSomePadding(), SHORT[0][0]
+    for number in range(harmless):
+        batch = padded([[word, 20 + number], LONG], "right")
+        total(model, {**batch, "labels": torch.tensor([0, 1])})
+    batch = padded([SHORT[1], LONG], "right")
+    with pytest.raises(NotImplementedError, match="reads the padding"):
+        total(model, {**batch, "labels": torch.tensor([1, 0])})

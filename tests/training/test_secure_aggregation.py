@@ -298,10 +298,12 @@ def test_a_guess_is_reached_by_the_sums_of_others_as_often(strength: float) -> N
 
 
 def test_noise_finer_than_the_grid_of_the_sum_is_refused() -> None:
-    step = FixedPoint(16.0, 3, 32).unit
+    """Of the message's noise, which is 1/√3 of the sum's, four steps of the grid are the least."""
+    step = math.sqrt(3) * FixedPoint(16.0, 3, 32).unit
     with pytest.raises(ValueError, match="secure_aggregation_range"):
-        share_of_noise(make_defense("gaussian_noise", scale=3 * step), summed(), ranks=3)
-    assert share_of_noise(make_defense("gaussian_noise", scale=8 * step), summed(), ranks=3).scale
+        share_of_noise(make_defense("gaussian_noise", scale=3.99 * step), summed(), ranks=3)
+    noise = make_defense("gaussian_noise", scale=4.01 * step)
+    assert share_of_noise(noise, summed(), ranks=3).scale == pytest.approx(noise.scale / 3**0.5)
 
 
 def test_rounding_of_a_sum_counts_in_epsilon() -> None:
