@@ -275,11 +275,8 @@ class OfTable(Share):
     slopes: Tensor
 
     def squares(self) -> Tensor:
-        squares = []
-        for ids, slopes in zip(self.ids, self.slopes, strict=True):
-            _, rows = self._looked_up(ids, slopes)
-            squares.append(rows.double().square().sum())
-        return torch.stack(squares)
+        samples, _, rows = self._by_sample()
+        return self._added(samples, rows.double().square().sum(1))
 
     def total(self, factors: Tensor) -> Tensors:
         scaled = self.slopes * factors.to(self.slopes.dtype)[:, None, None]
@@ -301,15 +298,24 @@ class OfTable(Share):
         if weight.numel() == 1:
             squares = self.squares()
             return {self.name: squares * weight.to(squares)}
-        by_sample = []
-        for ids, slopes in zip(self.ids, self.slopes, strict=True):
-            used, rows = self._looked_up(ids, slopes)
-            by_sample.append((rows.double().square() * weight.to(rows)[used]).sum())
-        return {self.name: torch.stack(by_sample)}
+        samples, used, rows = self._by_sample()
+        weighed = rows.double().square() * weight.to(rows)[used]
+        return {self.name: self._added(samples, weighed.sum(1))}
+
+    def _by_sample(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Samples, the rows that they look up, and what each adds to them."""
+        words = len(self.table)
+        samples = torch.arange(len(self.ids), device=self.ids.device)
+        keys, rows = self._looked_up(self.ids + words * samples[:, None], self.slopes.flatten(0, 1))
+        return keys // words, keys % words, rows
+
+    def _added(self, samples: Tensor, squares: Tensor) -> Tensor:
+        """What each sample's rows add up to."""
+        return squares.new_zeros(len(self.ids)).index_add_(0, samples, squares)
 
     def _looked_up(self, ids: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-        """Which rows a sample looks up, and their gradients: of a word that comes twice the slopes
-        add up.
+        """Which rows are looked up, and their gradients: of a word that comes twice the slopes add
+        up.
         """
         used, places = ids.unique(return_inverse=True)
         rows = slopes.new_zeros(len(used), slopes.shape[-1]).index_add_(0, places.flatten(), slopes)
