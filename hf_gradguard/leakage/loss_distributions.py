@@ -42,19 +42,19 @@ class LossDistribution(NamedTuple):
 
     Args:
         interval: Between two points.
-        first: The lowest point, in intervals.
+        lowest: Its first point, in intervals.
         masses: Of each point, under a tilt where there is one.
         infinite: The mass of an infinite loss, without a tilt.
     """
 
     interval: float
-    first: int
+    lowest: int
     masses: np.ndarray
     infinite: float = 0.0
 
     @property
     def losses(self) -> np.ndarray:
-        return (self.first + np.arange(len(self.masses))) * self.interval
+        return (self.lowest + np.arange(len(self.masses))) * self.interval
 
 
 class Group(NamedTuple):
@@ -73,12 +73,12 @@ class Group(NamedTuple):
     logarithms: np.ndarray
 
     @classmethod
-    def of(cls, message: LossDistribution, messages: int) -> Group:
+    def holding(cls, message: LossDistribution, messages: int) -> Group:
         width = -(-len(message.masses) // _FEW_POINTS)
         masses = np.pad(message.masses, (0, -len(message.masses) % width)).reshape(-1, width)
         up = masses @ (np.arange(width) / width)  # means stay, and all else is further out
         fewer = np.pad(masses.sum(1) - up, (0, 1)) + np.pad(up, (1, 0))
-        losses = (message.first + np.arange(len(fewer)) * width) * message.interval
+        losses = (message.lowest + np.arange(len(fewer)) * width) * message.interval
         with np.errstate(divide="ignore"):
             return cls(message, messages, losses, np.log(np.maximum(fewer, 0)))
 
@@ -124,27 +124,27 @@ def _epsilon(
     looked for.
     """
     interval = 2.0 ** math.floor(math.log2(most))
-    found, steepest = math.inf, 1 / most
+    epsilon, steepest = math.inf, 1 / most
     while True:
         interval /= 2
         groups = []
         for (multiplier, rate), count in messages.items():
             # A message that tells so much more than ε may as well tell all.
-            ceiling = 2 * found + _FAR_ABOVE
+            ceiling = 2 * epsilon + _FAR_ABOVE
             message = _message(multiplier, rate, interval, count, delta, with_row, ceiling)
             if message is None:
-                return min(found, most)
-            groups.append(Group.of(message, count))
+                return min(epsilon, most)
+            groups.append(Group.holding(message, count))
         steepest = _tilt(groups, delta, steepest, _STEEPEST / interval)
-        tilt = _centered(groups, steepest, found)
+        tilt = _centered(groups, steepest, epsilon)
         composed = _composed(groups, delta, (tilt, steepest), interval)
         if composed is None:
-            return min(found, most)
-        coarser, finer = found, _solved(*composed, tilt, delta)
-        found = min(coarser, finer)
+            return min(epsilon, most)
+        coarser, finer = epsilon, _solved(*composed, tilt, delta)
+        epsilon = min(coarser, finer)
         is_settled = abs(coarser - finer) <= SETTLED * finer < math.inf
-        if found <= enough or (is_settled and _is_fine(groups, found, interval)):
-            return min(found, most)
+        if epsilon <= enough or (is_settled and _is_fine(groups, epsilon, interval)):
+            return min(epsilon, most)
 
 
 def _is_fine(groups: Sequence[Group], epsilon: float, interval: float) -> bool:
@@ -313,7 +313,7 @@ def _composed(
             continue
         masses = np.maximum(fftconvolve(total.masses, losses.masses), 0)
         infinite = total.infinite + losses.infinite
-        total = LossDistribution(interval, total.first + losses.first, masses, infinite)
+        total = LossDistribution(interval, total.lowest + losses.lowest, masses, infinite)
     assert total is not None
     return total, log_total
 
@@ -324,15 +324,15 @@ def _self_composed(
     from scipy.fft import irfft, next_fast_len, rfft
 
     message, count = group.message, group.messages
-    interval, first, points = message.interval, message.first, len(message.masses)
+    interval, lowest, points = message.interval, message.lowest, len(message.masses)
     log_scale, _ = group.cumulant(tilt)
-    bottom, top, left_out = count * first, count * (first + points - 1), 0.0
+    bottom, top, left_out = count * lowest, count * (lowest + points - 1), 0.0
     for factor in (1, 1.1, 1.3, 2, 4, 9):
         log, _ = group.cumulant(factor * steepest)
         bound = (count * log - math.log(_LEFT_OUT * delta)) / (factor * steepest)
         if bound < top * interval:
             top, left_out = math.ceil(bound / interval), _LEFT_OUT * delta
-    end = count * (first + points - 1)
+    end = count * (lowest + points - 1)
     for away in (0.1, 0.3, 0.6, 1, 2):
         step = away * steepest
         below, above = group.cumulant(tilt - step)[0], group.cumulant(tilt + step)[0]
@@ -353,7 +353,7 @@ def _self_composed(
     total = float(tilted.sum())
     tilted /= total
     masses = irfft(rfft(tilted, length) ** count, length)
-    masses = np.roll(masses, -((bottom - count * first) % length))[:kept]
+    masses = np.roll(masses, -((bottom - count * lowest) % length))[:kept]
     infinite = left_out - math.expm1(count * math.log1p(-min(message.infinite, 1 - 1e-15)))
     composed = LossDistribution(interval, bottom, np.maximum(masses, 0), infinite)
     return composed, count * (largest + math.log(total))
@@ -364,7 +364,7 @@ def _coarsened(losses: LossDistribution, interval: float, tilt: float) -> LossDi
     ratio = round(interval / losses.interval)
     if ratio == 1:
         return losses
-    points = losses.first + np.arange(len(losses.masses))
+    points = losses.lowest + np.arange(len(losses.masses))
     below = points // ratio
     rest = (points - below * ratio) * losses.interval
     share = np.expm1(-rest) / math.expm1(-interval)
@@ -372,15 +372,15 @@ def _coarsened(losses: LossDistribution, interval: float, tilt: float) -> LossDi
     up = losses.masses * share * np.exp(tilt * (interval - rest))
     down = losses.masses * (1 - share) * np.exp(-tilt * rest)
     masses = np.bincount(below, down, below[-1] + 2) + np.bincount(below + 1, up, below[-1] + 2)
-    return LossDistribution(interval, losses.first // ratio, masses, losses.infinite)
+    return LossDistribution(interval, losses.lowest // ratio, masses, losses.infinite)
 
 
 def _solved(tilted: LossDistribution, log_scale: float, tilt: float, delta: float) -> float:
     """The least ε at which the losses' δ is that one."""
     from scipy.signal import lfilter
 
-    left = delta * (1 - _LEFT_OUT) - tilted.infinite
-    if left <= 0:
+    allowance = delta * (1 - _LEFT_OUT) - tilted.infinite
+    if allowance <= 0:
         return math.inf
     losses, decay = tilted.losses, math.exp(-tilted.interval)
     with np.errstate(divide="ignore"):
@@ -388,9 +388,9 @@ def _solved(tilted: LossDistribution, log_scale: float, tilt: float, delta: floa
     masses = np.exp(np.minimum(exponents, 500.0))[::-1]  # from the top; more is too much anyway
     above = np.cumsum(masses)
     discounted = lfilter([1.0], [1.0, -decay], masses)  # Σ mass · e^(this loss - loss), from it on
-    too_much = np.nonzero(above - decay * discounted > left)[0]
+    too_much = np.nonzero(above - decay * discounted > allowance)[0]
     if not len(too_much):
         return max(0.0, float(losses[0]))
     point = too_much[0]  # what lies above the next lower point, seen from there
-    epsilon = losses[::-1][point] + math.log((above[point] - left) / discounted[point])
+    epsilon = losses[::-1][point] + math.log((above[point] - allowance) / discounted[point])
     return max(0.0, float(epsilon))

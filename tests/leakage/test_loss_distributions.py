@@ -83,7 +83,7 @@ def epsilon_of_known_places(run: tuple[float, float, int], delta: float) -> floa
 def check_against_losses(run: tuple[float, float, int], delta: float) -> None:
     found = dp_sgd_epsilon(*run, delta)
     assert found <= (1 + ACCURACY) * accountant_epsilon(PLDAccountant(), run, delta)
-    assert found >= optimistic_epsilon(run, delta, interval=1e-4)
+    assert found >= optimistic_epsilon(run, delta, interval=1e-3)
     assert found <= accountant_epsilon(RdpAccountant(), run, delta)
 
 
@@ -96,13 +96,11 @@ def test_epsilon_is_within_a_hundredth(run: tuple[float, float, int], delta: flo
     check_against_losses(run, delta)
 
 
-GRID = itertools.product(
-    [0.3, 0.7, 1.5, 4.0, 30.0], [1e-5, 1e-3, 0.03, 0.5, 0.95], [1, 100, 20_000]
-)
+GRID = itertools.product([0.3, 0.7, 1.5, 4.0, 30.0], [1e-5, 1e-3, 0.05, 0.7], [1, 100, 20_000])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delta", [1e-10, 1e-5, 0.1])
+@pytest.mark.parametrize("delta", [1e-10, 1e-3])
 @pytest.mark.parametrize("run", GRID)
 def test_epsilon_is_within_a_hundredth_everywhere(
     run: tuple[float, float, int], delta: float
