@@ -46,26 +46,27 @@ def _key(gmap: GradientMap) -> Hashable:
 def plan_of(gmap: GradientMap, samples: int, clip: float) -> tuple[SamplePlan, Tensor]:
     """The plan, and how much each of this batch's samples counts, as `sample_items` says."""
     plan = known_plan(gmap)
+    coarse = coarse_arithmetic(gmap) if plan is None else plan.coarse
     if plan is None:
-        plan = _try_out(gmap, samples, clip, WEIGHT_RULES)
+        plan = _try_out(gmap, samples, clip, coarse, WEIGHT_RULES)
         if plan is None:  # of no row: it is the model's doing
             with gmap.replay.run():
                 gradient = plain_gradient(gmap, gmap.batch)
             broken = (name for name, tensor in gradient.items() if not tensor.isfinite().all())
             raise FloatingPointError(NOT_FINITE.format(name=next(broken, "a parameter")))
         shapes = row_shapes(gmap.batch, real_tokens(gmap.model, gmap.batch))
-        plan = plan._replace(shapes=shapes, coarse=coarse_arithmetic(gmap))
+        plan = plan._replace(shapes=shapes, coarse=coarse)
     weights = [sample_weights(rule, gmap.batch) for rule in plan.rules]
     agree = _agree(weights)  # if not, the first batches had as many tokens in every row
     if not agree or (not plan.reason and _has_untried(plan, gmap.batch)):
-        new_plan = _try_out(gmap, samples, clip, plan.rules, plan.labels) or plan
+        new_plan = _try_out(gmap, samples, clip, coarse, plan.rules, plan.labels) or plan
         modules = new_plan.modules | plan.modules if agree else new_plan.modules
         plan = new_plan._replace(
-            modules=modules, padded=plan.padded, shapes=plan.shapes, coarse=plan.coarse
+            modules=modules, padded=plan.padded, shapes=plan.shapes, coarse=coarse
         )
         weights = [sample_weights(rule, gmap.batch) for rule in plan.rules]
     if len(plan.padded) < PADDED:
-        plan = plan._replace(padded=plan.padded | _try_padding(gmap, samples, plan.padded))
+        plan = plan._replace(padded=plan.padded | _try_padding(gmap, samples, plan))
     if gmap.replay.recomputes():
         plan = plan._replace(reason="activation checkpointing runs layers a second time")
     if plan.coarse:
@@ -84,6 +85,7 @@ def _try_out(
     gmap: GradientMap,
     samples: int,
     clip: float,
+    coarse: str,
     rules: tuple[str, ...],
     labels: tuple[frozenset[int], ...] = (),
 ) -> SamplePlan | None:
@@ -91,7 +93,7 @@ def _try_out(
     are not finite say nothing: `None` if none is.
     """
     batch = rows_of(gmap.batch, _to_try(gmap.batch, labels), samples)
-    with _still(gmap, batch), gmap.replay.run(), gmap.replay.full_precision():
+    with _still(gmap, batch, coarse), gmap.replay.run(), gmap.replay.full_precision():
         tried = range(count_rows(batch))
         single = [plain_gradient(gmap, rows_of(batch, [row], len(tried))) for row in tried]
         norms = [float(_norm(sample_gradient)) for sample_gradient in single]
@@ -101,7 +103,9 @@ def _try_out(
         batch, single = rows_of(batch, chosen, len(tried)), [single[row] for row in chosen]
         labels = _joined(labels, frozenset().union(*_labels(batch)))
         batch_gradient = plain_gradient(gmap, batch)
-        tolerance = sum(norms[row] for row in chosen) / len(chosen) * _tolerance(gmap) + 1e-30
+        tolerance = (
+            sum(norms[row] for row in chosen) / len(chosen) * _tolerance(gmap, coarse) + 1e-30
+        )
         fitting = []
         for rule in rules:
             weights = sample_weights(rule, batch)
@@ -134,7 +138,7 @@ def _try_out(
     return SamplePlan(tuple(fitting), reason, frozenset(shares), labels)
 
 
-def _try_padding(gmap: GradientMap, samples: int, tried: frozenset[int]) -> frozenset[int]:
+def _try_padding(gmap: GradientMap, samples: int, plan: SamplePlan) -> frozenset[int]:
     """Padded texts that were not tried before, two of a batch at most, whose gradients are seen to
     be what they are without padding. One text may be an exception: a label or weights can hide what
     others show.
@@ -149,25 +153,26 @@ def _try_padding(gmap: GradientMap, samples: int, tried: frozenset[int]) -> froz
     ids = ids if isinstance(ids, Tensor) and ids.shape == real.shape else real.long()
     texts = [hash(tuple(row[is_real].tolist())) for row, is_real in zip(ids, real, strict=True)]
     counts = count_items(gmap.batch, True) > 0
-    passed, met = set[int](), set(tried)
+    passed, met = set[int](), set(plan.padded)
     for _ in range(2):
         is_new = torch.tensor([text not in met for text in texts], device=counts.device)
         if (row := most_padded(real, counts & is_new)) is None:
             break
         met.add(texts[row])
-        if _shows_padding(gmap, rows_of(gmap.batch, [row], samples), real[row : row + 1]):
+        alone = rows_of(gmap.batch, [row], samples)
+        if _shows_padding(gmap, alone, real[row : row + 1], plan.coarse):
             passed.add(texts[row])
     return frozenset(passed)
 
 
-def _shows_padding(gmap: GradientMap, alone: Mapping[str, Any], real: Tensor) -> bool:
+def _shows_padding(gmap: GradientMap, alone: Mapping[str, Any], real: Tensor, coarse: str) -> bool:
     """Whether a padded text, which passes, has a gradient by which it could have failed."""
-    with _still(gmap, alone), gmap.replay.run(), gmap.replay.full_precision():
+    with _still(gmap, alone, coarse), gmap.replay.run(), gmap.replay.full_precision():
         padded = plain_gradient(gmap, alone)
         unpadded = plain_gradient(gmap, shorter(gmap.model, alone, real))
     size = float(_norm(unpadded))
     difference = _norm({name: padded[name] - unpadded[name] for name in padded})
-    if float(difference) > size * _tolerance(gmap) + 1e-30:
+    if float(difference) > size * _tolerance(gmap, coarse) + 1e-30:
         raise NotImplementedError(f"{type(gmap.model).__name__} {READS_PADDING}")
     return 0 < size < math.inf  # one that overflowed could not fail
 
@@ -240,7 +245,7 @@ def _wrong(
 
 
 @contextmanager
-def _still(gmap: GradientMap, batch: Mapping[str, Any]) -> Iterator[None]:
+def _still(gmap: GradientMap, batch: Mapping[str, Any], coarse: str) -> Iterator[None]:
     """Without dropout. Modules of a model's own code stay as they are, since what they do to a
     batch in training may be something else, unless they draw at random.
     """
@@ -261,7 +266,7 @@ def _still(gmap: GradientMap, batch: Mapping[str, Any]) -> Iterator[None]:
                 difference = _norm(
                     {name: first_gradient[name] - second_gradient[name] for name in first_gradient}
                 )
-                if not float(difference) <= _tolerance(gmap) * float(_norm(first_gradient)):
+                if not float(difference) <= _tolerance(gmap, coarse) * float(_norm(first_gradient)):
                     gmap.model.eval()
             yield
         finally:
@@ -366,10 +371,10 @@ def rows_of(batch: Mapping[str, Any], rows: list[int], samples: int) -> dict[str
     return chosen
 
 
-def _tolerance(gmap: GradientMap) -> float:
+def _tolerance(gmap: GradientMap, coarse: str) -> float:
     """Of comparisons, by what arithmetic can tell: half precision, and a GPU's TF32."""
     parameters = [p for p in gmap.model.parameters() if p.is_floating_point()]
-    if any(torch.finfo(p.dtype).bits < 32 for p in parameters):
+    if coarse or any(torch.finfo(p.dtype).bits < 32 for p in parameters):
         return 0.1
     return 1e-4 if all(p.device.type == "cpu" for p in parameters) else 2e-3
 
