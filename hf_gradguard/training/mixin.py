@@ -445,7 +445,8 @@ class GradGuardMixin(TrainerAdapter):
         if saved is not None and (self._has_account or saved.privacy is not None):
             account.go_on_with(saved.run)
             account.come_from(Path(folder).parent)
-            is_only = not saved.counted or account.is_untouched()
+            transcript = (saved.transcript or {}).get("name")
+            is_only = not saved.counted or account.is_untouched(transcript)
             records = account.records([Path(folder).parent, self.args.output_dir], saved.counted)
             if saved.privacy is not None:  # also where this training adds nothing to it
                 self._privacy_account = self._privacy_account or PrivacyAccount()

@@ -96,6 +96,57 @@ def test_a_branch_goes_on_where_it_is_trained(tmp_path: Path) -> None:
     assert epsilon(again) == pytest.approx(TWICE, rel=2e-3)
 
 
+def begun(checkpoint: Path, folder: Path, step: int) -> Any:
+    run = trainer(folder)
+    run.add_callback(Stop(step))
+    with pytest.raises(KeyboardInterrupt):
+        run.train(resume_from_checkpoint=str(checkpoint))
+    return run
+
+
+def test_a_branch_is_tried_again(tmp_path: Path, caplog: Any) -> None:
+    """With the command that began it: the checkpoint's transcript is still another folder's."""
+    killed(tmp_path / "a", 5)
+    checkpoint = tmp_path / "a/checkpoint-2"
+    begun(checkpoint, tmp_path / "b", 4)
+    caplog.clear()
+    again = resumed(checkpoint, tmp_path / "b")
+    assert "goes on in another folder" in caplog.text
+    assert epsilon(again) == pytest.approx(THRICE, rel=2e-3)
+    back = resumed(tmp_path / "a/checkpoint-4", tmp_path / "a")
+    assert epsilon(back) == pytest.approx(THRICE, rel=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["correlated", "independent"])
+def test_a_branch_is_removed_and_tried_again(kind: str, tmp_path: Path) -> None:
+    killed(tmp_path / "a", 4, kind)
+    checkpoint = tmp_path / "a/checkpoint-2"
+    resumed(checkpoint, tmp_path / "b", kind)
+    shutil.rmtree(tmp_path / "b")
+    again = resumed(checkpoint, tmp_path / "b", kind)
+    counted = sum(again.private_rows.account.messages.values())
+    assert counted == (3 if kind == "correlated" else 4 + 6 + 6)
+
+
+def test_a_copy_is_never_what_it_was_copied_from(tmp_path: Path) -> None:
+    """Nor after it went on in its place: the original may go on with what was copied."""
+    original = killed(tmp_path / "a", 5)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    names = {original.private_rows.saved_transcript()["name"]}
+    for step in (4, 7):
+        run = trainer(tmp_path / "b")
+        run.add_callback(Stop(step))
+        with pytest.raises(KeyboardInterrupt):
+            run.train(resume_from_checkpoint=str(tmp_path / "b/checkpoint-2"))
+        names.add(run.private_rows.saved_transcript()["name"])
+    assert len(names) == 3
+    assert run.private_rows.epsilon == pytest.approx(THRICE, rel=2e-3)
+    # what began in the copy is its own
+    last = resumed(tmp_path / "b/checkpoint-6", tmp_path / "b")
+    assert last.private_rows.saved_transcript()["name"] in names
+    assert epsilon(last) == pytest.approx(THRICE, rel=2e-3)
+
+
 def test_a_copied_output_folder(tmp_path: Path) -> None:
     killed(tmp_path / "a", 5)
     shutil.copytree(tmp_path / "a", tmp_path / "b")

@@ -143,16 +143,22 @@ class AccountFile:
         except OSError as error:
             logger.warning(_UNTOLD.format(origin, error.strerror))
 
-    def is_untouched(self) -> bool:
+    def is_untouched(self, transcript: str | None = None) -> bool:
         """Whether the file is where this run wrote it last, and as it was then: not copied, not
         restored, and on the same machine.
+
+        Args:
+            transcript: Look at all records of that transcript, of which there has to be one. What
+                was written after a copy was made says nothing of who goes on with what was copied.
         """
         records, _, _ = _read_records(self._path)
         own = [record for record in records if record["run"] == self.run]
+        own = own[-1:] if transcript is None else [r for r in own if _is_of(r, transcript)]
         if not own or "time" not in records[-1]:
             return False
         state = self._path.stat()
-        return own[-1].get("place") == _place(state) and (
+        is_here = all(record.get("place") == _place(state) for record in own)
+        return is_here and (
             os.name == "nt" or abs(state.st_ctime - records[-1]["time"]) <= CLOCK
         )
 
@@ -170,11 +176,14 @@ class AccountFile:
             ValueError: If a file was changed, or lacks records that the checkpoint counted.
         """
         beyond, present = [], dict.fromkeys(counted, 0)
+        here = {r["attempt"] for r in _read_records(self._path)[0] if r["run"] == self.run}
         for path in dict.fromkeys((Path(folder) / self._name).resolve() for folder in folders):
             for record in _read_records(path)[0]:
-                if record["run"] != self.run or record.get("branch") == str(self._path.resolve()):
-                    continue
                 attempt, number = record["attempt"], record["number"] + 1
+                # A branch that this folder began is counted by its own records, while it has them.
+                is_own_branch = record.get("branch") == str(self._path.resolve())
+                if record["run"] != self.run or (is_own_branch and attempt in here):
+                    continue
                 present[attempt] = max(present.get(attempt, 0), number)
                 if number > counted.get(attempt, 0):
                     beyond.append(record)
@@ -248,6 +257,10 @@ class AccountFile:
             logger.warning(_FOUND.format(Path(record["branch"]).parent))
             branches.append(record)
         return branches
+
+
+def _is_of(record: Mapping[str, Any], transcript: str) -> bool:
+    return bool(record.get("transcript") == transcript)
 
 
 def _place(state: os.stat_result) -> str:

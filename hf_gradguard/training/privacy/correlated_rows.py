@@ -395,6 +395,7 @@ class CorrelatedRows(PrivateRows):
         super().resume(saved, records, is_only)
         self._saved_position, self._is_branch = plan.position, not is_only
         plan.is_counted |= plan.position > 0  # an older version did not say
+        self._keys = {}  # those of an earlier training of this process are of other noise
         for record in records:
             if record.get("transcript") != plan.name:
                 continue
