@@ -378,9 +378,10 @@ class GradGuardMixin(TrainerAdapter):
         """With `num_clients` batches say whose the rows are, and with an accountant which ones."""
         collate = collate if len(self._clients) == 1 else WholeCollator(collate)
         if self._rows_of_clients:
-            is_private = self.private_rows is not None
-            check = CouplingCheck(self.train_dataset, collate) if is_private else None
-            return (PassingCollator if is_private else ClientCollator)(collate, check)
+            if self.private_rows is None:
+                return ClientCollator(collate)
+            check = CouplingCheck(self.train_dataset, collate)
+            return PassingCollator(collate, check, self.train_dataset)
         return collate if self.accountant is None else NumberedCollator(collate)
 
     def training_data(self, dataset: Any) -> Any:

@@ -83,6 +83,26 @@ def test_a_training_goes_on(
     assert not any("private words" in text or "tensor(" in text for text in told)
 
 
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_first_message_may_hold_no_other_row(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = CorrelatedRows._order
+
+    def begins_with_bad(self: Any, client: int) -> Any:
+        batches = order(self, client)
+        place = next(n for n, rows in enumerate(batches) if BAD in rows)
+        self._orders[client] = batches[place:] + batches[:place]
+        return self._orders[client]
+
+    training = run(tmp_path, "correlated", failure, 1)
+    with monkeypatch.context() as patch:
+        begins = iter([begins_with_bad])  # only the first time is it turned
+        patch.setattr(CorrelatedRows, "_order", lambda *client: next(begins, order)(*client))
+        training.train()
+    assert training.state.global_step == ROWS
+
+
 @pytest.mark.parametrize("failure", ["label", "reading", "collating"])
 def test_each_client_shares_its_message(
     failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

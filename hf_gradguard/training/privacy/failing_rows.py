@@ -81,10 +81,14 @@ class ReadableRows(ClientRows):
 
 @dataclass
 class PassingCollator(ClientCollator):
-    """Collates the rows for which that does not fail. A client without any has another batch's row,
-    for its shapes, which counts for nothing.
+    """Collates the rows for which that does not fail. A client without any has another row, of an
+    earlier batch or of the data, for its shapes, which counts for nothing.
+
+    Args:
+        data: All rows.
     """
 
+    data: Any = ()
     _spare: Any = None
 
     def __call__(self, places: list[Any]) -> dict[str, Any]:
@@ -105,8 +109,17 @@ class PassingCollator(ClientCollator):
         spare = readable[-1][0] if readable else self._spare
         missing = {place.client: place for _, place in places if place.client not in clients}
         if missing and spare is None:  # the first batch has no row that passes
+            spare = self._found()
+        if missing and spare is None:
             raise next((row for row, _ in places if isinstance(row, Exception)), _NONE)
         return readable + [(spare, place._replace(row=DUMMY)) for place in missing.values()]
+
+    def _found(self) -> Any:
+        """Return another row of the data that can be read and collated, if one of the first can."""
+        for number in range(min(len(self.data), LOOKED_AT)):
+            if passing([number], lambda number: self.collate([self.data[number]])):
+                return self.data[number]
+        return None
 
 
 class AttemptsPassingRows:
@@ -203,14 +216,14 @@ class AttemptsPassingRows:
             with torch.no_grad():
                 loss_fn(module, batch_of(row))
 
-        for row in range(min(len(loader.dataset), _LOOKED_AT)):
+        for row in range(min(len(loader.dataset), LOOKED_AT)):
             if passing([row], attempt):
                 return batch_of(row)
         return None
 
 
-_LOOKED_AT = 16
-"""Other rows, before what fails is taken for the model's doing."""
+LOOKED_AT = 16
+"""Other rows, before what fails is taken for the doing of the model or the collator."""
 _NONE = ValueError("No row of the first batch can be collated.")
 _FAILED = (
     "{} at a row of the training data, which adds nothing to its messages: a training that stopped "
