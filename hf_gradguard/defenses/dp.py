@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.per_sample.clipping import clipped_sum
@@ -20,9 +21,11 @@ from ..gradient_map.types import Shards
 from ..randomness import Stream
 from .base import DefenseFacts, check_whole, is_number
 from .mechanism import Mechanism
-from .message import Message, UsualPower, cast_like, norm, true_gradient
+from .message import Message, UsualPower, cast_like, first_not_finite, norm, wide
 from .noise import STRENGTHS, NoiseDefense, OptimalNoise, add_noise
 from .sensitivity import PUBLISHED_SMALLEST, ShapedBy
+
+logger = logging.get_logger(__name__)
 
 if TYPE_CHECKING:
     from .correlated import Keys, NoiseStream
@@ -317,7 +320,11 @@ class DPSGD(NoiseDefense):
             if gmap.transmitted is None:
                 message.metrics.update(metrics)
             return message
-        clipped = self.clipped(true_gradient(gmap), gmap.shards)
+        gradient = gmap.gradient()
+        if first_not_finite(gradient, gmap.shards):
+            logger.warning_once(_SHARES_NOISE)
+            gradient = {name: torch.zeros_like(g) for name, g in gradient.items()}
+        clipped = self.clipped(wide(gradient), gmap.shards)
         return self._correlated(gmap, clipped, self.scale or 0.0, 1.0, generator, metrics)
 
     def _noisy(
@@ -493,6 +500,11 @@ _STREAM = "noise_stream/"
 _NO_STREAMS = (
     "with correlated=True its noise is one stream of the whole message, which no device holds. "
     "Leave correlated out, or give each rank the whole model."
+)
+_SHARES_NOISE = (
+    "The gradient of a batch is not finite, so its message is noise alone: a training that stopped "
+    "would tell what is in the batch. Only this process is told. Look for labels out of range, or "
+    "a learning rate that made the weights diverge."
 )
 _NO_SAMPLES = (
     "with per_sample=True it needs samples' gradients, which no device holds. Leave per_sample "

@@ -204,8 +204,12 @@ def true_gradient(gmap: GradientMap) -> Tensors:
     Raises:
         FloatingPointError: As for `finite_gradient`.
     """
-    gradient = finite_gradient(gmap)
-    return {name: g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in gradient.items()}
+    return wide(finite_gradient(gmap))
+
+
+def wide(tensors: Tensors) -> Tensors:
+    """The same in at least float32."""
+    return {name: t.to(torch.promote_types(t.dtype, torch.float32)) for name, t in tensors.items()}
 
 
 def finite_gradient(gmap: GradientMap) -> Tensors:

@@ -14,6 +14,7 @@ import torch
 from branching import ROWS, trainer
 from torch import Tensor, nn
 
+from hf_gradguard import make_defense
 from hf_gradguard.training.privacy.correlated_rows import CorrelatedRows
 from hf_gradguard.training.privacy.private_rows import DUMMY
 
@@ -101,6 +102,20 @@ def test_the_first_message_may_hold_no_other_row(
         patch.setattr(CorrelatedRows, "_order", lambda *client: next(begins, order)(*client))
         training.train()
     assert training.state.global_step == ROWS
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_batch_that_is_clipped_as_a_whole(
+    failure: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is in it may be replaced, so nothing in it stops a training."""
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+    training = run(tmp_path, "correlated", failure, 4)
+    training.defense = make_defense("dp_sgd", correlated=True, scale=1.0, clip=0.1, delta=1e-5)
+    training.train()
+    assert training.state.global_step == ROWS // 4
+    told = [record.getMessage() for record in caplog.records]
+    assert any("adds nothing" in text or "noise alone" in text for text in told)
 
 
 @pytest.mark.parametrize("failure", ["label", "reading", "collating"])

@@ -158,9 +158,7 @@ class AccountFile:
             return False
         state = self._path.stat()
         is_here = all(record.get("place") == _place(state) for record in own)
-        return is_here and (
-            os.name == "nt" or abs(state.st_ctime - records[-1]["time"]) <= CLOCK
-        )
+        return is_here and (os.name == "nt" or abs(state.st_ctime - records[-1]["time"]) <= CLOCK)
 
     def records(
         self, folders: Iterable[str | os.PathLike[str]], counted: Mapping[str, int]
