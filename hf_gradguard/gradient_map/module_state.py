@@ -305,10 +305,10 @@ def _extras(model: nn.Module) -> dict[str, bytes]:
     """The entries of a `state_dict` that are neither parameters nor buffers, as bytes."""
     if not _may_have_extras(model):
         return {}
-    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    held_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    held_names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     state: Mapping[str, Any] = model.state_dict()
-    return {name: _as_bytes(entry) for name, entry in state.items() if name not in own}
+    return {name: _as_bytes(entry) for name, entry in state.items() if name not in held_names}
 
 
 def _as_bytes(entry: Any) -> bytes:

@@ -340,8 +340,8 @@ def _self_composed(
         bottom = max(bottom, math.floor(bound / step / interval))
         bound = count * (above - log_scale) - math.log(_WRAPPED)
         end = min(end, math.ceil(bound / step / interval))
-    kept = max(top - bottom + 1, 1)
-    least = max(kept, points)
+    points_left = max(top - bottom + 1, 1)
+    least = max(points_left, points)
     if least > 2 * _MOST_POINTS:
         return None
     # What is above the end wraps around to lower losses, which adds to δ where there is no room.
@@ -353,7 +353,7 @@ def _self_composed(
     total = float(tilted.sum())
     tilted /= total
     masses = irfft(rfft(tilted, length) ** count, length)
-    masses = np.roll(masses, -((bottom - count * lowest) % length))[:kept]
+    masses = np.roll(masses, -((bottom - count * lowest) % length))[:points_left]
     infinite = left_out - math.expm1(count * math.log1p(-min(message.infinite, 1 - 1e-15)))
     composed = LossDistribution(interval, bottom, np.maximum(masses, 0), infinite)
     return composed, count * (largest + math.log(total))
@@ -366,11 +366,11 @@ def _coarsened(losses: LossDistribution, interval: float, tilt: float) -> LossDi
         return losses
     points = losses.lowest + np.arange(len(losses.masses))
     below = points // ratio
-    rest = (points - below * ratio) * losses.interval
-    share = np.expm1(-rest) / math.expm1(-interval)
+    remainder = (points - below * ratio) * losses.interval
+    share = np.expm1(-remainder) / math.expm1(-interval)
     below -= below[0]
-    up = losses.masses * share * np.exp(tilt * (interval - rest))
-    down = losses.masses * (1 - share) * np.exp(-tilt * rest)
+    up = losses.masses * share * np.exp(tilt * (interval - remainder))
+    down = losses.masses * (1 - share) * np.exp(-tilt * remainder)
     masses = np.bincount(below, down, below[-1] + 2) + np.bincount(below + 1, up, below[-1] + 2)
     return LossDistribution(interval, losses.lowest // ratio, masses, losses.infinite)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from recipes.studies.lib.results import PUBLISHED, Results
 from recipes.studies.row_rounding import ARITHMETICS, TASKS
 

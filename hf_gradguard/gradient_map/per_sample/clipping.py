@@ -97,8 +97,8 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
         )
     _refuse_batch_statistics(gmap.model)
     samples, real = count_rows(gmap.batch), real_tokens(gmap.model, gmap.batch)
-    if (known := known_plan(gmap)) is not None:
-        refuse_other_lengths(known.shapes, row_shapes(gmap.batch, real))
+    if (tried := known_plan(gmap)) is not None:
+        refuse_other_lengths(tried.shapes, row_shapes(gmap.batch, real))
     if samples == 1:
         if real is not None and not bool(real.all()):
             return _one_by_one(gmap, 1, clip)

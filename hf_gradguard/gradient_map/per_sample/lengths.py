@@ -43,12 +43,12 @@ def row_shapes(batch: Mapping[str, Any], real: Tensor | None) -> dict[str, tuple
 
 
 def refuse_other_lengths(
-    known: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
+    tried_shapes: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Refuses rows of another shape than those that a model was tried out on.
 
     Args:
-        known: What `row_shapes` gave then.
+        tried_shapes: What `row_shapes` gave then.
         shapes: What it gives now.
 
     Raises:
@@ -58,7 +58,7 @@ def refuse_other_lengths(
         >>> refuse_other_lengths({"input_values": (400,)}, {"input_values": (400,)})
     """
     for name, shape in shapes.items():
-        if known.get(name, shape) != shape:
+        if tried_shapes.get(name, shape) != shape:
             raise NotImplementedError(
-                OTHER_LENGTHS.format(name=name, shape=shape, known_shape=known[name])
+                OTHER_LENGTHS.format(name=name, shape=shape, known_shape=tried_shapes[name])
             )

@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 
 from ..config import GradGuardConfig
 
-_OWN = {
+_REASONS = {
     "Folders, names and accounts differ from one machine to the next": (
         "output_dir", "logging_dir", "run_name", "project", "trackio_space_id", "trackio_bucket_id",
         "trackio_static_space_id", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id",
@@ -51,7 +51,7 @@ _OWN = {
     ),
 }  # fmt: skip
 """The reason, and the settings that it is a reason for."""
-_NOT_COMPARED = {name for names in _OWN.values() for name in names}
+_NOT_COMPARED = {name for names in _REASONS.values() for name in names}
 
 
 def compared_settings(args: TrainingArguments) -> dict[str, Any]:

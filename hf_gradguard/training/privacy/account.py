@@ -54,7 +54,7 @@ _TAKEN = (
     "{}: another process has shared messages of this run since. This one stops before its message "
     "leaves, which the other's account would leave out. Resume one of them: it counts both."
 )
-_FOUND = (
+_BRANCHED = (
     "A run that began at a checkpoint of this one is trained elsewhere ({}). What both tell of the "
     "data adds up, so its messages, as many as it planned, count here too."
 )
@@ -152,12 +152,14 @@ class AccountFile:
                 was written after a copy was made says nothing of who goes on with what was copied.
         """
         records, _, _ = _read_records(self._path)
-        own = [record for record in records if record["run"] == self.run]
-        own = own[-1:] if transcript is None else [r for r in own if _is_of(r, transcript)]
-        if not own or "time" not in records[-1]:
+        written = [record for record in records if record["run"] == self.run]
+        written = (
+            written[-1:] if transcript is None else [r for r in written if _is_of(r, transcript)]
+        )
+        if not written or "time" not in records[-1]:
             return False
         state = self._path.stat()
-        is_here = all(record.get("place") == _place(state) for record in own)
+        is_here = all(record.get("place") == _place(state) for record in written)
         return is_here and (os.name == "nt" or abs(state.st_ctime - records[-1]["time"]) <= CLOCK)
 
     def records(
@@ -174,13 +176,13 @@ class AccountFile:
             ValueError: If a file was changed, or lacks records that the checkpoint counted.
         """
         beyond, present = [], dict.fromkeys(counted, 0)
-        here = {r["attempt"] for r in _read_records(self._path)[0] if r["run"] == self.run}
+        attempts = {r["attempt"] for r in _read_records(self._path)[0] if r["run"] == self.run}
         for path in dict.fromkeys((Path(folder) / self._name).resolve() for folder in folders):
             for record in _read_records(path)[0]:
                 attempt, number = record["attempt"], record["number"] + 1
                 # A branch that this folder began is counted by its own records, while it has them.
                 is_own_branch = record.get("branch") == str(self._path.resolve())
-                if record["run"] != self.run or (is_own_branch and attempt in here):
+                if record["run"] != self.run or (is_own_branch and attempt in attempts):
                     continue
                 present[attempt] = max(present.get(attempt, 0), number)
                 if number > counted.get(attempt, 0):
@@ -252,7 +254,7 @@ class AccountFile:
             if "branch" not in record:
                 raise RuntimeError(_TAKEN.format(self._path))
             self._counted[attempt] = number
-            logger.warning(_FOUND.format(Path(record["branch"]).parent))
+            logger.warning(_BRANCHED.format(Path(record["branch"]).parent))
             branches.append(record)
         return branches
 

@@ -96,10 +96,10 @@ class PassingCollator(ClientCollator):
         try:
             batch = super().__call__(self._completed(readable, places))
         except Exception:
-            kept = passing(readable, lambda pair: self.collate([pair[0]]))
-            if len(kept) == len(readable):
+            collated = passing(readable, lambda pair: self.collate([pair[0]]))
+            if len(collated) == len(readable):
                 raise
-            readable = kept
+            readable = collated
             batch = super().__call__(self._completed(readable, places))
         self._spare = readable[-1][0] if readable else self._spare
         return batch
@@ -109,12 +109,12 @@ class PassingCollator(ClientCollator):
         spare = readable[-1][0] if readable else self._spare
         missing = {place.client: place for _, place in places if place.client not in clients}
         if missing and spare is None:  # the first batch has no row that passes
-            spare = self._found()
+            spare = self._other_row()
         if missing and spare is None:
             raise next((row for row, _ in places if isinstance(row, Exception)), _NONE)
         return readable + [(spare, place._replace(row=DUMMY)) for place in missing.values()]
 
-    def _found(self) -> Any:
+    def _other_row(self) -> Any:
         """Return another row of the data that can be read and collated, if one of the first can."""
         for number in range(min(len(self.data), LOOKED_AT)):
             if passing([number], lambda number: self.collate([self.data[number]])):
@@ -190,19 +190,19 @@ class AttemptsPassingRows:
         rows = passing(list(range(count)), evaluate)
         if len(rows) == count:
             return None
-        kept = torch.tensor(rows, dtype=torch.int64)
-        numbers = kept if client.rows is None else client.rows[kept.to(client.rows.device)]
+        places = torch.tensor(rows, dtype=torch.int64)
+        numbers = places if client.rows is None else client.rows[places.to(client.rows.device)]
         if rows and not client.is_empty:
             return client._replace(batch=rows_of(client.batch, rows, count), rows=numbers)
         if self._spare is None:
-            self._spare = self._found(module, loss_fn)
+            self._spare = self._other_batch(module, loss_fn)
         assert isinstance(client.defense, DPSGD)
         if self._spare is None:
             return None
         noise = NoSample.of(client.defense)
         return client._replace(defense=noise, batch=self._spare, rows=numbers[:0])
 
-    def _found(self, module: nn.Module, loss_fn: LossFunction) -> dict[str, Any] | None:
+    def _other_batch(self, module: nn.Module, loss_fn: LossFunction) -> dict[str, Any] | None:
         """Return another row of the data that passes, if one of the first does."""
         loader = self._trainer.get_train_dataloader()
 
