@@ -311,10 +311,13 @@ def _protection_of_transcript(defense: Any) -> str:
         f"updates{apart}, and it is up to the app to train on no row more often: noise multiplier "
         f"{defense.client_noise_multiplier:.4g} of all updates together"
     )
-    if defense.delta is None:
-        return f"{text}."
-    epsilon = gaussian_epsilon(defense.client_noise_multiplier, defense.delta)
-    return f"{text}, ε = {epsilon:.4g} at δ = {defense.delta:g}{protection_note(epsilon)}."
+    if defense.delta is not None:
+        epsilon = gaussian_epsilon(defense.client_noise_multiplier, defense.delta)
+        text += f", ε = {epsilon:.4g} at δ = {defense.delta:g}{protection_note(epsilon)}"
+    return (
+        f"{text}. A round that is repeated is one more update of its data, and what a client that "
+        "lost its state, or goes on from an earlier one, shares adds up with what it shared before."
+    )
 
 
 def tied_names(received: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> dict[str, str]:

@@ -313,6 +313,7 @@ def test_correlated_noise_says_what_it_protects(caplog: pytest.LogCaptureFixture
     Guard(correlated(participations=2, min_separation=3, messages=7))
     assert f"ε = {gaussian_epsilon(1.5, 1e-5):.4g}" in caplog.text
     assert "no protection to speak of" not in caplog.text
+    assert "A round that is repeated is one more update of its data" in caplog.text
     Guard(correlated(scale=0.01))
     assert "(no protection to speak of: an ε above 10" in caplog.text
     with pytest.raises(ValueError, match="messages"):
