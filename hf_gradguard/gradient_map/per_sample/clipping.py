@@ -23,6 +23,7 @@ from ..types import Tensors
 from .lengths import refuse_other_lengths, row_shapes
 from .listener import Listener, NotApartError, listen
 from .plan import (
+    is_padded,
     known_plan,
     norms_of,
     plain_gradient,
@@ -100,7 +101,7 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
     if (tried := known_plan(gmap)) is not None:
         refuse_other_lengths(tried.shapes, row_shapes(gmap.batch, real))
     if samples == 1:
-        if real is not None and not bool(real.all()):
+        if is_padded(gmap.model, gmap.batch):
             return _one_by_one(gmap, 1, clip)
         total = _zeros(gmap)
         return _summed(gmap, total, [_add_clipped(total, gmap.gradient(), clip)])
@@ -150,12 +151,11 @@ def _one_by_one(gmap: GradientMap, samples: int, clip: float) -> ClippedSum:
     tokens, without the padding of the longest text.
     """
     total = _zeros(gmap)
-    real, norms = real_tokens(gmap.model, gmap.batch), []
+    norms = []
     with gmap.replay.run():
         for row in range(samples):
             sample = rows_of(gmap.batch, [row], samples)
-            if real is not None and bool(real[row].any()):
-                sample = shorter(gmap.model, sample, real[row : row + 1])
+            sample = shorter(gmap.model, sample)
             norms.append(_add_clipped(total, plain_gradient(gmap, sample), clip))
     return _summed(gmap, total, norms)
 

@@ -146,30 +146,32 @@ def _try_padding(gmap: GradientMap, samples: int, plan: SamplePlan) -> frozenset
     Raises:
         NotImplementedError: If one's is not.
     """
-    real = real_tokens(gmap.model, gmap.batch)
-    if real is None:
+    real, targets = real_tokens(gmap.model, gmap.batch), real_targets(gmap.model, gmap.batch)
+    shown = targets if real is None else real
+    if shown is None:
         return frozenset()
-    ids = gmap.batch.get("input_ids")
-    ids = ids if isinstance(ids, Tensor) and ids.shape == real.shape else real.long()
-    texts = [hash(tuple(row[is_real].tolist())) for row, is_real in zip(ids, real, strict=True)]
+    ids = gmap.batch["labels"] if real is None else gmap.batch.get("input_ids")
+    ids = ids if isinstance(ids, Tensor) and ids.shape == shown.shape else shown.long()
+    texts = [hash(tuple(row[is_real].tolist())) for row, is_real in zip(ids, shown, strict=True)]
     counts = count_items(gmap.batch, True) > 0
     passed, met = set[int](), set(plan.padded)
-    for _ in range(2):
+    for places in (real, real, targets):
+        if places is None:
+            continue
         is_new = torch.tensor([text not in met for text in texts], device=counts.device)
-        if (row := most_padded(real, counts & is_new)) is None:
-            break
+        if (row := most_padded(places, counts & is_new)) is None:
+            continue
         met.add(texts[row])
-        alone = rows_of(gmap.batch, [row], samples)
-        if _shows_padding(gmap, alone, real[row : row + 1], plan.coarse):
+        if _shows_padding(gmap, rows_of(gmap.batch, [row], samples), plan.coarse):
             passed.add(texts[row])
     return frozenset(passed)
 
 
-def _shows_padding(gmap: GradientMap, alone: Mapping[str, Any], real: Tensor, coarse: str) -> bool:
+def _shows_padding(gmap: GradientMap, alone: Mapping[str, Any], coarse: str) -> bool:
     """Whether a padded text, which passes, has a gradient by which it could have failed."""
     with _still(gmap, alone, coarse), gmap.replay.run(), gmap.replay.full_precision():
         padded = plain_gradient(gmap, alone)
-        unpadded = plain_gradient(gmap, shorter(gmap.model, alone, real))
+        unpadded = plain_gradient(gmap, shorter(gmap.model, alone))
     size = float(_norm(unpadded))
     difference = _norm({name: padded[name] - unpadded[name] for name in padded})
     if float(difference) > size * _tolerance(gmap, coarse) + 1e-30:
@@ -396,7 +398,7 @@ READS_PADDING = (
     "gives a text another gradient where others of its batch are longer: it reads the padding, or "
     "counts positions from it, as with padding on the left. So one long text changes what all "
     "others add, and no clipping bounds that. Pad on the right (tokenizer.padding_side = 'right'), "
-    "with an attention_mask; or pass position_ids that count from each text's start."
+    "with an attention_mask, and labels with -100; or pass position_ids that count from each text's start."
 )
 
 
@@ -418,26 +420,62 @@ def real_tokens(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
     return ids != padding
 
 
-def shorter(model: nn.Module, row: Mapping[str, Any], real: Tensor) -> dict[str, Any]:
-    """A batch of one text without its padding at both ends.
+def shorter(model: nn.Module, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch of one text without its padding at both ends, and without that of what an
+    encoder-decoder is to write.
 
     Args:
         model: Whose batch it is.
         row: The batch.
-        real: As `real_tokens` says, `(1, T)`.
     """
-    start, end = map(int, ends_of(real))
+    real, targets = real_tokens(model, row), real_targets(model, row)
+    start, end = (0, -1) if real is None else map(int, ends_of(real))
+    last = None if targets is None else int(ends_of(targets)[1])
 
     def along(name: str, value: Any) -> bool:
-        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != real.shape[1]:
+        if real is None or not isinstance(value, Tensor) or value.dim() < 2:
+            return False
+        if value.shape[1] != real.shape[1]:
             return False
         is_multi_label = name.endswith("labels") and value.is_floating_point()  # of as many classes
         return not is_multi_label and not is_of_targets(model, name)
 
-    return {
-        name: value[:, start : end + 1] if along(name, value) else value
-        for name, value in row.items()
-    }
+    def is_written(name: str, value: Any) -> bool:
+        if targets is None or not isinstance(value, Tensor) or not is_of_targets(model, name):
+            return False
+        return value.dim() > 1 and value.shape[1] == targets.shape[1]
+
+    def cut(name: str, value: Any) -> Any:
+        if last is not None and is_written(name, value):
+            return value[:, : last + 1]
+        return value[:, start : end + 1] if along(name, value) else value
+
+    return {name: cut(name, value) for name, value in row.items()}
+
+
+def real_targets(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
+    """`(B, T)`: which labels of an encoder-decoder are no padding; `None` where there are none.
+
+    Example:
+        >>> real_targets(model, {"labels": torch.tensor([[5, -100]])}) is None  # a classifier
+        True
+    """
+    labels, config = batch.get("labels"), getattr(model, "config", None)
+    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
+        return None
+    if not is_of_targets(model, "labels"):
+        return None
+    padding = getattr(config, "pad_token_id", None)
+    is_real = labels != -100
+    if padding is not None and padding != getattr(config, "eos_token_id", None):
+        is_real &= labels != padding
+    return is_real
+
+
+def is_padded(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether a batch holds padding, of what is read or of what is to be written."""
+    places = real_tokens(model, batch), real_targets(model, batch)
+    return any(real is not None and not bool(real.all()) for real in places)
 
 
 def most_padded(real: Tensor, rows: Tensor) -> int | None:
