@@ -83,7 +83,8 @@ def epsilon_of_known_places(run: tuple[float, float, int], delta: float) -> floa
 def check_against_losses(run: tuple[float, float, int], delta: float) -> None:
     found = dp_sgd_epsilon(*run, delta)
     assert found <= (1 + ACCURACY) * accountant_epsilon(PLDAccountant(), run, delta)
-    assert found >= optimistic_epsilon(run, delta, interval=1e-3)
+    least = optimistic_epsilon(run, delta, interval=1e-3)
+    assert found >= least or least == math.inf  # which it says where e^-loss is 0 in floats
     assert found <= accountant_epsilon(RdpAccountant(), run, delta)
 
 
@@ -100,6 +101,7 @@ GRID = itertools.product([0.3, 0.7, 1.5, 4.0, 30.0], [1e-5, 1e-3, 0.05, 0.7], [1
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # dp-accounting's own grids
 @pytest.mark.parametrize("delta", [1e-10, 1e-3])
 @pytest.mark.parametrize("run", GRID)
 def test_epsilon_is_within_a_hundredth_everywhere(

@@ -398,8 +398,8 @@ READS_PADDING = (
     "gives a text another gradient where others of its batch are longer: it reads the padding, or "
     "counts positions from it, as with padding on the left. So one long text changes what all "
     "others add, and no clipping bounds that. Pad on the right (tokenizer.padding_side = 'right'), "
-    "with an attention_mask, and labels with -100; or pass position_ids that count from each text's "
-    "start."
+    "with an attention_mask, and labels with -100; or pass position_ids that count from the start "
+    "of each text."
 )
 
 
