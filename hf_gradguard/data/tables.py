@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import contextlib
 import csv
 import gzip
 import io
@@ -13,6 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from .encodings import has_other_letters, sure_encoding
 
 _BOMS = {
     b"\xef\xbb\xbf": "utf-8", b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32",
@@ -92,7 +93,7 @@ def _decode(name: str, content: bytes) -> tuple[str, str]:
         if begins.startswith(start.lower()):
             raise DataError(f"{name} is {explanation}.")
     encoding = next((code for bom, code in _BOMS.items() if content.startswith(bom)), None)
-    encoding = encoding or _unmarked_utf_16(content)
+    encoding = encoding or _unmarked_unicode(content)
     try:
         # UTF-8 drops the mark that others need to know their order of bytes.
         text = content.decode("utf-8-sig" if encoding in (None, "utf-8") else encoding)
@@ -101,43 +102,45 @@ def _decode(name: str, content: bytes) -> tuple[str, str]:
             raise DataError(
                 f"{name} is not the {encoding} that it begins as: copy it again."
             ) from None
-        text, encoding = _decode_latin(name, content, error)
+        text, encoding = _decode_other(name, content, content.count(b"\n", 0, error.start) + 1)
+    else:
+        if content.isascii() and has_other_letters(content):
+            _decode_other(name, content, 1)
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise DataError(f"{name}, line {line}: a zero byte, which no text has. Mend the line.")
     return text, "" if encoding in (None, "utf-8") else f"read as {encoding}"
 
 
-def _unmarked_utf_16(content: bytes) -> str | None:
-    """Which UTF-16 a file is that does not say so: its first line's Latin letters have zeros."""
+def _unmarked_unicode(content: bytes) -> str | None:
+    """Which UTF-16 or UTF-32 a file is that does not say so: Latin letters have zeros there."""
     start = content[:16]
-    if len(content) % 2 == 0 and not any(start[1::2]):
-        return "utf-16-le"
-    return "utf-16-be" if len(content) % 2 == 0 and not any(start[::2]) else None
+    for encoding, size, place in _UNMARKED:
+        zeros = bytes(byte for n, byte in enumerate(start) if n % size != place)
+        if len(content) % size == 0 and zeros and not any(zeros):
+            return encoding
+    return None
 
 
-def _decode_latin(name: str, content: bytes, error: UnicodeDecodeError) -> tuple[str, str]:
-    from charset_normalizer import from_bytes
+_UNMARKED = ("utf-32-le", 4, 0), ("utf-32-be", 4, 3), ("utf-16-le", 2, 0), ("utf-16-be", 2, 1)
+"""Encodings, their bytes a letter, and which of these a Latin letter has that is not zero."""
 
-    if not content.translate(None, _ASCII + _MARKS):
+
+def _decode_other(name: str, content: bytes, line: int) -> tuple[str, str]:
+    """The text of a file that is not Unicode, if that is sure to be Windows-1252."""
+    encoding = sure_encoding(content)
+    if encoding == "cp1252":
         return content.decode("cp1252"), "Windows-1252 (Latin-1), as it is not UTF-8"
-    lines = [line for line in content.split(b"\n") if not line.isascii()]
-    matches = from_bytes(b"\n".join(lines)[:100_000])
-    if {"cp1252", "latin_1"} & {c for m in matches for c in (m.encoding, *m.could_be_from_charset)}:
-        with contextlib.suppress(UnicodeDecodeError):
-            return content.decode("cp1252"), "Windows-1252 (Latin-1), as it is not UTF-8"
-    best = matches.best()
-    source = best.encoding if best is not None else "ENCODING"
-    line_number = content.count(b"\n", 0, error.start) + 1
+    if encoding is None:
+        raise DataError(
+            f"{name} is not UTF-8 (line {line}), and what it is cannot be told for sure: save it "
+            "as UTF-8 with the program that wrote it, or convert it by `iconv -f ENCODING -t "
+            "utf-8`, where ENCODING is what that program calls its own."
+        )
     raise DataError(
-        f"{name} is not UTF-8 (line {line_number}), perhaps {source}: convert it by "
-        f"`iconv -f {source} -t utf-8`."
+        f"{name} is not UTF-8 (line {line}), perhaps {encoding}: convert it by "
+        f"`iconv -f {encoding} -t utf-8`, and look at the result."
     )
-
-
-_ASCII = bytes(range(128))
-_MARKS = b"\x85\x91\x92\x93\x94\x95\x96\x97\xa0"
-"""Dots, quotation marks and dashes, the same in all code pages of Windows'."""
 
 
 def _separated(name: str, text: str, usual: str = ",") -> tuple[dict[str, list[Any]], str]:

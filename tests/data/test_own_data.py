@@ -217,10 +217,11 @@ def test_texts_that_hold_the_separator(
 
 
 def test_latin_letters(read: Callable[..., Read], tmp_path: Path) -> None:
-    table = "text,label\ncafé,0\nun garçon très naïf,1\n"
+    texts = "Noël fut une fête ratée à côté", "où un garçon très naïf a été déçu à l'hôpital"
+    table = f"text,label\n{texts[0]},0\n{texts[1]},1\n"
     (tmp_path / "a.csv").write_bytes(table.encode("latin-1"))
     got = read("named", "a.csv")
-    assert set(got["samples"]) == {("café", 0), ("un garçon très naïf", 1)}
+    assert set(got["samples"]) == {(texts[0], 0), (texts[1], 1)}
     assert "Latin-1" in got["shown"]
 
 
@@ -251,8 +252,11 @@ TABLES: dict[str, tuple[str, str | bytes, str]] = {
         "a.csv", "opinion,verdict\nword1,0\n", " has no text .* --column and --label_column"
     ),
     "Cyrillic of Windows": (
-        "a.csv", "text,label\nхороший фильм,1\nплохой и скучный,0\n".encode("cp1251"),
-        r" is not UTF-8 \(line 2\), perhaps cp1251.*iconv",
+        "a.csv", (
+            "text,label\nхороший и очень добрый фильм,1\nплохой и скучный сюжет,0\n"
+            "актёры играют прекрасно и музыка тоже,1\nничего интересного я не увидел,0\n"
+        ).encode("cp1251"),
+        r" is not UTF-8 \(line 2\), perhaps cp1251: convert it by `iconv -f cp1251",
     ),
     "a broken line": (
         "a.jsonl", f'{{"text": "word1"}}\n{{"text": "{SECRET}\n', r", row 2 \(line 2\): no JSON"
