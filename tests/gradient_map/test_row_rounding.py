@@ -192,6 +192,30 @@ def test_half_precision_is_found(setting: str, passes: list[int]) -> None:
         torch.set_float32_matmul_precision("highest")
 
 
+class RoundedSlope(torch.autograd.Function):
+    """Computes in half precision on the way back alone."""
+
+    @staticmethod
+    def forward(ctx: Any, entries: Tensor) -> Tensor:
+        return entries.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Tensor:
+        return slopes[0].bfloat16().float()
+
+
+def test_half_precision_of_slopes_is_found() -> None:
+    class WithRoundedSlopes(Head):
+        def forward(self, pixel_values: Tensor, labels: Tensor) -> Any:
+            return super().forward(RoundedSlope.apply(pixel_values * self.head.weight[0]), labels)
+
+    model = WithRoundedSlopes(torch.float32, None)
+    nn.init.ones_(model.head.weight)
+    clipped(model, {"pixel_values": torch.rand(4, WIDTH), "labels": torch.zeros(4).long()})
+    (plan,) = cache_of(model).sample_plans.values()
+    assert "half precision" in plan.reason
+
+
 def test_half_precision_that_begins_later_is_found() -> None:
     """A model that was tried out in float32 is not taken for one afterwards."""
     model, batch = task(torch.float32)

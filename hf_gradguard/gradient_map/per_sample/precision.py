@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..map import GradientMap
+from ..replay import differentiate
 
 
 def is_coarse(tensor: Any) -> bool:
@@ -50,7 +51,8 @@ class _Operations(TorchDispatchMode):
 def coarse_arithmetic(gmap: GradientMap) -> str:
     """Says why a map's gradient is not computed in float32 or better; nothing if it is.
 
-    All operations of one pass are looked at, and torch's settings for products of float32.
+    All operations of one pass and of its gradient are looked at, and torch's settings for products
+    of float32.
 
     Example:
         >>> coarse_arithmetic(gmap)
@@ -60,7 +62,7 @@ def coarse_arithmetic(gmap: GradientMap) -> str:
         return "its weights are in half precision"
     operations = _Operations()
     with gmap.replay.run(), operations:
-        gmap.loss_fn(gmap.model, dict(gmap.batch))
+        differentiate(gmap.loss_fn(gmap.model, dict(gmap.batch)), gmap.parameters)
     if operations.coarse:
         return f"it computes in half precision ({operations.coarse}), as under autocast"
     is_cuda = next(iter(gmap.parameters.values())).is_cuda
