@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,17 @@ def test_nothing_is_written_without_an_account(tmp_path: Path) -> None:
     plain.train()
     assert not (tmp_path / FILE).exists()
     assert torch.is_tensor(t.model.classifier.weight)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows tells no time of change")
+@pytest.mark.parametrize("skew", [0.3, -0.3, 500.0])
+def test_a_file_server_whose_clock_is_another(
+    skew: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on where it was is not taken for a copy."""
+    account = AccountFile(tmp_path, rank=0)
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() - skew)
+    for _ in range(2):
+        account.write({"messages": 1})
+    assert account.is_untouched()

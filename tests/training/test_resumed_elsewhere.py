@@ -96,6 +96,13 @@ def test_a_branch_goes_on_where_it_is_trained(tmp_path: Path) -> None:
     assert epsilon(again) == pytest.approx(TWICE, rel=2e-3)
 
 
+def test_nothing_is_left_to_go_on_with(tmp_path: Path) -> None:
+    killed(tmp_path, 7)
+    resumed(tmp_path / "checkpoint-6", tmp_path)
+    with pytest.raises(ValueError, match="8 of the 8 messages .* Take the model of the last"):
+        resumed(tmp_path / "checkpoint-6", tmp_path)
+
+
 def begun(checkpoint: Path, folder: Path, step: int) -> Any:
     run = trainer(folder)
     run.add_callback(Stop(step))

@@ -230,9 +230,9 @@ class AccountFile:
                 record |= {"place": _place(state), "time": round(time.time() + self._skew, 3)}
                 line, digest = _sealed(json.dumps(record), digest)
                 os.write(descriptor, line)
-                state = os.fstat(descriptor)
                 os.fsync(descriptor)
-                if abs(late := state.st_ctime - record["time"]) > 1:
+                state = os.fstat(descriptor)  # a file server says when it wrote only now
+                if abs(late := state.st_ctime - record["time"]) > CLOCK:
                     self._skew += late
                 if is_own:
                     self._digest, self._end = digest, (state.st_ino, state.st_size)

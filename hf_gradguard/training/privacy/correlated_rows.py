@@ -200,6 +200,8 @@ class CorrelatedRows(PrivateRows):
         if lost := plan.position - saved if is_resumed else 0:
             plan.lost += lost
             logger.warning(_LOST.format(lost, -(-lost // accumulation)))
+        if plan.messages - plan.position < accumulation:
+            raise ValueError(_ALL_SHARED.format(plan.position, plan.messages))
         self._shift = plan.position - state.global_step * accumulation
         self.noise_multiplier, self._orders = plan.noise_multiplier, {}
         # A row is in one of the sums, and moves it by the clip and what ranks round.
@@ -522,6 +524,11 @@ def check_is_linear(optimizer: Any, args: TrainingArguments, schedule: Any = Non
 TOLERANCE = 1e-3
 """By how much more than a target is no more than rounding."""
 _SAY = "GradGuardTrainer does not support dp_sgd with correlated=True"
+_ALL_SHARED = (
+    "{} of the {} messages that the noise was planned for were shared before the run ended, which "
+    "leaves no step to go on with. Take the model of the last checkpoint, or begin a new run, "
+    "whose ε adds up with this one's."
+)
 _LOST = (
     "{} message(s) left after the checkpoint, before the run ended. Their rows are in no further "
     "message, and no other message has their noise, so this training ends {} step(s) early."
