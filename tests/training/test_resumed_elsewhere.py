@@ -99,7 +99,7 @@ def test_a_branch_goes_on_where_it_is_trained(tmp_path: Path) -> None:
 def test_nothing_is_left_to_go_on_with(tmp_path: Path) -> None:
     killed(tmp_path, 7)
     resumed(tmp_path / "checkpoint-6", tmp_path)
-    with pytest.raises(ValueError, match="8 of the 8 messages .* Take the model of the last"):
+    with pytest.raises(ValueError, match=r"8 of the 8 messages .* Take the model of the last"):
         resumed(tmp_path / "checkpoint-6", tmp_path)
 
 
@@ -133,6 +133,15 @@ def test_a_branch_is_removed_and_tried_again(kind: str, tmp_path: Path) -> None:
     again = resumed(checkpoint, tmp_path / "b", kind)
     counted = sum(again.private_rows.account.messages.values())
     assert counted == (3 if kind == "correlated" else 4 + 6 + 6)
+
+
+def test_a_branch_of_a_branch_is_told_to_both(tmp_path: Path) -> None:
+    killed(tmp_path / "a", 5)
+    begun(tmp_path / "a/checkpoint-2", tmp_path / "b", 5)
+    resumed(tmp_path / "b/checkpoint-4", tmp_path / "c")
+    for name in "ab":
+        run = resumed(tmp_path / name / "checkpoint-4", tmp_path / name)
+        assert epsilon(run) == pytest.approx(THRICE, rel=2e-3)
 
 
 def test_a_copy_is_never_what_it_was_copied_from(tmp_path: Path) -> None:

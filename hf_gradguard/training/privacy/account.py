@@ -94,6 +94,7 @@ class AccountFile:
         self._digest, self._end = "", (-1, -1)  # of the file as this object left it
         self._skew = 0.0  # of a file server's clock
         self._origin: Path | None = None
+        self._began_at: str | None = None  # the account of the checkpoint that this attempt is from
 
     @property
     def counted(self) -> dict[str, int]:
@@ -109,7 +110,7 @@ class AccountFile:
         """What follows is written to that output folder."""
         if Path(folder) != self._path.parent:
             self._path, self._attempt = Path(folder) / self._name, secrets.token_hex(4)
-            self._counted = {}
+            self._counted, self._began_at = {}, None
 
     def write(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Write down that a message is about to leave. Returns once the disk has it, with what
@@ -122,7 +123,8 @@ class AccountFile:
         """
         number = self._counted.get(self._attempt, 0)
         about = {"run": self.run, "attempt": self._attempt, "number": number}
-        branches = self._append(self._path, about | dict(record))
+        origin = {} if self._began_at is None else {"origin": self._began_at}
+        branches = self._append(self._path, about | dict(record) | origin)
         self._counted[self._attempt] = number + 1
         return branches
 
@@ -134,14 +136,27 @@ class AccountFile:
         """Write to the account that the run comes from, if it is another one, that this one goes on
         elsewhere and is to share messages of these figures.
         """
-        origin, self._origin = self._origin, None
-        if origin is None or origin.resolve() == self._path.resolve() or not origin.is_file():
+        own, origin = self._path.resolve(), self._origin and self._origin.resolve()
+        self._origin = None
+        if origin is None or origin == own or not origin.is_file():
             return
         about = {"run": self.run, "attempt": self._attempt, "number": 0, "messages": 0}
-        try:
-            self._append(origin, about | dict(figures) | {"branch": str(self._path.resolve())})
-        except OSError as error:
-            logger.warning(_UNTOLD.format(origin, error.strerror))
+        about |= dict(figures) | {"branch": str(own)}
+        self._began_at = str(origin)
+        for account in self._ancestors(origin):
+            try:
+                self._append(account, dict(about))
+            except OSError as error:
+                logger.warning(_UNTOLD.format(account, error.strerror))
+
+    def _ancestors(self, origin: Path) -> list[Path]:
+        """The account of a checkpoint, and those of the checkpoints that its run began at."""
+        found = [origin]
+        for account in found:
+            records = [r for r in _read_records(account)[0] if r["run"] == self.run]
+            earlier = {Path(r["origin"]) for r in records if "origin" in r}
+            found += sorted(p for p in earlier - {*found, self._path.resolve()} if p.is_file())
+        return found
 
     def is_untouched(self, transcript: str | None = None) -> bool:
         """Whether the file is where this run wrote it last, and as it was then: not copied, not
