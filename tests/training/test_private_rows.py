@@ -305,6 +305,8 @@ def test_epsilon_is_logged_and_stays_within_its_target(tmp_path: Path) -> None:
     ]
     assert 0.98 < spent[-1] <= 1.0
     assert t.state.log_history[-1]["defense/epsilon"] == spent[-1]
+    rounding = rounding_of_rows(6)
+    assert t._clients[0].noise_multiplier == pytest.approx(multiplier * (1 + rounding), rel=1e-12)
     assert t._clients[0].expected_batch_size == 6
     t.create_model_card()
     card = (tmp_path / "README.md").read_text()
