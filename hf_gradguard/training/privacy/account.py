@@ -81,6 +81,7 @@ class AccountFile:
     Example:
         >>> account = AccountFile(tmp_path, rank=0)
         >>> account.write({"noise_multiplier": 1.0, "sampling_rate": 0.1, "messages": 1})
+        []
         >>> after_kill = AccountFile(tmp_path, rank=0)
         >>> after_kill.run = account.run
         >>> [record["messages"] for record in after_kill.records([tmp_path], counted={})]
