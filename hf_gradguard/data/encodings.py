@@ -120,8 +120,8 @@ def _names_of_only_text(content: bytes) -> list[str]:
     if best is None or (content.isascii() and looks[best].letters < 5):
         return []
     rivals = [text for text, look in looks.items() if text != best and look.rivals(looks[best])]
-    whole = list(_decoded(content, texts[best]).values())
-    return whole[0] if len(whole) == 1 and not rivals else []
+    readings = list(_decoded(content, texts[best]).values())
+    return readings[0] if len(readings) == 1 and not rivals else []
 
 
 def has_other_letters(content: bytes) -> bool:
@@ -279,18 +279,18 @@ def _script_of(word: str) -> str:
             name = unicodedata.name(letter, "?").split()[0]
             scripts.add(_SCRIPTS.get(name, name))
         previous = letter
-    own = scripts - {"LATIN", "DIGIT"} or {"LATIN"}
-    script = own.pop()
+    foreign = scripts - {"LATIN", "DIGIT"} or {"LATIN"}
+    script = foreign.pop()
     mixes = len(scripts) > 1 and script not in _MAY_MIX
     is_known = script in COMMON or script == "LATIN"
-    return script if is_known and not (own or mixes) and _is_spelt(word, script) else ""
+    return script if is_known and not (foreign or mixes) and _is_spelt(word, script) else ""
 
 
 def _is_spelt(word: str, script: str) -> bool:
     """Whether a word of one script has capitals, vowels and accents where words have them."""
     if script == "LATIN":
-        others = sum(not letter.isascii() for letter in word)
-        if len(word) > 3 and others > 0.75 * len(word):
+        not_ascii = sum(not letter.isascii() for letter in word)
+        if len(word) > 3 and not_ascii > 0.75 * len(word):
             return False
     if script in VOWELS:
         letters = word.lower() if script == "CYRILLIC" else "".join(map(_plain, word.lower()))
@@ -299,12 +299,12 @@ def _is_spelt(word: str, script: str) -> bool:
             return False
         if re.search("ς.|(?<=.)σ$", word):
             return False
-    parts = re.split(f"[{_JOINING}]", word)
-    return not _INTERRUPTED.search(word) and all(map(_has_capitals_first, parts))
+    stems = re.split(f"[{_JOINING}]", word)
+    return not _INTERRUPTED.search(word) and all(map(_has_capitals_first, stems))
 
 
-def _has_capitals_first(part: str) -> bool:
+def _has_capitals_first(stem: str) -> bool:
     """Whether capitals beside ASCII's stand first, or are all of a word."""
-    inner = part[1:]
+    inner = stem[1:]
     is_usual = all(letter.isascii() or not letter.isupper() for letter in inner)
-    return is_usual or part == part.upper()
+    return is_usual or stem == stem.upper()

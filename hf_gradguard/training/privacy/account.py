@@ -137,12 +137,12 @@ class AccountFile:
         """Write to the account that the run comes from, if it is another one, that this one goes on
         elsewhere and is to share messages of these figures.
         """
-        own, origin = self._path.resolve(), self._origin and self._origin.resolve()
+        account_path, origin = self._path.resolve(), self._origin and self._origin.resolve()
         self._origin = None
-        if origin is None or origin == own or not origin.is_file():
+        if origin is None or origin == account_path or not origin.is_file():
             return
         about = {"run": self.run, "attempt": self._attempt, "number": 0, "messages": 0}
-        about |= dict(figures) | {"branch": str(own)}
+        about |= dict(figures) | {"branch": str(account_path)}
         self._began_at = str(origin)
         for account in self._ancestors(origin):
             try:
@@ -152,12 +152,14 @@ class AccountFile:
 
     def _ancestors(self, origin: Path) -> list[Path]:
         """The account of a checkpoint, and those of the checkpoints that its run began at."""
-        found = [origin]
-        for account in found:
+        ancestors = [origin]
+        for account in ancestors:
             records = [r for r in _read_records(account)[0] if r["run"] == self.run]
             earlier = {Path(r["origin"]) for r in records if "origin" in r}
-            found += sorted(p for p in earlier - {*found, self._path.resolve()} if p.is_file())
-        return found
+            ancestors += sorted(
+                p for p in earlier - {*ancestors, self._path.resolve()} if p.is_file()
+            )
+        return ancestors
 
     def is_untouched(self, transcript: str | None = None) -> bool:
         """Whether the file is where this run wrote it last, and as it was then: not copied, not
