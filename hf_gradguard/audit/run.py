@@ -25,7 +25,7 @@ from ..gradient_map.domain import IMAGE, domain_of_model
 from ..registry import ATTACKS, DEFENSES, make
 from ..training.guards.hooks import check_free_of_hooks
 from .cells import Audit, Cells
-from .client import Shared, modality_of, training_of
+from .client import Modality, Shared, modality_of, training_of
 from .loop import Setup, plain_settings, run
 from .settings import AuditSettings
 from .trainer import set_up_trainer
@@ -124,25 +124,59 @@ def audit(
 def _audit_model(
     model: nn.Module, processing_class: Any, samples: Sequence[Sample] | int, request: AuditRequest
 ) -> Audit:
-    if isinstance(samples, int):
-        raise ValueError("Give the samples to audit: (text or image, label) each.")
+    _check_samples(samples)
     settings = AuditSettings.from_mapping(request.settings)
     size = settings.rows
-    if not samples or len(samples) % size:
-        raise ValueError(f"{len(samples)} samples do not fill messages of {size}.")
+    if len(samples) % size:
+        raise ValueError(
+            f"{len(samples)} samples do not fill messages of {size}: give a multiple of {size}, or "
+            "another batch_size."
+        )
     modality = modality_of(model, processing_class, settings)
     device = next(model.parameters()).device
     batches = [
         {name: tensor.to(device) for name, tensor in modality.batch(samples[i:][:size]).items()}
         for i in range(0, len(samples), size)
     ]
-    candidates, local = request.candidates, training_of(settings)
+    local = training_of(settings)
     setup = Setup(
-        model, modality, batches, None if candidates is None else modality.candidates(candidates),
+        model, modality, batches, _listed(modality, request.candidates),
         Shared(settings.share_input_embeddings, micro_batches=settings.accumulation, local=local),
         identity=[] if local is None else [str(local)],
     )  # fmt: skip
     return _audit(setup, settings, request, processing_class, {})
+
+
+def _check_samples(samples: Any) -> None:
+    """Refuse samples that are none.
+
+    Raises:
+        ValueError: With the way out.
+    """
+    way_out = "Give the samples to audit: (text or image, label) each."
+    if isinstance(samples, str) or not hasattr(samples, "__len__"):
+        raise ValueError(f"samples is no list. {way_out}")
+    if not len(samples):
+        raise ValueError(f"samples is an empty list. {way_out}")
+    for number, sample in enumerate(samples, 1):
+        if isinstance(sample, str | Mapping) or not hasattr(sample, "__len__") or len(sample) != 2:
+            raise ValueError(f"Sample {number} is no pair. {way_out}")
+
+
+def _listed(modality: Modality, candidates: Any) -> list[Any] | None:
+    """What an attacker makes of a list of candidates, if there is one.
+
+    Raises:
+        ValueError: If there are none in it.
+    """
+    if candidates is None:
+        return None
+    if not (given := list(candidates)):
+        raise ValueError(
+            "candidates is an empty list, in which no attacker finds anybody. Give texts, images "
+            "or samples, or leave candidates out for no membership inference."
+        )
+    return modality.candidates(given)
 
 
 def _audit_trainer(
@@ -182,7 +216,10 @@ def _audit(
     reference = make_defenses("none") if settings.reference else {}
     defenses = {**reference, **named, **trained}
     if not defenses or not (made_attacks or setup.candidates):
-        raise ValueError("An audit needs at least one defense and one attack.")
+        raise ValueError(
+            "An audit needs at least one defense and one attack: name them, or leave attacks out "
+            "for those that are quick."
+        )
     cells = Cells(Path(request.output) / "cells")
     for label, defense in defenses.items():
         if label not in trained:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attacks.layer_inputs import is_causal_lm
-from ..data.labels import find_class
+from ..data.labels import explain_label, find_class
 from ..gradient_map.domain import IGNORED, TEXT, is_framed
 from ..metrics import Scores, score_text
 from ..models import label_kind, task_of
@@ -88,11 +88,12 @@ class Texts:
             return_tensors="pt",
             is_split_into_words=self.labels == "token",
         )
-        for (text, _), ids in zip(samples, encoded["input_ids"].tolist(), strict=True):
+        for number, ids in enumerate(encoded["input_ids"].tolist(), 1):
             # Without words there is nothing to recover, and every score would be undefined.
             if set(ids) <= set(self.special_ids):
                 raise ValueError(
-                    f"The text {text[:60]!r} holds no tokens but special ones: leave it out."
+                    f"Text {number} of {len(samples)} in a batch holds no tokens but special ones: "
+                    "leave it out."
                 )
         return with_labels(self.model, self.tokenizer, encoded, samples, self.audit_settings.seed)
 
@@ -320,11 +321,15 @@ def _classes(model: nn.Module, labels: Sequence[Any]) -> Tensor:
     labels = [find_class(label, ids) if isinstance(label, str) else label for label in labels]
     for label in labels:
         if isinstance(label, bool) or not isinstance(label, int | np.integer):
-            raise ValueError(f"A label must be a class id, but is {label!r}.")
+            way_out = "int(label) makes one." if isinstance(label, float) else explain_label(label)
+            raise ValueError(
+                "A label must be a class id, a whole number, but one is "
+                f"{type(label).__name__}. {way_out}"
+            )
         if label < 0 or (classes is not None and label >= classes):
             raise ValueError(
-                f"Labels must be class ids from 0 to {classes - 1 if classes else 'up'}, but one "
-                f"is {label}."
+                f"Labels must be class ids from 0 to {classes - 1 if classes else 'up'}, and one "
+                f"is not{', so they may count from 1' * (label == classes)}. {explain_label(label)}"
             )
     return torch.tensor(labels, dtype=torch.long)
 
@@ -332,7 +337,7 @@ def _classes(model: nn.Module, labels: Sequence[Any]) -> Tensor:
 def _numbers(model: nn.Module, labels: Sequence[Any]) -> Tensor:
     numbers = torch.tensor(labels, dtype=torch.float32)
     if not torch.isfinite(numbers).all():
-        raise ValueError(f"Labels must be finite numbers, but are {list(labels)}.")
+        raise ValueError("Labels must be finite numbers, and one is not. Leave its row out.")
     return numbers
 
 
@@ -341,7 +346,8 @@ def _class_flags(model: nn.Module, labels: Sequence[Any]) -> Tensor:
     for label in labels:
         if not isinstance(label, list | tuple) or len(label) != classes or set(label) - {0, 1}:
             raise ValueError(
-                f"A label must be one 0 or 1 for each of {classes} classes, but is {label!r}."
+                f"A label must be a list of one 0 or 1 for each of {classes} classes, and one is "
+                "not."
             )
     return torch.tensor(labels, dtype=torch.float32)
 
@@ -361,7 +367,7 @@ def _word_labels(encoded: Any, samples: Sequence[Sample]) -> Tensor:
         if isinstance(words, str) or classes is None:
             raise ValueError(
                 "Labels of words belong to their text: give a list of words and a list of as many "
-                f"labels, and not {words!r} with {classes!r}."
+                "labels."
             )
         if len(words) != len(classes):
             raise ValueError(f"There are {len(classes)} labels for {len(words)} words.")
@@ -401,7 +407,7 @@ def _masked(tokenizer: Any, batch: dict[str, Tensor], seed: int) -> dict[str, Te
 def _targets(tokenizer: Any, samples: Sequence[Sample], max_length: int) -> Tensor:
     for _, target in samples:
         if not isinstance(target, str) or not target:
-            raise ValueError(f"A target must be a text, but is {target!r}.")
+            raise ValueError("A target must be a text with a word at least, and one is not.")
     encoded = tokenizer(
         text_target=[target for _, target in samples], truncation=True, max_length=max_length,
         padding=True, return_tensors="pt",

@@ -115,8 +115,62 @@ def find_class(label: Any, classes: Mapping[str, int] | None) -> int:
         return int(name)
     shown = ", ".join(list(numbers)[:20]) or "unnamed"
     raise ValueError(
-        f"It is no class of the model. Its classes are: {shown}{', ...' * (len(numbers) > 20)}."
+        f"{explain_label(label)} The model's classes are: {shown}{', ...' * (len(numbers) > 20)}."
     )
+
+
+def explain_label(label: Any) -> str:
+    """Say why something is no class, and what to do, but not what it is.
+
+    Example:
+        >>> explain_label(-1)
+        'It is -1, which stands for no label. Leave such rows out, or choose another split.'
+    """
+    if isinstance(label, list | tuple):
+        return (
+            "It is a list. Give one class a row; or, for several, take a model with "
+            "problem_type='multi_label_classification'."
+        )
+    name = _plain(label)
+    if name == "-1":
+        return "It is -1, which stands for no label. Leave such rows out, or choose another split."
+    if name.lower() in _MISSING:
+        return "It has no value (NaN). Fill it, or delete the row."
+    if _is_number(name) and not float(name).is_integer():
+        return (
+            "It is a number with a point, which is no class. For a regression take a model with "
+            "num_labels=1."
+        )
+    return "It is no class of the model: correct it, or leave the row out."
+
+
+def check_counting(labels: Sequence[Any], classes: Mapping[str, int] | None, where: str) -> None:
+    """Refuse numbers that count from 1 where the model's count from 0: all but the largest would be
+    taken for the next class.
+
+    Args:
+        labels: A whole column.
+        classes: The model's `label2id`.
+        where: The data set's name and the column.
+
+    Raises:
+        DataError: With the way out.
+
+    Example:
+        >>> check_counting(["1", "2"], {"bad": 0, "good": 1}, "rows.csv: column 'label'")
+        Traceback (most recent call last):
+        hf_gradguard.data.tables.DataError: rows.csv: column 'label' counts classes from 1 to 2, ...
+    """
+    if not classes or any(map(str.isdigit, classes)):
+        return
+    distinct = {_plain(label) for label in labels if label is not None}
+    if distinct and all(map(str.isdigit, distinct)):
+        numbers = set(map(int, distinct))
+        if min(numbers) > 0 and max(numbers) == len(classes):
+            raise DataError(
+                f"{where} counts classes from 1 to {len(classes)}, and the model from 0 to "
+                f"{len(classes) - 1}. Subtract 1 from each, or give the classes' names."
+            )
 
 
 def check_names(names: Sequence[str], classes: Mapping[str, int] | None, dataset: str) -> bool:
@@ -212,7 +266,9 @@ def number_classes(splits: DatasetDict, column: str) -> DatasetDict:
             if (number := numbers.get(_plain(label))) is None:
                 raise DataError(
                     f"Column {column!r} of split {split!r}, row {row}: no class of the training "
-                    f"split, which has {len(names)}. Correct the row, or leave it out."
+                    f"split, which has {len(names)}"
+                    f"{': it is -1, which stands for no label' * (_plain(label) == '-1')}. Correct "
+                    "the row, or leave it out."
                 )
             labels.append(number)
         if is_numbered:
@@ -226,6 +282,8 @@ def number_classes(splits: DatasetDict, column: str) -> DatasetDict:
 def _class_ids(label: Any, classes: Mapping[str, int] | None) -> list[int]:
     if isinstance(label, str):  # a column of a table
         label = [name for name in label.split(",") if name.strip()]
+    if not isinstance(label, list | tuple):
+        raise ValueError("It is one value, and the model takes a list of classes a row.")
     return [find_class(name, classes) for name in label]
 
 

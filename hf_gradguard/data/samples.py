@@ -16,7 +16,15 @@ import numpy as np
 
 from ..models import classifier_head
 from .files import COLUMNS, Arrays, load_rows
-from .labels import CONVERTERS, check_classes, check_names, class_names, name_class, sorted_classes
+from .labels import (
+    CONVERTERS,
+    check_classes,
+    check_counting,
+    check_names,
+    class_names,
+    name_class,
+    sorted_classes,
+)
 from .tables import DataError
 
 if TYPE_CHECKING:
@@ -266,8 +274,12 @@ class Labeled:
                 )
             yield str(stored) if is_number else stored
 
+    @property
+    def _has_arrays(self) -> bool:
+        return isinstance(self.rows, Arrays)
+
     def _cells(self, column: str, rows: Sequence[int]) -> Iterator[Any]:
-        is_array = isinstance(self.rows, Arrays)
+        is_array = self._has_arrays
         if is_array and len(self.rows[column]) != len(self):
             raise DataError(
                 f"{self.dataset}: {column!r} has {len(self.rows[column])} rows, and "
@@ -302,6 +314,10 @@ class Labeled:
         names = class_names(self.rows.features.get(self.label_column))
         # A data set's numbers follow its own order of classes, and the model's another one.
         by_name = check_names(names, classes, self.dataset)
+        if self.labels == "class" and not names:
+            column, where = self.label_column, f"{self.dataset}: column {self.label_column!r}"
+            labels = self.rows[column].tolist() if self._has_arrays else self.rows[column][:]
+            check_counting(labels, classes, where)
         converted = []
         for row, label in zip(rows, self._cells(self.label_column, rows), strict=True):
             plain = label.tolist() if isinstance(label, np.ndarray | np.generic) else label

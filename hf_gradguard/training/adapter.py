@@ -35,6 +35,7 @@ from .exchange.start import SaysRanks
 from .guards.batch_statistics import freeze_statistics
 from .guards.checks import check_arguments
 from .guards.hooks import HookGuard
+from .guards.labels import LabelGuard
 from .guards.watch import AgreedTables, Ledger
 from .learning_rate import LearningRateUnderNoise
 from .logs import PoolingHandler, pooled_logs, without_rows
@@ -85,6 +86,7 @@ class TrainerAdapter(Trainer):
         self.add_callback(self.ledger)
         self.hook_guard = HookGuard(self)
         self.add_callback(self.hook_guard)
+        self.add_callback(LabelGuard(self))
         self.add_callback(SaysRanks(senders))
         self.callback_handler = PoolingHandler(
             self.callback_handler,

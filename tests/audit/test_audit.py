@@ -139,10 +139,20 @@ def test_wrong_names_and_settings(tmp_path: Path) -> None:
     ("samples", "settings", "message"),
     [
         (TEXTS[:3], {"batch_size": 2}, "3 samples do not fill messages of 2"),
-        ([], {}, "0 samples"),
-        ([("w1", 3)], {}, "class ids from 0 to 2, but one is 3"),
+        ([], {}, r"samples is an empty list\. Give the samples to audit"),
+        (None, {}, r"samples is no list\. Give the samples to audit"),
+        (8, {}, r"samples is no list\. Give the samples to audit"),
+        (["w1", "w2"], {}, r"Sample 1 is no pair\. Give the samples to audit"),
+        ([("w1", 1), ("w2",)], {}, r"Sample 2 is no pair"),
+        ([("w1", 3)], {}, "class ids from 0 to 2, and one is not, so they may count from 1"),
+        ([("w1", -1)], {}, "from 0 to 2.* -1, which stands for no label"),
         ([("w1", "one")], {}, "classes are: "),
-        ([("w1", 0.5)], {}, "must be a class id"),
+        ([("w1", 0.5)], {}, r"must be a class id.*but one is float\. int\(label\)"),
+        ([("w1", None)], {}, "must be a class id.*NoneType"),
+        ([("w1", [0, 1, 0])], {}, "must be a class id.*multi_label_classification"),
+        (TEXTS, {"candidates": []}, "candidates is an empty list.*leave candidates out"),
+        (TEXTS, {"candidates": iter([])}, "candidates is an empty list.*leave candidates out"),
+        (TEXTS, {"attacks": []}, "leave attacks out for those that are quick"),
         ([("nothing here", 1)], {}, "holds no tokens but special ones"),
         (TEXTS, {"repeats": 0}, "at least 1"),
     ],
@@ -151,8 +161,9 @@ def test_wrong_samples_and_settings(
     samples: Any, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     settings = {"defenses": "none", "attacks": "tag", **settings}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refusal:
         audit(*text_model(), samples, output=tmp_path, **settings)
+    assert "\n" not in str(refusal.value)
 
 
 # --- resuming
