@@ -289,7 +289,7 @@ def _bare(text: str) -> str:
 def private(trainer: GradGuardTrainer) -> tuple[dict[str, float | None], str]:
     """What is proved of this training, for its metrics and in words."""
     rows = trainer.private_rows
-    if rows is None:
+    if rows is None or rows.is_noise_known():  # who knows the noise takes it off again
         return {}, ""
     power = membership_power(rows.noise_multiplier)
     messages = "the ranks' summed messages" if trainer.args.noise_for == "sum" else "a message"

@@ -125,6 +125,7 @@ def _audit_model(
     model: nn.Module, processing_class: Any, samples: Sequence[Sample] | int, request: AuditRequest
 ) -> Audit:
     _check_samples(samples)
+    assert not isinstance(samples, int)
     settings = AuditSettings.from_mapping(request.settings)
     size = settings.rows
     if len(samples) % size:

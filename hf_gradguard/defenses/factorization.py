@@ -256,8 +256,8 @@ def prefix_error(factor: Factor, messages: int) -> Tensor:
     the sensitivity, and σ times the clip: what sums of so many messages have.
 
     Example:
-        >>> prefix_error(Banded((1.0,)), 4).tolist()  # independent noise: √t
-        [1.0, 1.4142135623730951, 1.7320508075688772, 2.0]
+        >>> prefix_error(Banded((1.0,)), 4).square()  # independent noise: t
+        tensor([1.0000, 2.0000, 3.0000, 4.0000], dtype=torch.float64)
     """
     return factor.inverse(messages).cumsum(0).square().cumsum(0).sqrt()
 

@@ -101,7 +101,7 @@ class Accuracy(Study):
 
 
 def by_trainer(cell: dict, task: TextTask, rows: Dataset, model: nn.Module) -> float | None:
-    """ε as the Trainer logs it."""
+    """ε as the Trainer counts it, of a run whose noise nobody could draw again."""
     private = {
         "per_sample": True, "clip": cell["clip"], "delta": cell["delta"],
         "target_epsilon": cell["epsilon"],
@@ -109,9 +109,8 @@ def by_trainer(cell: dict, task: TextTask, rows: Dataset, model: nn.Module) -> f
     defense, strength = ("dp_sgd", private) if cell["epsilon"] else ("none", {})
     trainer = task.trainer(model, rows, cell | {"defense": defense, "strength": strength})
     trainer.train()
-    logged = [log.get("defense/epsilon") for log in trainer.state.log_history]
-    spent = [epsilon for epsilon in logged if epsilon is not None]
-    return round(spent[-1], 3) if spent else None
+    rows = trainer.private_rows
+    return None if rows is None else round(rows.account.epsilon(cell["delta"]), 3)
 
 
 def by_opacus(cell: dict, task: TextTask, rows: Dataset, model: nn.Module) -> float:

@@ -19,6 +19,7 @@ from transformers import (
 
 from hf_gradguard.gradient_map import GradientMap
 from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
+from hf_gradguard.gradient_map.per_sample.plan import known_plan
 from hf_gradguard.training.privacy.private_rows import rounding_of_rows
 
 from ..study import Study
@@ -240,11 +241,9 @@ class Sums:
         self._model = task.make().to(weights).eval()
         self._rows, self._more = task.rows(LAST, value), task.more(value)
         few = {name: entry[:4] for name, entry in self._rows.items()}
-        norms, passes = self._clipped(few, 1.0).norms, list[int]()
-        handle = self._model.register_forward_pre_hook(lambda *_: passes.append(1))
-        self._clipped(few, 1.0)
-        handle.remove()
-        self.takes_single_rows = len(passes) > 2
+        gmap = self._map(few)
+        norms, plan = clipped_sum(gmap, 1.0).norms, known_plan(gmap)
+        self.takes_single_rows = plan is not None and bool(plan.reason)
         self._clip = float(norms[0]) * (0.5 if value is None else 1.0)
 
     def moved(self, size: int) -> float:
@@ -259,12 +258,14 @@ class Sums:
         return float(torch.stack(squares).sum().sqrt()) / self._clip
 
     def _clipped(self, rows: Batch, clip: float) -> Any:
+        return clipped_sum(self._map(rows), clip)
+
+    def _map(self, rows: Batch) -> GradientMap:
         dtype = next(self._model.parameters()).dtype
         batch = {n: e.to(dtype) if e.is_floating_point() else e for n, e in rows.items()}
-        gmap = GradientMap(
+        return GradientMap(
             self._model, batch, loss_fn=self._loss, second_order=False, needs_input=False
         )
-        return clipped_sum(gmap, clip)
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         with torch.autocast("cpu", self._autocast, enabled=self._autocast is not None):
