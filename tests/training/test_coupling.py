@@ -80,8 +80,27 @@ def packed(rows: Rows) -> dict[str, Tensor]:
     return {"pixel_values": torch.cat([x, x.roll(-1, 0)[:, :4]], 1), "labels": batch["labels"]}
 
 
+def followed_by(place: Callable[[int, int], int]) -> Callable[[Rows], dict[str, Tensor]]:
+    """Rows are followed by what another one holds, which `place` says of a row's and their count;
+    a row itself by nothing.
+    """
+
+    def collate(rows: Rows) -> dict[str, Tensor]:
+        batch = default_data_collator(rows)
+        x = batch["pixel_values"].flatten(1)
+        followers = [place(row, len(x)) for row in range(len(x))]
+        more = [x[k] if 0 <= k < len(x) and k != n else 0 * x[n] for n, k in enumerate(followers)]
+        return {**batch, "pixel_values": torch.cat([x, torch.stack(more)], 1)}
+
+    return collate
+
+
 COUPLING = {
     "packing": packed,
+    "the first row": followed_by(lambda row, count: 0),
+    "the last row": followed_by(lambda row, count: count - 1),
+    "the row before": followed_by(lambda row, count: row - 1),
+    "the row after": followed_by(lambda row, count: row + 1),
     "mixup by torch": mixup(lambda n: (float(torch.rand(())), torch.randperm(n).tolist())),
     "mixup by numpy": mixup(
         lambda n: (float(np.random.beta(0.4, 0.4)), np.random.permutation(n).tolist())

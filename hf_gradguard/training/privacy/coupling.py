@@ -79,18 +79,22 @@ class CouplingCheck:
         longest = numbers[int(np.argmax([_size(row) for row in fetched(self._data, numbers)]))]
         start = self._batches % len(numbers)
         for number in dict.fromkeys([numbers[start], numbers[start - 1], longest]):
-            # in front: where rows draw one after the other, its draws are the same
-            rows = [number, *(n for n in numbers if n != number)]
-            if name := self._coupled(rows, [n if n == longest else number for n in rows]):
-                raise NotImplementedError(_COUPLED.format(name))
+            others = [n for n in numbers if n != number]
+            # In front: where rows draw one after the other, its draws are the same. At the end: a
+            # collator may add something of the rows before.
+            for place, rows in ((0, [number, *others]), (-1, [*others, number])):
+                copies = [n if n == longest else number for n in rows]
+                if name := self._coupled(rows, copies, place):
+                    raise NotImplementedError(_COUPLED.format(name))
 
-    def _coupled(self, rows: list[int], copies: list[int]) -> str:
-        """The entry in which the first of some rows is coupled to the others; nothing if none is.
+    def _coupled(self, rows: list[int], copies: list[int], place: int) -> str:
+        """The entry in which one of some rows is coupled to the others; nothing if none is.
 
         Args:
             rows: Numbers of rows.
-            copies: The same with copies of the first in the place of all others but the longest,
+            copies: The same with copies of that row in the place of all others but the longest,
                 which decides how many numbers are drawn.
+            place: Of the row.
         """
         hits = []
         for attempt in range(_STATES):
@@ -99,13 +103,13 @@ class CouplingCheck:
             state, name = DrawState.now(), ""
             batch, end, draws = self._collate_rows(rows, state)
             if not draws:
-                alone, _, _ = self._collate_rows(rows[:1], state)
-                name = _different(batch, alone, 0, len(rows), in_place=False)
+                alone, _, _ = self._collate_rows([rows[place]], state)
+                name = _different(batch, alone, place, len(rows), in_place=False)
             if not name:  # also of a collator that fills rows up with what others hold
                 exchanged, exchanged_end, _ = self._collate_rows(copies, state)
                 if end != exchanged_end:
                     continue  # other draws: nothing can be said
-                name = _different(batch, exchanged, 0, len(rows), in_place=True)
+                name = _different(batch, exchanged, place, len(rows), in_place=True)
             if name and self._is_replayed(rows, state, batch):
                 hits.append(name)
             if not draws or len(hits) == _HITS:
