@@ -124,8 +124,7 @@ def audit(
 def _audit_model(
     model: nn.Module, processing_class: Any, samples: Sequence[Sample] | int, request: AuditRequest
 ) -> Audit:
-    _check_samples(samples)
-    assert not isinstance(samples, int)
+    samples = _check_samples(samples)
     settings = AuditSettings.from_mapping(request.settings)
     size = settings.rows
     if len(samples) % size:
@@ -148,7 +147,7 @@ def _audit_model(
     return _audit(setup, settings, request, processing_class, {})
 
 
-def _check_samples(samples: Any) -> None:
+def _check_samples(samples: Any) -> Sequence[Sample]:
     """Refuse samples that are none.
 
     Raises:
@@ -162,6 +161,8 @@ def _check_samples(samples: Any) -> None:
     for number, sample in enumerate(samples, 1):
         if isinstance(sample, str | Mapping) or not hasattr(sample, "__len__") or len(sample) != 2:
             raise ValueError(f"Sample {number} is no pair. {way_out}")
+    pairs: Sequence[Sample] = samples
+    return pairs
 
 
 def _listed(modality: Modality, candidates: Any) -> list[Any] | None:
