@@ -291,3 +291,56 @@ def test_what_a_model_may_make_of_last_bits_follows_the_clipping_bound() -> None
     clipped(model, batch)
     (plan,) = cache_of(model).sample_plans.values()
     assert not plan.reason
+
+
+def test_rows_that_coarse_products_round_are_not_taken_for_coupled() -> None:
+    """A batch's gradient is off the mean of its rows' by more than float32 would be."""
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, 2, 1)
+    body = [first, nn.GroupNorm(4, 16), nn.ReLU(), second, nn.GroupNorm(4, 16), nn.ReLU()]
+    model = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))
+
+    def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch["pixel_values"]), batch["labels"])
+
+    batch = {"pixel_values": torch.randn(4, 3, 8, 8), "labels": torch.ones(4, dtype=torch.long)}
+    gmap = GradientMap(model, batch, loss_fn=loss_of, second_order=False, needs_input=False)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        total, norms = clipped_sum(gmap, CLIP)
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+        torch.backends.cuda.matmul.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+    assert len(norms) == 4
+    assert all(bool(tensor.isfinite().all()) for tensor in total.values())
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("linear", 64), ("linear", 1024), ("norm", 64),
+                                              ("conv", 1024), ("table", 64)])  # fmt: skip
+def test_a_row_whose_tokens_cancel_adds_no_more_than_its_norm(kind: str, tokens: int) -> None:
+    """What is left of such a gradient is rounding, and another one in each order of the sum."""
+    draws = torch.Generator().manual_seed(0)
+    slopes = torch.randn(16, tokens, 8, generator=draws)
+    for _ in range(3):
+        slopes = (slopes.double() - slopes.double().mean(1, keepdim=True)).float()
+    features = torch.randn(16, 1, 8, generator=draws).expand(-1, tokens, -1).contiguous()
+    if kind == "table":
+        ids = torch.zeros(16, tokens, dtype=torch.long)
+        share: Share = OfTable("weight", torch.zeros(2, 8), ids, slopes)
+    else:
+        module: Any = {
+            "linear": nn.Linear(8, 8), "norm": nn.LayerNorm(8), "conv": nn.Conv2d(8, 8, 1)
+        }[kind]  # fmt: skip
+        if kind == "conv":
+            slopes, features = (
+                entry.mT.reshape(16, 8, 32, tokens // 32) for entry in (slopes, features)
+            )
+        layer = layers_of(module, dict(module.named_parameters()))[""]
+        share = OfLayer(layer, [(slopes, features)])
+    norms = share.squares().sqrt()
+    for row in range(16):
+        factors = torch.zeros(16, dtype=torch.float64)
+        factors[row] = 1 / norms[row]
+        added = torch.cat([tensor.flatten() for tensor in share.total(factors).values()])
+        assert float(added.double().norm()) <= 1 + ROW_ROUNDING

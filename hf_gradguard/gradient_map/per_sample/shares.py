@@ -21,7 +21,7 @@ from torch.nn import grad as layer_gradients
 
 from ..layers import LINEAR, Layer
 from ..types import Tensors
-from .sums import sum_of_rows
+from .sums import ROW_ROUNDING, sum_of_rows
 
 ENTRIES = 2**24  # of several samples' gradients, written out at once
 CACHED_ENTRIES = 2**20  # likewise on a CPU, whose cache holds them: fresh memory takes longer
@@ -151,18 +151,35 @@ class OfLayer(Share):
             # Two T × T products, or one weight written out: whatever is smaller.
             if 2 * tokens**2 <= out * into:
                 return squares + ghost_squares(slopes, features)
-        return squares + Written(self.written).squares()
+        return squares + Written(self.written).squares() + self._rounding().square()
+
+    def _rounding(self) -> Tensor:
+        """How far tokens that cancel may leave a weight's gradient off zero, `(B,)`: sums over one
+        sample's tokens, and over all samples', are rounded in different orders. A sample that was
+        clipped by what is left in one could add more than its bound in the other.
+        """
+        m: Any = self.layer.module
+        if isinstance(m, nn.LayerNorm):  # whose sums are of one sample in both
+            return self.rows[0][0].new_zeros(len(self.rows[0][0]), dtype=torch.float64)
+        covered = 1 if isinstance(m, LINEAR) else m.weight[0, 0].numel()
+        sizes = [s.flatten(1).norm(dim=1) * f.flatten(1).norm(dim=1) for s, f in self.rows]
+        precision = torch.finfo(sizes[0].dtype).eps / torch.finfo(torch.float32).eps
+        return torch.stack(sizes).sum(0).double() * (ROW_ROUNDING * precision * covered**0.5)
 
     def total(self, factors: Tensor) -> Tensors:
         totals: Tensors = {}
         for slopes, features in self.rows:
-            scaled = slopes * factors.to(slopes.dtype).view(-1, *[1] * (slopes.dim() - 1))
-            if self.layer.weight is not None:
-                _add(totals, self.layer.weight, self._weight(scaled, features))
             if self.layer.bias is not None:
-                gradients = self.layer.bias_gradients(scaled)
-                total = gradients.sum(0, dtype=torch.float64).to(gradients.dtype)
-                _add(totals, self.layer.bias, total)
+                gradients = self.layer.bias_gradients(slopes)
+                _add(totals, self.layer.bias, _exactly_weighted(factors, gradients))
+            if self.layer.weight is None:
+                continue
+            if isinstance(self.layer.module, nn.LayerNorm):
+                gradients = self.layer.weight_gradients(slopes, features)
+                _add(totals, self.layer.weight, _exactly_weighted(factors, gradients))
+            else:
+                scaled = slopes * factors.to(slopes.dtype).view(-1, *[1] * (slopes.dim() - 1))
+                _add(totals, self.layer.weight, self._weight(scaled, features))
         return totals
 
     def without(self, left_out: Tensor) -> Share:
@@ -220,9 +237,6 @@ class OfLayer(Share):
     def _weight(self, slopes: Tensor, features: Tensor) -> Tensor:
         """Of all samples together."""
         m: Any = self.layer.module
-        if isinstance(m, nn.LayerNorm):
-            gradients = self.layer.weight_gradients(slopes, features)
-            return gradients.sum(0, dtype=torch.float64).to(gradients.dtype)
 
         def product(rows: slice) -> Tensor:
             tokens = slopes[rows].flatten(0, 1)[None], features[rows].flatten(0, 1)[None]
@@ -276,11 +290,11 @@ class OfTable(Share):
 
     def squares(self) -> Tensor:
         samples, _, rows = self._by_sample()
-        return self._added(samples, rows.double().square().sum(1))
+        return self._added(samples, rows.square().sum(1))
 
     def total(self, factors: Tensor) -> Tensors:
-        scaled = self.slopes * factors.to(self.slopes.dtype)[:, None, None]
-        used, rows = self._looked_up(self.ids, scaled.double().flatten(0, 1))
+        scaled = self.slopes.double() * factors.double()[:, None, None]
+        used, rows = self._looked_up(self.ids, scaled.flatten(0, 1))
         total = self.slopes.new_zeros(self.table.shape)
         return {self.name: total.index_copy_(0, used, rows.to(total.dtype))}
 
@@ -299,14 +313,16 @@ class OfTable(Share):
             squares = self.squares()
             return {self.name: squares * weight.to(squares)}
         samples, used, rows = self._by_sample()
-        weighed = rows.double().square() * weight.to(rows)[used]
+        weighed = rows.square() * weight.to(rows)[used]
         return {self.name: self._added(samples, weighed.sum(1))}
 
     def _by_sample(self) -> tuple[Tensor, Tensor, Tensor]:
         """Samples, the rows that they look up, and what each adds to them."""
         words = len(self.table)
         samples = torch.arange(len(self.ids), device=self.ids.device)
-        keys, rows = self._looked_up(self.ids + words * samples[:, None], self.slopes.flatten(0, 1))
+        keys, rows = self._looked_up(
+            self.ids + words * samples[:, None], self.slopes.double().flatten(0, 1)
+        )
         return keys // words, keys % words, rows
 
     def _added(self, samples: Tensor, squares: Tensor) -> Tensor:
@@ -390,6 +406,11 @@ def _weighted(factors: Tensor, gradients: Tensor) -> Tensor:
     return sum_of_rows(
         len(gradients), lambda rows: torch.tensordot(factors[rows], gradients[rows], 1)
     )
+
+
+def _exactly_weighted(factors: Tensor, gradients: Tensor) -> Tensor:
+    """The same of short ones, from the very numbers that norms were computed of."""
+    return torch.tensordot(factors.double(), gradients.double(), 1).to(gradients.dtype)
 
 
 def _slices(samples: Tensor, size: int) -> Iterator[slice]:
