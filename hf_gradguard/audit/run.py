@@ -95,7 +95,7 @@ def audit(
             the defense, where that makes a difference. Default: the strongest that is quick.
         trainer: The same as a Trainer in place of the model.
         candidates: Texts, images or samples that an attacker has: adds the attack `candidates`,
-            membership inference. A sample that is not among them has no rank.
+            membership inference. A sample that is not among them has no rank. `[]` asks for none.
         metrics: What a model reaches that is trained under each defense, by the defense's label, or
             files of that, as the recipes write them: the report says the price; see `read_metrics`.
         output: Folder to write to. Holds private data afterwards.
@@ -166,19 +166,11 @@ def _check_samples(samples: Any) -> Sequence[Sample]:
 
 
 def _listed(modality: Modality, candidates: Any) -> list[Any] | None:
-    """What an attacker makes of a list of candidates, if there is one.
-
-    Raises:
-        ValueError: If there are none in it.
+    """What an attacker makes of a list of candidates. An empty one asks for no membership
+    inference.
     """
-    if candidates is None:
-        return None
-    if not (given := list(candidates)):
-        raise ValueError(
-            "candidates is an empty list, in which no attacker finds anybody. Give texts, images "
-            "or samples, or leave candidates out for no membership inference."
-        )
-    return modality.candidates(given)
+    rows = [] if candidates is None else list(candidates)
+    return modality.candidates(rows) if rows else None
 
 
 def _audit_trainer(

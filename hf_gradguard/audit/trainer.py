@@ -71,7 +71,8 @@ def set_up_trainer(
     batches, decoys = _draw(trainer, samples, size, settings.seed)
     listed: list[Any] = [row for batch in [*batches, *decoys] for row in _rows(modality, batch)]
     # An empty list asks for no membership inference; neither is there one of audited rows alone.
-    infers = candidates != [] and (decoys or candidates)
+    candidates = None if candidates is None else list(candidates)
+    infers = (decoys or candidates) if candidates is None else bool(candidates)
     setup = Setup(
         model, modality, batches,
         modality.candidates([*listed, *(candidates or [])]) if infers else None,

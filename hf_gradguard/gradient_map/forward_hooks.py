@@ -45,7 +45,10 @@ def has_forward_hooks(model: nn.Module) -> bool:
         >>> has_forward_hooks(nn.Linear(2, 2))
         False
     """
-    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    on_modules = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    return on_modules or bool(
+        every_module._global_forward_hooks or every_module._global_forward_pre_hooks
+    )
 
 
 def _of_users(*registered: Any) -> Iterator[Callable[..., Any]]:

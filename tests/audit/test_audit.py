@@ -150,8 +150,7 @@ def test_wrong_names_and_settings(tmp_path: Path) -> None:
         ([("w1", 0.5)], {}, r"must be a class id.*but one is float\. int\(label\)"),
         ([("w1", None)], {}, "must be a class id.*NoneType"),
         ([("w1", [0, 1, 0])], {}, "must be a class id.*multi_label_classification"),
-        (TEXTS, {"candidates": []}, "candidates is an empty list.*leave candidates out"),
-        (TEXTS, {"candidates": iter([])}, "candidates is an empty list.*leave candidates out"),
+        (TEXTS, {"attacks": [], "candidates": []}, "at least one defense and one attack"),
         (TEXTS, {"attacks": []}, "leave attacks out for those that are quick"),
         ([("nothing here", 1)], {}, "holds no tokens but special ones"),
         (TEXTS, {"repeats": 0}, "at least 1"),
@@ -164,6 +163,15 @@ def test_wrong_samples_and_settings(
     with pytest.raises(ValueError, match=message) as refusal:
         audit(*text_model(), samples, output=tmp_path, **settings)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter])
+def test_an_empty_list_of_candidates_asks_for_no_membership_inference(
+    kind: Any, tmp_path: Path
+) -> None:
+    named = *text_model(), TEXTS[:2], "none", "tag:steps=1"
+    result = audit(*named, candidates=kind([]), output=tmp_path)
+    assert {cell["attack"] for cell in result.cells} == {"tag:steps=1"}
 
 
 # --- resuming

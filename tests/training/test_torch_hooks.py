@@ -46,6 +46,10 @@ def small(slope: torch.Tensor) -> torch.Tensor:
     return slope.clamp(-SMALL, SMALL)
 
 
+def halved_slope(slope: torch.Tensor) -> torch.Tensor:
+    return slope / 2
+
+
 def halved(slopes: Any) -> tuple[Any, ...]:
     return tuple(None if slope is None else slope / 2 for slope in slopes)
 
@@ -329,6 +333,9 @@ GLOBAL: dict[str, Callable[..., Any]] = {
     "register_module_forward_hook": lambda module, _args, output: (
         output * 0.9 if type(module) is nn.Linear else None
     ),
+    "register_module_forward_hook that registers": lambda module, _args, output: (
+        output if type(module) is not nn.Linear or output.register_hook(halved_slope) else None
+    ),
     "register_module_forward_pre_hook": lambda module, args: (
         (args[0] * 0.9,) if type(module) is nn.Linear else None
     ),
@@ -342,7 +349,7 @@ GLOBAL: dict[str, Callable[..., Any]] = {
 @pytest.mark.usefixtures("global_kind")
 def test_hooks_of_all_modules(kind: str, tmp_path: Path) -> None:
     register = lambda _: None  # noqa: E731
-    with getattr(every_module, kind)(GLOBAL[kind]):
+    with getattr(every_module, kind.split()[0])(GLOBAL[kind]):
         if "backward" in kind:
             settings = {"defense": "dp_sgd", "defense_kwargs": DEFENSES["dp_sgd"]}
             with pytest.raises(NotImplementedError, match=rf"{kind} .every module.*per_sample"):
