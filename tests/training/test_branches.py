@@ -131,8 +131,12 @@ class Branches(RuleBasedStateMachine):
         from_account = set(self.folders.get(folder, set()))
         if checkpoint is not None:
             from_account |= self.folders[checkpoint.parent.name]
-        with self.shared.recording(), contextlib.suppress(KeyboardInterrupt, RuntimeError):
-            run.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        try:
+            with self.shared.recording(), contextlib.suppress(KeyboardInterrupt):
+                run.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except ValueError as refusal:  # all planned messages have left
+            if "leaves no step to go on with" not in str(refusal):
+                raise
         left = set(range(before, len(self.shared.messages)))
         self.folders[folder] = from_account | left
         if not left:
