@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from branching import Stop
 from helpers import make_task
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerState
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses.correlated import NoiseStream
@@ -315,17 +316,6 @@ def test_target_epsilon_is_of_the_transcript(tmp_path: Path) -> None:
     trained.train()
     assert trained.private_rows is not None
     assert trained.private_rows.epsilon == pytest.approx(2.0, rel=5e-3)
-
-
-class Stop(TrainerCallback):
-    """A kill after so many steps, as far as the files show."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("seed", [7, None])

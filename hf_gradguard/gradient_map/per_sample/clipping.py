@@ -126,6 +126,7 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
     norms = inverse * norms_of(shares)
     is_usable = _usable(norms, clip)
     if not bool(is_usable.all()):
+        logger.warning_once(LEFT_OUT)
         shares = {name: share.without(~is_usable) for name, share in shares.items()}
     factors = (inverse * _factors(norms, clip)).where(is_usable, 0.0)
     return ClippedSum(total_of(gmap.parameters, shares, factors), norms)
@@ -140,10 +141,7 @@ def _usable(norms: Tensor, clip: float) -> Tensor:
     """Tells which samples add something: not those whose gradient is no number, or so large that
     float32 has few digits for the factor that clips it.
     """
-    is_usable = norms * torch.finfo(torch.float32).tiny < clip  # false where it is no number
-    if not bool(is_usable.all()):
-        logger.warning_once(LEFT_OUT)
-    return is_usable
+    return norms * torch.finfo(torch.float32).tiny < clip  # false where it is no number
 
 
 def _one_by_one(gmap: GradientMap, samples: int, clip: float) -> ClippedSum:
@@ -178,10 +176,12 @@ def _add_clipped(total: Tensors, gradient: Tensors, clip: float) -> Tensor:
     """
     squares = [tensor.double().square().sum() for tensor in gradient.values()]
     size = torch.stack(squares).sum().sqrt()
-    if bool(_usable(size, clip)):
-        factor = _factors(size, clip)
-        for name, tensor in gradient.items():
-            total[name] += tensor.double() * factor
+    if not bool(_usable(size, clip)):
+        logger.warning_once(LEFT_OUT)
+        return size
+    factor = _factors(size, clip)
+    for name, tensor in gradient.items():
+        total[name] += tensor.double() * factor
     return size
 
 

@@ -23,22 +23,10 @@ from ...gradient_map.lookups import vary
 from ...gradient_map.module_state import ModuleState, WeightState
 from ...gradient_map.replay import draws_kept
 from ...gradient_map.types import LossFunction
-from ..privacy.private_rows import chained_defenses
+from ..privacy.private_rows import is_proved
 from .watch import BufferGuard
 
 logger = logging.get_logger(__name__)
-
-
-def is_proved(defense: Defense) -> bool:
-    """Whether a defense proves something of whole trainings, for rows or for what is clipped as a
-    whole.
-
-    Example:
-        >>> is_proved(make_defense("dp_sgd", per_sample=True, noise_multiplier=1.0))
-        True
-    """
-    links = chained_defenses(defense)
-    return any(getattr(link, n, False) for link in links for n in ("per_sample", "correlated"))
 
 
 def state_guard(defense: Defense, batch_statistics: str, instead: str = "") -> BufferGuard:

@@ -154,8 +154,7 @@ class AccountFile:
         """The account of a checkpoint, and those of the checkpoints that its run began at."""
         ancestors = [origin]
         for account in ancestors:
-            records = [r for r in _read_records(account)[0] if r["run"] == self.run]
-            earlier = {Path(r["origin"]) for r in records if "origin" in r}
+            earlier = {Path(r["origin"]) for r in self._of_run(account) if "origin" in r}
             ancestors += sorted(
                 p for p in earlier - {*ancestors, self._path.resolve()} if p.is_file()
             )
@@ -194,24 +193,28 @@ class AccountFile:
             ValueError: If a file was changed, or lacks records that the checkpoint counted.
         """
         beyond, present = [], dict.fromkeys(counted, 0)
-        attempts = {r["attempt"] for r in _read_records(self._path)[0] if r["run"] == self.run}
+        attempts = {record["attempt"] for record in self._of_run(self._path)}
+        account_path = self._path.resolve()
         for path in dict.fromkeys((Path(folder) / self._name).resolve() for folder in folders):
-            for record in _read_records(path)[0]:
+            for record in self._of_run(path):
                 attempt, number = record["attempt"], record["number"] + 1
                 # A branch that this folder began is counted by its own records, while it has them.
-                is_own_branch = record.get("branch") == str(self._path.resolve())
-                if record["run"] != self.run or (is_own_branch and attempt in attempts):
+                if record.get("branch") == str(account_path) and attempt in attempts:
                     continue
                 present[attempt] = max(present.get(attempt, 0), number)
                 if number > counted.get(attempt, 0):
                     beyond.append(record)
-                if path == self._path.resolve():
+                if path == account_path:
                     self._counted[attempt] = present[attempt]
         if any(present[attempt] < number for attempt, number in counted.items()):
             raise ValueError(_EMPTIED.format(self._name))
         if beyond:
             logger.warning(_BEYOND.format(len(beyond)))
         return beyond
+
+    def _of_run(self, path: Path) -> list[dict[str, Any]]:
+        """This run's records in an account."""
+        return [record for record in _read_records(path)[0] if record["run"] == self.run]
 
     def go_on_with(self, run: str) -> None:
         """Take another run's name: what follows counts as its own.

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from ...leakage import PrivacyAccount, dp_sgd_noise_multiplier
+from ...leakage import dp_sgd_noise_multiplier
 from ...leakage.differential_privacy import protection_note
 from ...randomness import KEY_BYTES, Stream
 from ..clients.batches import SampledRow
@@ -228,9 +228,8 @@ class CorrelatedRows(PrivateRows):
         self._keys, self._is_branch = {}, False
         if (target := self.defense.target_epsilon) is None or self.defense.delta is None:
             return
-        both = PrivacyAccount(self.account.messages)
-        both.add(plan.noise_multiplier, 1.0)
-        if (spent := both.epsilon(self.defense.delta)) > target * (1 + TOLERANCE):
+        spent = self._epsilon_with(plan.noise_multiplier, 1.0, 1, self.defense.delta)
+        if spent > target * (1 + TOLERANCE):
             raise ValueError(
                 f"target_epsilon={target:g} would be exceeded: the run to resume may be gone on "
                 f"with elsewhere, and both together have ε = {spent:.4g}. Resume where it was "
@@ -467,11 +466,10 @@ class CorrelatedRows(PrivateRows):
         if self.is_noise_known():
             text = f"{NO_EPSILON} It would be of one row of the training data"
         elif (delta := self.defense.delta) is not None:
-            planned = PrivacyAccount(self.account.messages)
-            planned.add(multiplier, 1.0, int(self._transcript_is_new))
+            epsilon = self._epsilon_with(multiplier, 1.0, int(self._transcript_is_new), delta)
             text = (
-                f"ε = {planned.epsilon(delta):.4g} at δ = {delta:g} for one row of the training "
-                f"data, {self.neighbors}{protection_note(planned.epsilon(delta))}"
+                f"ε = {epsilon:.4g} at δ = {delta:g} for one row of the training data, "
+                f"{self.neighbors}{protection_note(epsilon)}"
             )
         passes = math.ceil(messages / self._rounds)
         secret = self._of_secret_positions()

@@ -171,6 +171,11 @@ class AttemptsPassingRows:
     def _check(self, module: nn.Module, batch: dict[str, Any]) -> None:
         check_batch(module, batch, self._trainer.asks_for_input)
 
+    def _evaluate(self, module: nn.Module, batch: dict[str, Any], loss_fn: LossFunction) -> None:
+        self._check(module, batch)
+        with torch.no_grad():
+            loss_fn(module, batch)
+
     def _passing(
         self, module: nn.Module, client: ClientBatch, loss_fn: LossFunction
     ) -> ClientBatch | None:
@@ -182,10 +187,7 @@ class AttemptsPassingRows:
         count = count_rows(client.batch)
 
         def evaluate(row: int) -> None:
-            batch = rows_of(client.batch, [row], count)
-            self._check(module, batch)
-            with torch.no_grad():
-                loss_fn(module, batch)
+            self._evaluate(module, rows_of(client.batch, [row], count), loss_fn)
 
         rows = passing(list(range(count)), evaluate)
         if len(rows) == count:
@@ -212,9 +214,7 @@ class AttemptsPassingRows:
             return {n: entry for n, entry in batch.items() if n not in (CLIENT, SHARE, ROW)}
 
         def attempt(row: int) -> None:
-            self._check(module, batch_of(row))
-            with torch.no_grad():
-                loss_fn(module, batch_of(row))
+            self._evaluate(module, batch_of(row), loss_fn)
 
         for row in range(min(len(loader.dataset), LOOKED_AT)):
             if passing([row], attempt):

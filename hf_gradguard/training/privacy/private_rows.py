@@ -240,12 +240,16 @@ class PrivateRows(TrainerCallback):
         if not self.account.messages:
             return False
         multiplier, rate = list(self.account.messages)[-1]
-        planned = PrivacyAccount(self.account.messages)
-        planned.add(multiplier, rate, messages)
-        if rate != self.rate or planned.epsilon(delta) > target:
+        if rate != self.rate or self._epsilon_with(multiplier, rate, messages, delta) > target:
             return False
         self.noise_multiplier = multiplier
         return True
+
+    def _epsilon_with(self, multiplier: float, rate: float, messages: int, delta: float) -> float:
+        """ε of what was shared so far and of so many messages more."""
+        planned = PrivacyAccount(self.account.messages)
+        planned.add(multiplier, rate, messages)
+        return planned.epsilon(delta)
 
     def _announce(self, messages: int, multiplier: float) -> None:
         least, most = min(map(len, self.rows_of_clients)), max(map(len, self.rows_of_clients))
@@ -254,11 +258,10 @@ class PrivateRows(TrainerCallback):
         if self.is_noise_known():
             text = f"{NO_EPSILON} It would be of one row of the training data"
         elif (delta := self.defense.delta) is not None:
-            planned = PrivacyAccount(self.account.messages)
-            planned.add(multiplier, self.rate, messages)
+            epsilon = self._epsilon_with(multiplier, self.rate, messages, delta)
             text = (
-                f"ε = {planned.epsilon(delta):.4g} at δ = {delta:g} in the end, for one row of the "
-                f"training data, {self.neighbors}{protection_note(planned.epsilon(delta))}"
+                f"ε = {epsilon:.4g} at δ = {delta:g} in the end, for one row of the training data, "
+                f"{self.neighbors}{protection_note(epsilon)}"
             )
             if delta * most >= 1:
                 text += f" (δ is no less than one over {most} rows: it would let a row be shown)"
@@ -427,6 +430,18 @@ CLIENT_LEVEL = (
     "row follows, and none is stated. For one row of the data take dp_sgd with per_sample=True."
 )
 _FIGURES = ("noise_multiplier", "sampling_rate", "messages")
+
+
+def is_proved(defense: Defense) -> bool:
+    """Whether a defense proves something of whole trainings, for rows or for what is clipped as a
+    whole.
+
+    Example:
+        >>> is_proved(make_defense("dp_sgd", per_sample=True, noise_multiplier=1.0))
+        True
+    """
+    links = chained_defenses(defense)
+    return any(getattr(link, n, False) for link in links for n in ("per_sample", "correlated"))
 
 
 def chained_defenses(defense: Defense) -> Iterator[Defense]:

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...defenses import Defense
+from ...defenses import Chain, Defense
 from ...leakage import PrivacyAccount
 from ..config import setting
 from ..guards.checks import is_iterable
 from .account import AccountFile
 from .known_seed import is_noise_known
-from .private_rows import PrivateRows, chained_defenses
+from .private_rows import PrivateRows, is_proved
 
 
 def private_rows_of(
@@ -41,10 +41,9 @@ def private_rows_of(
         >>> private_rows_of(trainer, False, lambda: [], None) is None
         True
     """
-    links = list(chained_defenses(trainer.defense))
-    if not any(getattr(link, n, False) for link in links for n in ("per_sample", "correlated")):
+    if not is_proved(trainer.defense):
         return None
-    _refuse(trainer, len(links) > 1, own_batches)
+    _refuse(trainer, isinstance(trainer.defense, Chain), own_batches)
     if own_batches or trainer.train_dataset is None:
         return None
     args = trainer.args
