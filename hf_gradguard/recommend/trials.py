@@ -27,6 +27,7 @@ from ..train import share_right
 from ..training.config import GradGuardConfig
 from ..training.exchange.start import SaysRanks
 from ..training.learning_rate import LearningRateUnderNoise
+from ..training.privacy.private_rows import rounding_of_rows
 from ..training.trainer import GradGuardTrainer
 from .pace import OutOfTime, Pace, Progress
 from .settings import WARMUP, TrialSettings
@@ -120,6 +121,7 @@ class Trials:
         rate = min(1.0, self.settings.batch_size / len(self.split.training))
         target = defense.target_epsilon, defense.delta
         multiplier = dp_sgd_noise_multiplier(*target, rate, self.settings.steps)
+        multiplier *= 1 + rounding_of_rows(self.settings.batch_size)
         return dataclasses.replace(defense, target_epsilon=None, noise_multiplier=multiplier)
 
     def choosing(self, label: str, defense: Defense, rate: float) -> float:
