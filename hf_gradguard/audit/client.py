@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,8 @@ from ..attacks.candidates.attack import Candidates, Ranked
 from ..attacks.labels import recover_labels
 from ..attacks.likelihood import distinguish
 from ..attacks.local_training import LocalTraining
-from ..defenses.message import STRENGTH_KEY, Message, Noise
+from ..defenses.message import Message, Noise
+from ..defenses.strength import STRENGTH_KEY
 from ..gradient_map import GradientMap, UpdateMap
 from ..gradient_map.domain import TEXT, count_rows, domain_of_model
 from ..gradient_map.local_training.update import mean_gradient
@@ -194,11 +194,13 @@ class Upload:
                 "messages, so that others come before each, or a trainer that has trained."
             )
         # No audited message knows of another one.
-        self.defense.load_state_dict(copy.deepcopy(self.state))
+        state = self.defense.unflatten(self.state)
         # The last message is the audited one; those before it fill what the defense remembers.
         for client in [*self.warmup_clients, self.client]:
-            stream = client.generator(DEFENSE)
-            messages = [self.defense(gmap, stream) for gmap in client.micro_maps]
+            stream, messages = client.generator(DEFENSE), []
+            for gmap in client.micro_maps:
+                message, state = self.defense.apply(gmap, state, stream)
+                messages.append(message)
         return average_of(messages)
 
     def distance(self) -> Cell:

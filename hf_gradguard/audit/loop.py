@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import platform
@@ -24,7 +23,8 @@ from ..attacks import Attack
 from ..attacks.base import Clock
 from ..attacks.candidates.attack import Candidates
 from ..defenses import Defense
-from ..defenses.message import STRENGTH_KEY
+from ..defenses.base import NO_STATE
+from ..defenses.strength import STRENGTH_KEY
 from ..models import task_of
 from .attackers import (
     SMOOTHING,
@@ -122,23 +122,23 @@ def learn_strengths(setup: Setup, settings: AuditSettings, defenses: dict[str, D
     a while. Nothing else of these messages is remembered.
     """
     learning = {
-        label: copy.deepcopy(defense)
+        label: defense
         for label, defense in defenses.items()
         if defense.facts.follows_transcript and not setup.states.get(label)
     }
     if not learning:
         return
-    for defense in learning.values():  # of messages before, as of a training, nothing counts
-        defense.load_state_dict({})
+    states = dict.fromkeys(learning, NO_STATE)  # of messages before, as of a training
     for number, batch in enumerate(islice(cycle(setup.batches), BURN_IN)):
         client = Client(setup.model, batch, setup.shared, (settings.seed, number, BURN_IN))
-        for defense in learning.values():
+        for label, defense in learning.items():
             # What is refused here is refused of every audited message, with the reason.
             with suppress(ValueError, FloatingPointError):
                 for gmap in client.micro_maps:
-                    defense(gmap, client.generator(DEFENSE))
+                    generator = client.generator(DEFENSE)
+                    _, states[label] = defense.apply(gmap, states[label], generator)
     for label, defense in learning.items():
-        state = defense.state_dict().items()
+        state = defense.flatten(states[label]).items()
         setup.states[label] = {key: size for key, size in state if key.endswith(STRENGTH_KEY)}
     setup.assumptions.append(STRENGTH.format(BURN_IN))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -81,7 +80,8 @@ def set_up_trainer(
         identity=[args.label_smoothing_factor, code_digest(type(trainer))],
         assumptions=_assumptions(trainer),
     )  # fmt: skip
-    return settings, setup, copy.deepcopy(trainer._clients[0])
+    client = trainer._clients[0]
+    return settings, setup, client.defense.with_state(client.state)
 
 
 def _check(trainer: Trainer, requested: Mapping[str, Any]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
-from typing import Any, ClassVar, Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +83,16 @@ class DefenseFacts:
     follows_transcript: bool = False
 
 
+State = Mapping[str, Any]
+"""What a defense remembers of one client between messages: values that never change, by name. An
+empty one is that of a client without a message so far.
+"""
+NO_STATE: State = MappingProxyType({})
+Reader = Callable[[dict[str, Tensor]], Any]
+"""Takes the tensors of one part of a state out of a dictionary. Returns the part, or `None` if the
+dictionary has none of it.
+"""
+
 _UNDECLARED: dict[str, Any] = {
     name: getattr(DefenseFacts, name)
     for name in ("needs_input", "sharded_refusal", "post_processes")
@@ -90,17 +102,28 @@ _UNDECLARED: dict[str, Any] = {
 class Defense:
     """Base of all defenses. A subclass is a dataclass of its settings with one method, `protect`.
 
-    A defense is pure: it touches neither the model nor `.grad`, and all its randomness comes from
-    `generator`. What it remembers between calls is in `state_dict`, and is one client's: each
-    client has a copy of its own. `hf_gradguard.testing.check_defense` checks all of this.
+    A defense touches neither the model nor `.grad`, and all its randomness comes from `generator`.
+    What it remembers of a client is a value, its state. `apply` takes a state and returns the next
+    one, so that one defense serves many clients, and a message that is not shared is forgotten by
+    keeping the state that was there before. Called as a function, a defense keeps the state itself,
+    in `state`. `hf_gradguard.testing.check_defense` checks all of this.
+
+    A subclass that remembers something either keeps immutable values in `state` (`remember`) and
+    says in `parts` how they are read from tensors; or it overrides `state_dict` and
+    `load_state_dict`, and its state is what these return and take.
 
     Example:
-        >>> message = make_defense("gaussian_noise", relative_scale=0.1)(gmap)
-        >>> message.keys() == gmap.gradient().keys()
-        True
+        >>> defense = make_defense("gaussian_noise", relative_scale=0.1)
+        >>> message, state = defense.apply(gmap, {})
+        >>> message.keys() == gmap.gradient().keys(), list(state)
+        (True, ['usual'])
     """
 
     name: ClassVar[str]
+    state: State = NO_STATE
+    """What it remembers of the client that it was called for."""
+    step: int | None = None
+    """Optimizer steps that are finished, where somebody counts them."""
 
     @property
     def facts(self) -> DefenseFacts:
@@ -123,8 +146,74 @@ class Defense:
 
         cls.facts = property(undeclared)  # type: ignore[assignment]
 
+    def apply(
+        self,
+        gmap: GradientMap,
+        state: State,
+        generator: Stream | None = None,
+        step: int | None = None,
+    ) -> tuple[Message, State]:
+        """Return what a client shares, and what is then remembered of it. Neither this object nor
+        the given state changes.
+
+        Args:
+            gmap: The client's gradient map.
+            state: What is remembered of the client so far; `{}` before its first message.
+            generator: As for a call.
+            step: Optimizer steps that are finished, where somebody counts them.
+
+        Raises:
+            FloatingPointError, TypeError, ValueError, RuntimeError: As for a call.
+
+        Example:
+            >>> defense = make_defense("pruning", ratio=0.9, error_feedback=True)
+            >>> _, state = defense.apply(gmap, {})
+            >>> defense.apply(gmap, state)[0].has_residual, defense.apply(gmap, {})[0].has_residual
+            (True, False)
+        """
+        client = self.with_state(state)
+        if step is not None:
+            client.at_step(step)
+        message = client(gmap, generator)
+        return message, client.current_state()
+
+    def with_state(self, state: State) -> Self:
+        """Return the same defense as it stands before a client's next message. They share whatever
+        they loaded.
+
+        Args:
+            state: What is remembered of the client.
+        """
+        client = copy.copy(self)
+        if self._keeps_tensors:
+            client.load_state_dict(dict(state))
+        else:
+            client.state = state
+        return client
+
+    def current_state(self) -> State:
+        """Return what is remembered now, as a value that later calls leave alone."""
+        if self._keeps_tensors:
+            return {name: tensor.clone() for name, tensor in self.state_dict().items()}
+        return self.state
+
+    def remember(self, **parts: Any) -> None:
+        """Put parts into `state`, in the place of those that it had under these names."""
+        self.state = {**self.state, **parts}
+
+    def parts(self) -> dict[str, Reader]:
+        """Return how each part of `state` is read from tensors. Each part has a method `tensors`,
+        which gives those of a checkpoint.
+        """
+        return {}
+
+    @property
+    def _keeps_tensors(self) -> bool:
+        """Whether a class has a state in attributes of its own, as plug-ins have."""
+        return type(self).load_state_dict is not Defense.load_state_dict
+
     def __call__(self, gmap: GradientMap, generator: Stream | None = None) -> Message:
-        """What a client shares in place of its gradient.
+        """Return what a client shares in place of its gradient, and remember it in `state`.
 
         Args:
             gmap: The client's gradient map.
@@ -171,7 +260,10 @@ class Defense:
         """
 
     def at_step(self, step: int) -> None:
-        """Told before a message, by who counts them, how many optimizer steps are finished."""
+        """Note how many optimizer steps are finished: whoever counts them calls it before a
+        message.
+        """
+        self.step = step
 
     def gradient_map(
         self, model: nn.Module, batch: Mapping[str, Any], measured: bool = False,
@@ -230,16 +322,37 @@ class Defense:
         """
         return {}
 
-    def state_dict(self) -> Tensors:
-        """What the defense remembers between calls. Private to the client: it depends on its
-        data.
+    def flatten(self, state: State) -> Tensors:
+        """Return the tensors of a state, for a checkpoint. They are private to the client: they
+        depend on its data.
         """
-        return {}
+        if self._keeps_tensors:
+            return dict(state)
+        return {name: tensor for part in state.values() for name, tensor in part.tensors().items()}
+
+    def unflatten(self, tensors: Mapping[str, Tensor]) -> State:
+        """Return the state that `flatten` took apart.
+
+        Raises:
+            ValueError: If some of the tensors are of nothing that this defense remembers.
+        """
+        if self._keeps_tensors:
+            return dict(tensors)
+        remaining, state = dict(tensors), {}
+        for name, read in self.parts().items():
+            if (part := read(remaining)) is not None:
+                state[name] = part
+        if remaining:
+            raise ValueError(f"{self.name} keeps no state, but got {sorted(remaining)[:3]}.")
+        return state
+
+    def state_dict(self) -> Tensors:
+        """Return what this object remembers, as tensors; private to the client."""
+        return self.flatten(self.state)
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Restore what `state_dict` returned."""
-        if state:
-            raise ValueError(f"{self.name} keeps no state, but got {sorted(state)[:3]}.")
+        """Take up what `state_dict` returned; nothing is remembered after an empty one."""
+        self.state = self.unflatten(state)
 
     def settings(self) -> dict[str, Any]:
         """The settings that differ from unset, for cards and logs."""

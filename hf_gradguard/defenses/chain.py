@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
 from ..randomness import Stream
-from .base import Defense, DefenseFacts
+from .base import NO_STATE, Defense, DefenseFacts, State
 from .mechanism import Mechanism
 from .message import Message, Noise
 
@@ -48,10 +48,14 @@ class Chain(Defense):
             )
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
-        first_message = self.first(gmap, generator)
-        second_message = self.second(
-            gmap.masked(first_message, first_message.transmitted), generator
+        first_message, first_state = self.first.apply(
+            gmap, self.state.get("first", NO_STATE), generator, self.step
         )
+        given = gmap.masked(first_message, first_message.transmitted)
+        second_message, second_state = self.second.apply(
+            given, self.state.get("second", NO_STATE), generator, self.step
+        )
+        self.remember(first=first_state, second=second_state)
         # Entries are transmitted if neither defense withholds them.
         masks = [
             m.transmitted for m in (first_message, second_message) if m.transmitted is not None
@@ -89,10 +93,6 @@ class Chain(Defense):
         for defense in (self.first, self.second):
             defense.prepare(model, processing_class)
 
-    def at_step(self, step: int) -> None:
-        for defense in (self.first, self.second):
-            defense.at_step(step)
-
     def _mechanism(self, message: Message) -> Mechanism | None:
         """Of exact entries the second's. Noise that something came after has other facts."""
         if self.first.facts.is_exact:
@@ -104,7 +104,7 @@ class Chain(Defense):
 
     @property
     def facts(self) -> DefenseFacts:
-        first_facts, second_facts = self.first.facts, self.second.facts
+        first_facts, second_facts = (defense.facts for defense in self._links)
         first_ratio, second_ratio = first_facts.noise_ratio, second_facts.noise_ratio
         still_noisy = first_facts.adds_gaussian_noise and second_facts.post_processes
         return DefenseFacts(
@@ -127,22 +127,30 @@ class Chain(Defense):
             follows_transcript=first_facts.follows_transcript or second_facts.follows_transcript,
         )
 
-    def state_dict(self) -> Tensors:
+    @property
+    def _links(self) -> Iterator[Defense]:
+        """Both defenses, as they stand before the next message."""
+        for place, defense in (("first", self.first), ("second", self.second)):
+            yield defense.with_state(self.state.get(place, NO_STATE))
+
+    def flatten(self, state: State) -> Tensors:
         return {
-            f"{place}.{key}": tensor
-            for place in ("first", "second")
-            for key, tensor in getattr(self, place).state_dict().items()
+            f"{place}.{name}": tensor
+            for place, link_state in state.items()
+            for name, tensor in getattr(self, place).flatten(link_state).items()
         }
 
-    def load_state_dict(self, state: Tensors) -> None:
+    def unflatten(self, tensors: Mapping[str, Tensor]) -> State:
+        state = {}
         for place in ("first", "second"):
             prefix = f"{place}."
-            own_state = {
-                key.removeprefix(prefix): tensor
-                for key, tensor in state.items()
-                if key.startswith(prefix)
+            link_tensors = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
             }
-            getattr(self, place).load_state_dict(own_state)
+            state[place] = getattr(self, place).unflatten(link_tensors)
+        return state
 
 
 def _refusal(defense: Defense) -> str | None:

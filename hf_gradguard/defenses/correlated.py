@@ -1,11 +1,11 @@
-"""One client's noise, correlated over its messages."""
+"""Noise that is correlated over a client's messages, so that most of it cancels in their sum."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,47 +19,46 @@ Keys = Callable[[int], bytes | None]
 """
 
 
-class NoiseStream:
-    """The noises C⁻¹ z of a client's messages, one after the other.
+@dataclass(frozen=True, eq=False)
+class CorrelatedNoise:
+    """The noises C⁻¹ z that a client's messages had so far, as far as later ones depend on them.
 
-    Each z is drawn under a key of its own. Neither this object's state nor a copy of it holds one,
-    so no two objects ever draw the same noise. Two that go on from one state share the messages
-    before it, and count as two mechanisms.
+    Each z is drawn from a generator of its own, of which nothing is kept. So no two messages have
+    the same z unless somebody uses one key twice. Two transcripts that go on from one of these
+    share the messages before it, and count as two mechanisms.
 
     Args:
         factor: C.
         messages: T, for which it was made.
-        position: How many of them are shared already, under other noise.
-
-    Attributes:
-        position: How many are shared.
-        keys: Gives the keys of messages to come, and of those that left without being remembered.
-            Without it noise is from the generator that `draw` is given.
+        position: How many of them are shared already.
+        memory: What the factor keeps of their noise, `(factor.memory, entries)` in float64; `None`
+            before the first.
 
     Example:
-        >>> stream = NoiseStream(Banded((1.0, 0.5)), messages=2)
-        >>> first, second = stream.draw(3, torch.device("cpu"), Stream()), stream.draw(3, "cpu")
-        >>> first.shape, stream.position
+        >>> noise = CorrelatedNoise(Banded((1.0, 0.5)), messages=2)
+        >>> first, noise = noise.draw(3, "cpu", Stream())
+        >>> second, noise = noise.draw(3, "cpu", Stream())
+        >>> first.shape, noise.position
         (torch.Size([3]), 2)
     """
 
-    def __init__(self, factor: Factor, messages: int, position: int = 0) -> None:
-        self.factor, self.messages, self.position = factor, messages, position
-        self.keys: Keys | None = None
-        self._memory: Tensor | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "keys": None}
+    factor: Factor
+    messages: int
+    position: int = 0
+    memory: Tensor | None = None
 
     def draw(
-        self, entries: int, device: torch.device | str, generator: Stream | None = None
-    ) -> Tensor:
-        """Draw the next message's noise, `(entries,)` in float64, before it is scaled.
+        self, entries: int, device: torch.device | str, generator: Stream
+    ) -> tuple[Tensor, CorrelatedNoise]:
+        """Draw the next message's noise, and return it with what comes after it.
 
         Args:
             entries: Of the message; as many as of the last one.
             device: Where to draw it.
-            generator: Of the noise, where `keys` gives no key. Default: a new `Stream`.
+            generator: Of z.
+
+        Returns:
+            The noise before it is scaled, `(entries,)` in float64, and what is remembered then.
 
         Raises:
             RuntimeError: If all messages are shared, or another one had more or fewer entries.
@@ -69,66 +68,77 @@ class NoiseStream:
                 f"dp_sgd with correlated=True was planned for messages={self.messages}, and all of "
                 "them are shared: one more would be less protected. Plan for more of them."
             )
-        if self._memory is None:
-            shape = self.factor.memory, entries
-            self._memory = torch.zeros(shape, dtype=torch.float64, device=device)
-        if self._memory.shape[1] != entries:
+        if self.memory is not None and self.memory.shape[1] != entries:
             raise RuntimeError(
-                f"dp_sgd with correlated=True made noise of {self._memory.shape[1]} entries, and a "
+                f"dp_sgd with correlated=True made noise of {self.memory.shape[1]} entries, and a "
                 f"message has {entries}: what is shared may not change within a training."
             )
-        key = None if self.keys is None else self.keys(self.position)
-        stream = (generator or Stream()) if key is None else Stream(key)
-        white_noise = stream.normal((entries,), device=device, dtype=torch.float64)
-        noise, self._memory = self.factor.correlate(white_noise, self._memory.to(device))
-        self.position += 1
-        return noise
+        white_noise = generator.normal((entries,), device=device, dtype=torch.float64)
+        return self._after(white_noise)
 
-    def skip_to(self, position: int) -> None:
-        """Go on at a later message. Those between left without being remembered, as before a kill:
-        the noise that they had is drawn again by its key, for what follows to cancel it. Noise
-        without a key was never drawn.
+    def _after(self, white_noise: Tensor) -> tuple[Tensor, CorrelatedNoise]:
+        shape = self.factor.memory, len(white_noise)
+        memory = white_noise.new_zeros(shape) if self.memory is None else self.memory
+        noise, memory = self.factor.correlate(white_noise, memory.to(white_noise.device))
+        return noise, replace(self, position=self.position + 1, memory=memory)
+
+    def at(self, position: int, keys: Keys = lambda _: None) -> CorrelatedNoise:
+        """Return what is remembered before a later message. Those between left without being
+        remembered, as before a kill: the noise that they had is drawn again by its key, for what
+        follows to cancel it. Noise without a key was never drawn.
+
+        Args:
+            position: The message's number.
+            keys: Gives the key of each message between.
         """
-        while self._memory is not None and self.position < position:
-            entries, device = self._memory.shape[1], self._memory.device
-            if self.keys is not None and self.keys(self.position) is not None:
-                self.draw(entries, device)
-            else:
+        noise = self
+        while noise.memory is not None and noise.position < position:
+            entries, device = noise.memory.shape[1], noise.memory.device
+            key = keys(noise.position)
+            if key is None:
                 zeros = torch.zeros(entries, dtype=torch.float64, device=device)
-                _, self._memory = self.factor.correlate(zeros, self._memory)
-                self.position += 1
-        self.position = position
+                _, noise = noise._after(zeros)
+            else:
+                _, noise = noise.draw(entries, device, Stream(key))
+        return replace(noise, position=position)
 
-    def state_dict(self) -> Tensors:
-        """What is needed to go on, without any key; nothing before the first message."""
-        if self._memory is None:
+    def tensors(self) -> Tensors:
+        """Return what is needed to go on, without any key; nothing before the first message."""
+        if self.memory is None:
             return {}
         factor = self.factor
         numbers = [factor.bands] if isinstance(factor, Banded) else [factor.decays, factor.weights]
-        return {
-            "memory": self._memory.clone(),
+        state = {
+            "memory": self.memory.clone(),
             "factor": torch.tensor(numbers, dtype=torch.float64),
             "plan": torch.tensor([self.messages, self.position]),
         }
+        return {f"{_PREFIX}{name}": tensor for name, tensor in state.items()}
 
     @classmethod
-    def of_state(cls, state: Tensors) -> NoiseStream:
-        """Take up what `state_dict` returned, of another one. Its factor is the one that it was
+    def read(cls, tensors: dict[str, Tensor]) -> CorrelatedNoise | None:
+        """Take it out of a checkpoint's tensors, if they hold it. The factor is the one that it was
         made with, also where another machine would fit it in other digits.
         """
-        rows = [tuple(row) for row in state["factor"].tolist()]
+        if f"{_PREFIX}factor" not in tensors:
+            return None
+        memory, numbers, plan = (tensors.pop(f"{_PREFIX}{n}") for n in ("memory", "factor", "plan"))
+        rows = [tuple(row) for row in numbers.tolist()]
         factor: Factor = Banded(*rows) if len(rows) == 1 else Buffered(*rows)
-        stream = cls(factor, *map(int, state["plan"].tolist()))
-        stream._memory = state["memory"].clone()
-        return stream
+        messages, position = map(int, plan.tolist())
+        return cls(factor, messages, position, memory.clone())
 
     def power(self) -> float:
-        """Of the last message's noise: its variance where z has 1."""
+        """Return the variance of the last message's noise, where z has 1."""
         return float(self.factor.inverse(self.position).square().sum())
 
     def sensitivity(self, participations: int, min_separation: int | None) -> float:
-        """See `factorization.sensitivity`."""
+        """Return how far a row moves all messages together; see `factorization.sensitivity`."""
         return _sensitivity(self.factor, self.messages, participations, min_separation)
+
+
+_PREFIX = "noise_stream/"
+"""Of the names in a checkpoint."""
 
 
 @functools.lru_cache(maxsize=16)

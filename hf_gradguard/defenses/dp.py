@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -18,17 +18,45 @@ from transformers.utils import logging
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.per_sample.clipping import clipped_sum
 from ..gradient_map.types import Shards
+from ..gradient_map.views import ZeroGradient
 from ..randomness import Stream
-from .base import DefenseFacts, check_whole, is_number
+from .base import DefenseFacts, Reader, State, check_whole, is_number
 from .mechanism import Mechanism
-from .message import Message, UsualPower, cast_like, first_not_finite, norm, wide
+from .message import Message, cast_like, first_not_finite, norm, wide
 from .noise import STRENGTHS, NoiseDefense, OptimalNoise, add_noise
 from .sensitivity import PUBLISHED_SMALLEST, ShapedBy
 
 logger = logging.get_logger(__name__)
 
 if TYPE_CHECKING:
-    from .correlated import Keys, NoiseStream
+    from .correlated import CorrelatedNoise, Keys
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """What decides ε of a whole training: made once, by who knows the number of messages.
+
+    Args:
+        noise_multiplier: σ of the noise of one message.
+        batch_size: B, the rows of a message on average.
+        sampling: How rows come into messages: `"poisson"`, `"shuffle"` or `"balls_in_bins"`.
+        messages: T, where noise is correlated over them.
+        min_separation: How many messages lie between two of one row, likewise.
+        falling_rate: Whether learning rates fall to zero, likewise.
+
+    Example:
+        >>> plan = PrivacyPlan(noise_multiplier=1.0, batch_size=16, sampling="poisson")
+        >>> private = {"per_sample": True, "target_epsilon": 3.0, "delta": 1e-5}
+        >>> make_defense("dp_sgd", **private).planned(plan).noise_multiplier
+        1.0
+    """
+
+    noise_multiplier: float
+    batch_size: float
+    sampling: Literal["poisson", "shuffle", "balls_in_bins"]
+    messages: int | None = None
+    min_separation: int | None = None
+    falling_rate: bool | None = None
 
 
 @dataclass
@@ -101,9 +129,7 @@ class DPSGD(NoiseDefense):
 
     def __post_init__(self) -> None:
         _check_clip(self.clip)
-        self._usual = UsualPower()
-        self._noise_stream: NoiseStream | None = None
-        self._is_calibrated = False
+        self.plan: PrivacyPlan | None = None
         self._check_correlated()
         if self.clip_by not in ("norm", "coordinate"):
             raise ValueError(f"clip_by must be 'norm' or 'coordinate', but is {self.clip_by!r}.")
@@ -238,42 +264,48 @@ class DPSGD(NoiseDefense):
     def informed(self) -> dict[str, Any]:
         return {"clip_norm" if self.clip_by == "norm" else "clip_coordinate": self.clip}
 
-    def calibrate(
-        self, noise_multiplier: float, expected_batch_size: float, **plan: int | None
-    ) -> None:
-        """Take σ and B as a Trainer found them, and of correlated noise `messages`,
-        `min_separation` and `falling_rate`.
-        """
-        self._is_calibrated = True
-        if self.per_sample:  # of updates as a whole `scale` says it
-            self.noise_multiplier, self.target_epsilon = noise_multiplier, None
-            self.expected_batch_size = expected_batch_size
-        for name, number in plan.items():
-            setattr(self, name, number)
-
-    def go_on_at(self, position: int, keys: Keys | None = None) -> None:
-        """Go on at this message of the plan. Where it lies behind, another plan begins, with other
-        noise.
+    def planned(self, plan: PrivacyPlan) -> DPSGD:
+        """Return the mechanism of a training that was planned. What is remembered of clients stays
+        theirs.
 
         Args:
-            position: The next message's number.
-            keys: As for `NoiseStream`.
+            plan: As a Trainer made it.
         """
-        self._noise_stream = self.stream_at(position)
-        self._noise_stream.keys = keys
-        self._noise_stream.skip_to(position)
+        settings: dict[str, Any] = {}
+        if self.per_sample:  # of updates as a whole `scale` says it
+            settings = {
+                "noise_multiplier": plan.noise_multiplier,
+                "target_epsilon": None,
+                "expected_batch_size": plan.batch_size,
+            }
+        if self.correlated:
+            names = ("messages", "min_separation", "falling_rate")
+            settings |= {name: getattr(plan, name) for name in names}
+        planned = replace(self, **settings)
+        planned.plan, planned.state = plan, self.state
+        return planned
 
-    def stream_at(self, position: int) -> NoiseStream:
-        """The one that goes on there, if there is one, and a new one otherwise."""
-        stream = self._noise_stream
-        if stream is None or stream.position > position or stream.messages != self.messages:
-            return self._new_stream(position)
-        return stream
+    def at_message(self, state: State, position: int, keys: Keys = lambda _: None) -> State:
+        """Return a client's state before a message of the plan. Where what it remembers is of a
+        later one, or of another plan, noise begins anew.
 
-    def _new_stream(self, position: int = 0) -> NoiseStream:
-        from .correlated import NoiseStream
+        Args:
+            state: What is remembered of the client.
+            position: The message's number.
+            keys: Gives the keys of messages that left without being remembered; see
+                `CorrelatedNoise.at`.
+        """
+        return {**state, "noise": self.noise_at(state, position).at(position, keys)}
+
+    def noise_at(self, state: State, position: int) -> CorrelatedNoise:
+        """Return the noise that goes on at a message, if it is remembered, and a new one if not."""
+        from .correlated import CorrelatedNoise
         from .factorization import make_factor
 
+        remembered: CorrelatedNoise | None = state.get("noise")
+        is_of_plan = remembered is not None and remembered.messages == self.messages
+        if is_of_plan and remembered.position <= position:  # type: ignore[union-attr]
+            return remembered  # type: ignore[return-value]
         if self.messages is None:
             raise ValueError(
                 "dp_sgd with correlated=True needs messages, for how many the noise is planned. A "
@@ -283,27 +315,20 @@ class DPSGD(NoiseDefense):
             self.factorization or "blt", self.messages, self.participations or 1,
             self.min_separation, self.bands, bool(self.falling_rate),
         )  # fmt: skip
-        return NoiseStream(factor, self.messages, position)
+        return CorrelatedNoise(factor, self.messages, position)
 
-    def state_dict(self) -> Tensors:
-        stream = self._noise_stream
-        state = {} if stream is None else stream.state_dict()
-        return super().state_dict() | {f"{_STREAM}{name}": t for name, t in state.items()}
+    def parts(self) -> dict[str, Reader]:
+        if not self.correlated:
+            return super().parts()
+        from .correlated import CorrelatedNoise
 
-    def load_state_dict(self, state: Tensors) -> None:
-        stream_state = {
-            n.removeprefix(_STREAM): t for n, t in state.items() if n.startswith(_STREAM)
-        }
-        super().load_state_dict({n: t for n, t in state.items() if not n.startswith(_STREAM)})
-        self._noise_stream = None
-        if stream_state:
-            from .correlated import NoiseStream
-
-            self._noise_stream = NoiseStream.of_state(stream_state)
+        return {**super().parts(), "noise": CorrelatedNoise.read}
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         if not self.per_sample:
             return self._protect_whole(gmap, generator)
+        if isinstance(gmap, ZeroGradient):  # a batch that turned out empty shares noise alone
+            return self._noisy(gmap, wide(gmap.gradient()), 0, generator, {})
         clipped = clipped_sum(gmap, self.clip)
         metrics = {
             "clipped_samples": float((clipped.norms > self.clip).double().mean()),
@@ -353,50 +378,26 @@ class DPSGD(NoiseDefense):
     ) -> Message:  # fmt: skip
         from .correlated import add_on_grid
 
-        if self.sampling is not None and not self._is_calibrated:
+        if self.sampling is not None and self.plan is None:
             raise ValueError(
                 f"dp_sgd with sampling={self.sampling!r} needs a Trainer that draws its batches "
                 "itself. Elsewhere leave sampling out."
             )
-        stream = self._noise_stream = self._noise_stream or self._new_stream()
+        remembered: CorrelatedNoise | None = self.state.get("noise")
+        before = self.noise_at(self.state, 0) if remembered is None else remembered
         values = torch.cat([tensor.flatten() for tensor in total.values()])
-        noise = stream.draw(len(values), values.device, generator)
-        strength = stream.sensitivity(self.participations or 1, self.min_separation)
+        noise, after = before.draw(len(values), values.device, generator)
+        strength = before.sensitivity(self.participations or 1, self.min_separation)
         noisy = add_on_grid(values, noise.mul_(std * strength), std, len(values)).div_(size)
         sizes = [tensor.numel() for tensor in total.values()]
         shared = {
             name: entries.view_as(tensor)
             for (name, tensor), entries in zip(total.items(), noisy.split(sizes), strict=True)
         }
+        self.remember(noise=after)
         # of this message, seen by itself, in units of independent noise
-        gain = strength * math.sqrt(stream.power())
+        gain = strength * math.sqrt(after.power())
         return Message(cast_like(shared, gmap), metrics={**metrics, "correlated_noise": gain})
-
-
-@dataclass
-class NoSample(DPSGD):
-    """What `dp_sgd` with `per_sample` shares of a batch that turned out empty: noise alone. The map
-    it is called with is of any batch, for the shapes.
-    """
-
-    facts = DPSGD.facts
-
-    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
-        zeros = {
-            name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32),
-                                   requires_grad=False)
-            for name, p in gmap.parameters.items()
-        }  # fmt: skip
-        return self._noisy(gmap, zeros, 0, generator, {})
-
-    @classmethod
-    def of(cls, defense: DPSGD) -> NoSample:
-        """For a client whose own is `defense`."""
-        settings = {f.name: getattr(defense, f.name) for f in fields(DPSGD)}
-        noise = cls(**settings)
-        noise._noise_stream = defense._noise_stream  # goes on with this message
-        noise._is_calibrated = defense._is_calibrated
-        return noise
 
 
 @dataclass
@@ -496,7 +497,6 @@ def _check_clip(clip: float) -> None:
 
 _WHOLE_NUMBERS = ("participations", "min_separation", "bands", "messages")
 _CORRELATED = ("factorization", "falling_rate", "sampling", *_WHOLE_NUMBERS)
-_STREAM = "noise_stream/"
 _NO_STREAMS = (
     "with correlated=True its noise is one stream of the whole message, which no device holds. "
     "Leave correlated out, or give each rank the whole model."

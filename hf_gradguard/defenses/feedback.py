@@ -12,8 +12,8 @@ Compression Schemes" (ICML 2019).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from transformers.utils import logging
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.types import Shards
 from ..randomness import Stream
-from .base import Defense, DefenseFacts, check_whole
+from .base import Defense, DefenseFacts, Reader, check_whole
 from .mechanism import Mechanism
 from .message import Message, cast_like, norm, true_gradient
 
@@ -45,65 +45,81 @@ _TOO_SELDOM = (
 )
 
 
-class LeftOut:
-    """e, which one client's earlier messages left out.
+@dataclass(frozen=True, eq=False)
+class Residual:
+    """What one client's earlier messages left out of its gradients, e.
 
     Args:
         min_batches: Of how many batches what is sent must be the sum.
         by_entry: Whether that is counted entry by entry, for messages that send some entries whole
             and of others nothing.
+        error: e, by the parameters' names; empty where nothing is left.
+        gradients: How many gradients are added up in g + e, the present one too.
+        batches: Of how many batches each entry of g + e is a sum.
+        size: The norm of the gradient of the message before.
+        last_step: Optimizer steps before the last message, where steps are counted.
 
     Example:
-        >>> left_out = LeftOut()
-        >>> left_out.add_to({"weight": torch.tensor([1.0, 3.0])}, 3.2, None)
+        >>> residual, corrected = Residual().added_to({"weight": torch.tensor([1.0, 3.0])}, 3.2)
+        >>> corrected
         {'weight': tensor([1., 3.])}
-        >>> left_out.keep({"weight": torch.tensor([1.0, 0.0])}, size=3.0)
-        >>> left_out.add_to({"weight": torch.tensor([1.0, 3.0])}, 3.2, None)
+        >>> residual = residual.after({"weight": torch.tensor([1.0, 0.0])}, size=3.2)
+        >>> residual.added_to({"weight": torch.tensor([1.0, 3.0])}, 3.2)[1]
         {'weight': tensor([2., 3.])}
     """
 
-    def __init__(self, min_batches: int = 1, by_entry: bool = False) -> None:
-        self.min_batches, self.by_entry = min_batches, by_entry
-        self.error: Tensors = {}
-        self.gradients = 0  # that were added up in g + e, the present one too
-        self.batches: Tensors = {}  # of how many each entry of g + e is a sum
-        self.size = 0.0  # of the gradient of the message before
-        self.step: int | None = None  # of the message that is being made, where steps are counted
-        self.last_step: int | None = None  # of the one before
+    min_batches: int = 1
+    by_entry: bool = False
+    error: Tensors = field(default_factory=dict)
+    gradients: int = 0
+    batches: Tensors = field(default_factory=dict)
+    size: float = 0.0
+    last_step: int | None = None
 
-    def add_to(self, gradient: Tensors, size: float, shards: Shards | None) -> Tensors:
-        """g + e, or g, of norm `size`, if e is not of these parameters, stale or too large. Then e
-        is dropped.
+    def added_to(
+        self, gradient: Tensors, size: float, shards: Shards | None = None, step: int | None = None
+    ) -> tuple[Residual, Tensors]:
+        """Return the residual with this gradient counted, and g + e; or g, if e is not of these
+        parameters, stale or too large. Then e is dropped.
+
+        Args:
+            gradient: g.
+            size: Its norm.
+            shards: Of the map.
+            step: Optimizer steps that are finished, where somebody counts them.
         """
         former_shapes = {name: error.shape for name, error in self.error.items()}
         is_same = former_shapes == {name: g.shape for name, g in gradient.items()}
         # Steps are counted by a Trainer, and not by a loop of one's own.
-        is_counted = self.step is not None and self.last_step is not None
-        is_stale = is_counted and self.step - self.last_step > STALE  # type: ignore[operator]
+        is_counted = step is not None and self.last_step is not None
+        is_stale = is_counted and step - self.last_step > STALE  # type: ignore[operator]
         usual_norm = self.min_batches * max(size, self.size)
         if self.error and is_stale and self.min_batches > 1:
             logger.warning_once(_TOO_SELDOM.format(STALE, self.min_batches))
+        residual = self
         if not is_same or is_stale or norm(self.error, shards) > LARGEST * usual_norm:
-            self.error, self.gradients, self.batches = {}, 0, {}
+            residual = replace(self, error={}, gradients=0, batches={})
         # A batch without a gradient hides nothing of another one.
-        self.gradients += size > 0
+        residual = replace(residual, gradients=residual.gradients + (size > 0))
         if self.by_entry:
-            self._count(gradient)
-        if not self.error:
-            return gradient
-        return {name: g + self.error[name].to(g) for name, g in gradient.items()}
+            residual = replace(residual, batches=residual._counted(gradient))
+        if not residual.error:
+            return residual, gradient
+        return residual, {name: g + residual.error[name].to(g) for name, g in gradient.items()}
 
-    def _count(self, gradient: Tensors) -> None:
+    def _counted(self, gradient: Tensors) -> Tensors:
         """A batch counts where it says something: not in an embedding's rows of other tokens."""
         counts = self.batches or {
             name: torch.zeros_like(g, dtype=torch.uint8) for name, g in gradient.items()
         }
-        self.batches = {
+        return {
             name: counts[name] + ((g != 0) & (counts[name] < MOST)) for name, g in gradient.items()
         }
 
     def relative_squares(self) -> Tensors | None:
-        """e², where the power of the gradient before counts as 1; `None` if nothing waits."""
+        """Return e², where the power of the gradient before counts as 1; `None` if nothing
+        waits.
+        """
         if not self.error or not self.size:
             return None
         return {name: (error / self.size).square() for name, error in self.error.items()}
@@ -114,19 +130,35 @@ class LeftOut:
         return self.gradients < self.min_batches
 
     def ready(self) -> dict[str, Tensor] | None:
-        """Masks of what is the sum of enough batches; `None` where entries are not counted."""
+        """Return masks of what is the sum of enough batches; `None` where entries are not
+        counted.
+        """
         if not self.by_entry:
             return None
         return {name: count >= self.min_batches for name, count in self.batches.items()}
 
-    def keep(self, error: Tensors, size: float, sent: Mapping[str, Tensor] | None = None) -> None:
-        """What a message of a gradient of that norm left out, and masks of what it sent."""
-        self.error, self.size, self.last_step = error, size, self.step
-        if sent is not None:
-            self.batches = {name: n.masked_fill(sent[name], 0) for name, n in self.batches.items()}
+    def after(
+        self,
+        error: Tensors,
+        size: float,
+        sent: Mapping[str, Tensor] | None = None,
+        step: int | None = None,
+    ) -> Residual:
+        """Return what is left after a message.
 
-    def state_dict(self) -> Tensors:
-        """As private as the client's gradients are."""
+        Args:
+            error: What it left out.
+            size: The norm of its gradient.
+            sent: Masks of what it sent.
+            step: As for `added_to`.
+        """
+        batches = self.batches
+        if sent is not None:
+            batches = {name: n.masked_fill(sent[name], 0) for name, n in batches.items()}
+        return replace(self, error=error, size=size, batches=batches, last_step=step)
+
+    def tensors(self) -> Tensors:
+        """Return all of it, for a checkpoint. It is as private as the client's gradients are."""
         if not self.error:
             return {}
         state = {f"error.{name}": tensor for name, tensor in self.error.items()}
@@ -139,21 +171,26 @@ class LeftOut:
             else state | {"error_step": torch.tensor(self.last_step)}
         )
 
-    def load_state_dict(self, state: Tensors) -> Tensors:
-        """Take what is e's. Returns the rest."""
-        remaining = dict(state)
-        self.error, self.batches = (
+    def read(self, tensors: dict[str, Tensor]) -> Residual | None:
+        """Take a residual out of a checkpoint's tensors, if they hold one, with this one's
+        settings.
+        """
+        error, batches = (
             {
-                key.removeprefix(prefix): remaining.pop(key)
-                for key in state
+                key.removeprefix(prefix): tensors.pop(key)
+                for key in list(tensors)
                 if key.startswith(prefix)
             }
             for prefix in ("error.", "batches.")
         )
-        self.size = float(remaining.pop("error_size", torch.tensor(0.0)))
-        self.gradients = int(remaining.pop("error_gradients", torch.tensor(0)))
-        self.last_step = int(remaining.pop("error_step")) if "error_step" in remaining else None
-        return remaining
+        size = float(tensors.pop("error_size", torch.tensor(0.0)))
+        gradients = int(tensors.pop("error_gradients", torch.tensor(0)))
+        last_step = int(tensors.pop("error_step")) if "error_step" in tensors else None
+        if not error:
+            return None
+        return replace(
+            self, error=error, gradients=gradients, batches=batches, size=size, last_step=last_step
+        )
 
 
 def check_min_batches(value: object) -> None:
@@ -183,33 +220,40 @@ class BiasedDefense(Defense):
     _: KW_ONLY
     error_feedback: bool = False
 
+    counts_entries: ClassVar[bool] = False
+    """Whether `min_batches` is counted entry by entry."""
+
     def __call__(self, gmap: GradientMap, generator: Stream | None = None) -> Message:
         if not self.error_feedback:
             return super().__call__(gmap, generator)
         gradient, shards = true_gradient(gmap), gmap.shards
         size = norm(gradient, shards)
-        corrected_gradient = self._left_out.add_to(gradient, size, shards)
-        message = super().__call__(
-            self.corrected(gmap, cast_like(corrected_gradient, gmap)), generator
-        )
+        residual, corrected = self._residual.added_to(gradient, size, shards, self.step)
+        self.remember(residual=residual)
+        message = super().__call__(self.corrected(gmap, cast_like(corrected, gmap)), generator)
         # What an earlier defense of a chain withheld stays withheld, and waits.
         sent = gmap.restrict(dict(message))
-        error = {name: v - sent[name].to(v.dtype) for name, v in corrected_gradient.items()}
-        self._left_out.keep(error, size, message.transmitted)
+        error = {name: v - sent[name].to(v.dtype) for name, v in corrected.items()}
+        self.remember(residual=residual.after(error, size, message.transmitted, self.step))
         metrics = {"left_out": norm(error, shards) / size} if size else {}
         # Nothing of it is the true gradient's once earlier batches are in it: no other facts hold.
         return Message(
-            sent, transmitted=message.transmitted, has_residual=corrected_gradient is not gradient,
+            sent, transmitted=message.transmitted, has_residual=corrected is not gradient,
             metrics=message.metrics | metrics,
         )  # fmt: skip
 
     def corrected(self, gmap: GradientMap, corrected_gradient: Tensors) -> GradientMap:
-        """The map with what earlier messages left out in its gradient."""
+        """Return the map with what earlier messages left out in its gradient."""
         return gmap.corrected(corrected_gradient)
 
-    @cached_property
-    def _left_out(self) -> LeftOut:
-        return LeftOut()
+    @property
+    def _residual(self) -> Residual:
+        return self.state.get("residual") or self._no_residual()
+
+    def _no_residual(self) -> Residual:
+        """Return what is left out before a client's first message."""
+        least: int = getattr(self, "min_batches", None) or 1
+        return Residual(least, self.counts_entries and least > 1)
 
     def _mechanism(self, message: Message) -> Mechanism | None:
         if not self.error_feedback:
@@ -219,17 +263,10 @@ class BiasedDefense(Defense):
 
     @property
     def facts(self) -> DefenseFacts:
-        warmup = self._left_out.min_batches - 1 if self.error_feedback else 0
+        warmup = self._no_residual().min_batches - 1 if self.error_feedback else 0
         return replace(super().facts, warmup_messages=warmup)
 
-    def at_step(self, step: int) -> None:
-        super().at_step(step)
-        self._left_out.step = step
-
-    def state_dict(self) -> Tensors:
-        return super().state_dict() | self._left_out.state_dict()
-
-    def load_state_dict(self, state: Tensors) -> None:
+    def parts(self) -> dict[str, Reader]:
         # Without feedback nobody takes it, and it is refused.
-        remaining = self._left_out.load_state_dict(state) if self.error_feedback else state
-        super().load_state_dict(remaining)
+        own: dict[str, Reader] = {"residual": self._no_residual().read}
+        return super().parts() | (own if self.error_feedback else {})

@@ -26,14 +26,12 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.types import Shards
 from ..gradient_map.views import ZeroGradient
 from ..randomness import Distribution, Stream
-from .base import Defense, DefenseFacts, is_number
+from .base import Defense, DefenseFacts, Reader, is_number
 from .mechanism import Mechanism
 from .message import (
-    STRENGTH_KEY,
     Message,
     Noise,
     OnDemand,
-    UsualPower,
     add_up,
     cast_like,
     count,
@@ -52,7 +50,7 @@ from .sensitivity import (
     sensitivity_ratio,
 )
 from .shape_information import own_shape_trace, strength_trace
-from .strength import is_anything_left, random_power
+from .strength import UsualPower, is_anything_left, random_power
 
 logger = logging.get_logger(__name__)
 
@@ -90,7 +88,6 @@ class NoiseDefense(Defense):
     strength: Literal["transcript", "own"] = "transcript"
 
     def __post_init__(self) -> None:
-        self._usual = UsualPower()
         strengths = {
             name: getattr(self, name) for name in STRENGTHS if getattr(self, name) is not None
         }
@@ -179,7 +176,8 @@ class NoiseDefense(Defense):
         gradient = self.clipped(undefended, shards)
         has_strength = self.follows_transcript and is_anything_left(gmap)
         if has_strength and not self._usual.mean:
-            self._usual.begin(random_power(gmap, generator, lambda g: self.clipped(g, shards)))
+            first = random_power(gmap, generator, lambda g: self.clipped(g, shards))
+            self.remember(usual=UsualPower.of_random_inputs(first))
         shape = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape, shards)
         entries, squares = count(gradient, shards), dict[str, Tensor]()
@@ -193,7 +191,8 @@ class NoiseDefense(Defense):
             noise_power = float(total(variance, shards))
             metrics["noise_scale"] = math.sqrt(noise_power / entries)
             message_power = float(power(shared, shards))
-            self._usual.observe(message_power, noise_power, float(add_up(squares, shards)))
+            noise_squares = float(add_up(squares, shards))
+            self.remember(usual=self._usual.after(message_power, noise_power, noise_squares))
 
         # Only meters and audits ask for it, and it takes as much memory as gradients do.
         def noise() -> Noise:
@@ -217,12 +216,12 @@ class NoiseDefense(Defense):
         noise_power = float(total(mechanism.variance, None))
         return replace(mechanism, relative_to=noise_power / self.relative_scale**2)  # type: ignore[operator]
 
-    def state_dict(self) -> Tensors:
-        return super().state_dict() | self._usual.state_dict()
+    @property
+    def _usual(self) -> UsualPower:
+        return self.state.get("usual") or UsualPower()
 
-    def load_state_dict(self, state: Tensors) -> None:
-        self._usual.load_state_dict(state)
-        super().load_state_dict({k: v for k, v in state.items() if k != STRENGTH_KEY})
+    def parts(self) -> dict[str, Reader]:
+        return {**super().parts(), "usual": UsualPower.read}
 
     @property
     def facts(self) -> DefenseFacts:
@@ -343,7 +342,8 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
             own_ratio = capped(self.bare_where_clipped(gmap.restrict(ratio), gradient))
             return OnDemand(gradient, lambda name: own_ratio[name].clone())
         averaged = self.known_ratio(gradient) if is_empty else self.averaged_ratio(gmap, generator)
-        is_uniform = self.public_data is not None and self._product.says_uniform(self.name)
+        product = self._measured.product
+        is_uniform = product is not None and product.says_uniform(self.name)
         if averaged is None or is_uniform:
             return NoiseDefense.shaped(self, gmap, gradient, generator)
         # What an earlier defense withheld gets no noise, so the floor is spread over the rest.

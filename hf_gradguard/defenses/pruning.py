@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +20,7 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.types import Shards
 from ..randomness import Stream
 from .base import DefenseFacts, floor_share, is_number
-from .feedback import BiasedDefense, LeftOut, check_min_batches
+from .feedback import BiasedDefense, check_min_batches
 from .message import Message, cast_like, count, true_gradient
 from .sensitivity import SensitivityDefense, ShapedBy
 
@@ -44,6 +43,7 @@ class PruningDefense(BiasedDefense):
             what is `recommended`; with 1, as published, some are one batch's own, exact.
     """
 
+    counts_entries: ClassVar[bool] = True
     recommended: ClassVar[Mapping[str, Any]] = {
         "ratio": 0.99, "error_feedback": True, "min_batches": 2,
     }  # fmt: skip
@@ -80,18 +80,13 @@ class PruningDefense(BiasedDefense):
 
     def corrected(self, gmap: GradientMap, corrected_gradient: Tensors) -> GradientMap:
         """Without what is the sum of too few batches: others would not hide this one in it."""
-        ready = self._left_out.ready()
+        ready = self._residual.ready()
         if ready is None:
             return super().corrected(gmap, corrected_gradient)
         ready_gradient = {
             name: tensor.masked_fill(~ready[name], 0) for name, tensor in corrected_gradient.items()
         }
         return gmap.corrected(corrected_gradient).masked(ready_gradient, ready)
-
-    @cached_property
-    def _left_out(self) -> LeftOut:
-        assert self.min_batches is not None  # __post_init__ fills it in
-        return LeftOut(self.min_batches, by_entry=self.min_batches > 1)
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gradient = true_gradient(gmap)
@@ -179,7 +174,7 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
                 (magnitude[name] / s.clamp(min=1e-30)).mul_(gradient[name] != 0)
                 for name, s in roots.items()
             )
-        waiting = self._left_out.relative_squares() if self.error_feedback else None
+        waiting = self._residual.relative_squares() if self.error_feedback else None
         ratio = self.averaged_ratio(gmap, generator, waiting)
         shards = gmap.shards
 

@@ -11,6 +11,7 @@ Reference: Chen, Gürsoy, Lei, "Optimal Defenses Against Data Reconstruction Att
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -82,38 +83,44 @@ class PublicData(list[Any]):
         return f"<{len(self.batches or self)} public {'batches' if self.batches else 'entries'}>"
 
 
+@dataclass(frozen=True, eq=False)
 class ShapeProduct:
     """(E Tr J_F)(-E U₂) of a shape and of uniform noise, over batches that the shape was not made
     of.
 
+    Args:
+        sums: Leakage and cost of the shape, and of uniform noise, `(4,)` in float64.
+
     Example:
-        >>> product = ShapeProduct()
         >>> ones = {"weight": torch.ones(2)}
-        >>> product.add({"weight": torch.tensor([4.0, 1.0])}, ones, ones)
-        >>> product.over_uniform  # uniform noise itself
+        >>> squares = {"weight": torch.tensor([4.0, 1.0])}
+        >>> ShapeProduct().with_batch(squares, ones, ones).over_uniform  # uniform noise itself
         1.0
     """
 
-    def __init__(self) -> None:
-        self.sums = torch.zeros(4, dtype=torch.float64)
+    sums: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
 
-    def add(self, squares: Tensors, gradient: Tensors, shape: Mapping[str, Tensor]) -> None:
-        """Take in a batch.
+    def with_batch(
+        self, squares: Tensors, gradient: Tensors, shape: Mapping[str, Tensor]
+    ) -> ShapeProduct:
+        """Return the products with one more batch.
 
         Args:
             squares: s², up to a factor that all batches have in common.
             gradient: g.
             shape: Variances of the noise, up to a common factor, positive.
         """
+        sums = self.sums
         for name, g in gradient.items():
             square, power = squares[name].double(), g.double().square()
             variance = shape[name].double()
-            self.sums += torch.stack(
+            sums = sums + torch.stack(
                 [
                     (square / variance).sum(), (power * variance).sum(),
                     square.sum(), power.sum(),
                 ]
             ).cpu()  # fmt: skip
+        return ShapeProduct(sums)
 
     @property
     def over_uniform(self) -> float:
@@ -140,9 +147,10 @@ def learn_public_data(
     gmap: GradientMap,
     generator: Stream,
     place: int,
-) -> None:
-    """At first all public batches, and half of them to try the shape on as well; later one at a
-    time, which the shape is tried on before it is learned.
+) -> tuple[Any, ShapeProduct]:
+    """Return averages and trials with public batches. At first these are all of them, and half of
+    them to try the shape on as well; later one at a time, which the shape is tried on before it is
+    learned.
 
     Args:
         defense: Of `SensitivityDefense`, with its `public_data`, probes, granularity and floor.
@@ -171,6 +179,8 @@ def learn_public_data(
             floor = getattr(defense, "floor", None) or 0.0
             mean = (ratio.total or 0.0) / max(sum(g.numel() for g in gradient.values()), 1)
             shape = {name: (1 - floor) * ratio[name] + floor * mean for name in gradient}
-            product.add(squares, gradient, shape)
+            product = product.with_batch(squares, gradient, shape)
         # Of the first round the plain mean; then what is old fades.
-        averages.add(squares.items(), gradient, decay=1.0 if is_first else 1 - 1 / count)
+        decay = 1.0 if is_first else 1 - 1 / count
+        averages = averages.with_batch(squares.items(), gradient, decay=decay)
+    return averages, product

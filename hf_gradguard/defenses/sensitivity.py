@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -21,7 +22,7 @@ from ..gradient_map.random_batch import random_batch
 from ..gradient_map.sensitivity import TOLERANCE, plan_of, probe_squares
 from ..gradient_map.types import Shards
 from ..randomness import Stream
-from .base import Defense, DefenseFacts, check_whole
+from .base import Defense, DefenseFacts, Reader, check_whole
 from .message import OnDemand, add_up, first_not_finite, of_whole, total
 from .public_data import PublicData, ShapeProduct, learn_public_data
 
@@ -33,46 +34,46 @@ takes all the noise, or none.
 """
 
 _KINDS = ("squares", "powers")
-STATE_KINDS = ("shape", *_KINDS)
-"""What the names in an average's state begin with."""
 
 
+@dataclass(frozen=True, eq=False)
 class Averages:
     """Exponential averages of s² and g² over batches.
 
     A matrix is kept as its row and column sums r and c, and read as r cᵀ/Σr: s² of a layer's weight
     is very nearly that, and its probes' errors average out over a row.
 
+    Args:
+        sums: `{"squares": ..., "powers": ...}`, of s² and g²: each parameter's sums.
+        shapes: Of the parameters.
+
     Example:
-        >>> averages = Averages()
         >>> ones = {"weight": torch.ones(2, 3)}
-        >>> averages.add(ones.items(), ones)
+        >>> averages = Averages().with_batch(ones.items(), ones)
         >>> averages.ratio()["weight"]
         tensor([[1., 1., 1.],
                 [1., 1., 1.]])
     """
 
-    def __init__(self) -> None:
-        self._sums: dict[str, dict[str, Sums]] = {kind: {} for kind in _KINDS}
-        self._shapes: dict[str, torch.Size] = {}
-        self._ratios: dict[bool, OnDemand] = {}
+    sums: Mapping[str, Mapping[str, Sums]] = field(default_factory=lambda: {k: {} for k in _KINDS})
+    shapes: Mapping[str, torch.Size] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self._shapes)
+        return bool(self.shapes)
 
     def knows(self, names: Iterable[str]) -> bool:
         """Whether it is of these parameters and no others."""
-        return set(self._shapes) == set(names)
+        return set(self.shapes) == set(names)
 
-    def add(
+    def with_batch(
         self,
         squares: Iterable[tuple[str, Tensor | Sums]],
         gradient: Tensors,
         powers: Iterable[tuple[str, Sums]] | None = None,
         shards: Shards | None = None,
         decay: float | None = None,
-    ) -> None:
-        """Take in a batch.
+    ) -> Averages:
+        """Return the averages with one more batch.
 
         Args:
             squares: Estimates of s_i², or their sums, one parameter at a time, of one probe or of
@@ -83,9 +84,7 @@ class Averages:
             decay: What earlier batches keep, where batches weigh as much as they are large. By
                 default they count alike, and keep `DECAY`.
         """
-        if not self.knows(gradient):
-            self.__init__()  # type: ignore[misc]
-        self._shapes = {name: tensor.shape for name, tensor in gradient.items()}
+        former_sums = self.sums if self.knows(gradient) else Averages().sums
         batch_sums: dict[str, dict[str, Sums]] = {kind: {} for kind in _KINDS}
         for name, estimate in squares:
             marginals = estimate if isinstance(estimate, tuple) else sums_of(estimate)
@@ -95,18 +94,20 @@ class Averages:
             batch_sums["powers"][name] = (
                 marginals if shards is None else shards.sums(name, marginals)
             )
+        averaged_sums: dict[str, dict[str, Sums]] = {}
         for kind, sums in batch_sums.items():
+            averaged_sums[kind] = dict(former_sums[kind])
             size = 1.0 if decay is not None else sum_of(sums, shards) or 1.0
             kept = DECAY if decay is None else decay
             for name, marginals in sums.items():
-                previous = self._sums[kind].get(name)
+                previous = former_sums[kind].get(name)
                 averaged = tuple(marginal / size for marginal in marginals)
                 if previous is not None:
                     averaged = tuple(
                         new + kept * old for new, old in zip(averaged, previous, strict=True)
                     )
-                self._sums[kind][name] = averaged
-        self._ratios.clear()
+                averaged_sums[kind][name] = averaged
+        return Averages(averaged_sums, {name: tensor.shape for name, tensor in gradient.items()})
 
     def ratio(
         self,
@@ -124,15 +125,21 @@ class Averages:
         """
         if waiting is not None:
             return self._ratio(by_tensor, waiting, shards)
-        if by_tensor not in self._ratios:
-            self._ratios[by_tensor] = self._ratio(by_tensor, None, shards)
-        return self._ratios[by_tensor]
+        ratios: dict[bool, OnDemand] = self._ratios
+        if by_tensor not in ratios:
+            ratios[by_tensor] = self._ratio(by_tensor, None, shards)
+        return ratios[by_tensor]
+
+    @cached_property
+    def _ratios(self) -> dict[bool, OnDemand]:
+        """Those that were asked for."""
+        return {}
 
     def _ratio(
         self, by_tensor: bool, waiting: Mapping[str, Tensor] | None, shards: Shards | None
     ) -> OnDemand:
         squares, powers = (self._lifted(kind, by_tensor, shards) for kind in _KINDS)
-        shapes, unit = dict(self._shapes), sum_of(self._sums["powers"], shards)
+        shapes, unit = dict(self.shapes), sum_of(self.sums["powers"], shards)
         if waiting is not None:
 
             def with_waiting(name: str) -> Tensor:
@@ -162,8 +169,8 @@ class Averages:
         product, rows and columns.
         """
         # The prior is relative to the mean over all parameters, on all shards.
-        sizes = {name: torch.tensor(math.prod(shape)) for name, shape in self._shapes.items()}
-        sizes_of_whole, sums = of_whole(sizes, shards), self._sums[kind]
+        sizes = {name: torch.tensor(math.prod(shape)) for name, shape in self.shapes.items()}
+        sizes_of_whole, sums = of_whole(sizes, shards), self.sums[kind]
         prior = PRIOR * sum_of(sums, shards) / float(add_up(sizes, shards)) or 1.0
         lifted: dict[str, Sums] = {}
         for name, marginals in sums.items():
@@ -180,36 +187,74 @@ class Averages:
                 lifted[name] = ((rows + prior * len(columns)) / columns.sum(), columns)
         return lifted
 
-    def state_dict(self) -> Tensors:
-        """O(rows + columns) numbers. Private if the batches were."""
+    def tensors(self) -> Tensors:
+        """Return O(rows + columns) numbers, for a checkpoint. They are private if the batches
+        were.
+        """
         return {
             f"{kind}.{place}.{name}": tensor
-            for kind, sums in self._sums.items()
+            for kind, sums in self.sums.items()
             for name, marginals in sums.items()
             for place, tensor in enumerate(marginals)
         } | {
             f"shape.{name}": torch.tensor(list(shape), dtype=torch.int64)
-            for name, shape in self._shapes.items()
+            for name, shape in self.shapes.items()
         }
 
-    def load_state_dict(self, state: Tensors) -> None:
-        """What `state_dict` returned.
+    @classmethod
+    def read(cls, tensors: dict[str, Tensor]) -> Averages | None:
+        """Take averages out of a checkpoint's tensors, if they hold any.
 
         Raises:
-            ValueError: For anything else.
+            ValueError: If some of them are missing.
         """
-        self.__init__()  # type: ignore[misc]
-        for key, tensor in sorted(state.items()):
+        sums: dict[str, dict[str, Sums]] = {kind: {} for kind in _KINDS}
+        shapes: dict[str, torch.Size] = {}
+        for key in sorted(tensors):
             kind, _, name_and_place = key.partition(".")
-            if kind not in STATE_KINDS:
-                raise ValueError(f"{key!r} is nothing of running averages.")
             if kind == "shape":
-                self._shapes[name_and_place] = torch.Size(tensor.tolist())
-                continue
-            name = name_and_place.partition(".")[2]
-            self._sums[kind][name] = (*self._sums[kind].get(name, ()), tensor)
-        if any(sums.keys() != self._shapes.keys() for sums in self._sums.values()):
+                shapes[name_and_place] = torch.Size(tensors.pop(key).tolist())
+            elif kind in _KINDS:
+                name = name_and_place.partition(".")[2]
+                sums[kind][name] = (*sums[kind].get(name, ()), tensors.pop(key))
+        if any(of_kind.keys() != shapes.keys() for of_kind in sums.values()):
             raise ValueError("These are not the sums and shapes of running averages.")
+        return cls(sums, shapes) if shapes else None
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What a client's earlier messages measured.
+
+    Args:
+        averages: Of s² and g².
+        messages: How many there were since averages began.
+        product: How the shape compares with uniform noise, on `public_data`.
+    """
+
+    averages: Averages = Averages()
+    messages: int = 0
+    product: ShapeProduct | None = None
+
+    def tensors(self) -> Tensors:
+        """Return all of it, for a checkpoint; nothing before the first batch."""
+        if not self.averages:
+            return {}
+        state = {} if self.product is None else {"public_product": self.product.sums}
+        return state | {"calls": torch.tensor(self.messages)} | self.averages.tensors()
+
+    @classmethod
+    def read(cls, tensors: dict[str, Tensor]) -> Measured | None:
+        """Take it out of a checkpoint's tensors, if they hold any.
+
+        Raises:
+            ValueError: If a part of it is missing.
+        """
+        messages = int(tensors.pop("calls", torch.tensor(0)))
+        sums = tensors.pop("public_product", None)
+        product = None if sums is None else ShapeProduct(sums)
+        averages = Averages.read(tensors)
+        return None if averages is None else cls(averages, messages, product)
 
 
 def add_sums(sums: Sums | None, added: Sums) -> Sums:
@@ -232,7 +277,7 @@ def sum_from_sums(factors: Sums, shape: torch.Size) -> Tensor:
     return sums[0] * math.prod(shape) if factors[0].dim() < len(shape) else sums[0]
 
 
-def sum_of(sums: dict[str, Sums], shards: Shards | None) -> float:
+def sum_of(sums: Mapping[str, Sums], shards: Shards | None) -> float:
     # In one order, whichever a loaded state has, so that a run that goes on has the same bits.
     return float(add_up({name: sums[name][0].sum().double() for name in sorted(sums)}, shards))
 
@@ -300,7 +345,6 @@ class SensitivityDefense(Defense):
                 raise ValueError(f"public_data is of shape='public', and shape is {self.shape!r}.")
             if not isinstance(self.public_data, PublicData):
                 self.public_data = PublicData(self.public_data)
-        self._product = ShapeProduct()
         for name in ("num_probes", "refresh_every"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1)
@@ -313,8 +357,14 @@ class SensitivityDefense(Defense):
                 "shape='own' measures every message: leave refresh_every out. What is measured "
                 "now and then is an average: shape='public' or 'past'."
             )
-        self._averages, self._calls = Averages(), 0
         self._special: list[int] = []
+
+    @property
+    def _measured(self) -> Measured:
+        return self.state.get("measured") or Measured()
+
+    def parts(self) -> dict[str, Reader]:
+        return {**super().parts(), "measured": Measured.read}
 
     @property
     def facts(self) -> DefenseFacts:
@@ -331,8 +381,8 @@ class SensitivityDefense(Defense):
     @property
     def _measures(self) -> bool:
         """Whether the next message measures sensitivities, and not only weighs by averages."""
-        is_due = self._calls % (self.refresh_every or REFRESH_EVERY) == 0
-        return self.shape == "own" or is_due or not self._averages
+        is_due = self._measured.messages % (self.refresh_every or REFRESH_EVERY) == 0
+        return self.shape == "own" or is_due or not self._measured.averages
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         self._special = special_ids(model, processing_class)
@@ -359,38 +409,43 @@ class SensitivityDefense(Defense):
             One positive tensor a shared parameter; `None` if there is no earlier batch.
         """
         undefended = gmap.undefended
-        if not self._averages.knows(undefended.parameters):
-            if self._averages:  # of another model, or some unfrozen: the map may be one to weigh
-                undefended = undefended.with_input()
-            self._averages, self._calls = Averages(), 0
-        is_due = self._measures
+        if not self._measured.averages.knows(undefended.parameters):
+            if self._measured.averages:  # of another model, or some unfrozen
+                undefended = undefended.with_input()  # the map may be one to weigh
+            self.remember(measured=Measured())
+        measured, is_due = self._measured, self._measures
+        averages = measured.averages
         if self.public_data is not None and is_due:
-            place = self._calls // (self.refresh_every or REFRESH_EVERY)
-            learn_public_data(self, self._averages, self._product, undefended, generator, place)
+            place = measured.messages // (self.refresh_every or REFRESH_EVERY)
+            product = measured.product or ShapeProduct()
+            averages, product = learn_public_data(
+                self, averages, product, undefended, generator, place
+            )
+            measured = replace(measured, product=product)
         elif self.shape == "public" and is_due:
             example = (
                 first_rows(undefended.batch, MEASURED_SAMPLES)
                 if undefended.any_rows
                 else undefended.batch
             )
-            for _ in range(1 if self._averages else FIRST_BATCHES):
+            for _ in range(1 if averages else FIRST_BATCHES):
                 batch = random_batch(
                     undefended.domain, undefended.model, example, generator, self._special
                 )
-                self._learn(*heard(undefended, batch), generator)
+                averages = self._with_map(averages, *heard(undefended, batch), generator)
         by_tensor = self.granularity == "layer"
-        ratio = self._averages.ratio(by_tensor, waiting, gmap.shards) if self._averages else None
+        ratio = averages.ratio(by_tensor, waiting, gmap.shards) if averages else None
         # After the ratio was taken: this batch shapes later messages, and not its own.
         if self.shape == "past" and is_due:
-            self._learn(undefended, None, generator)
-        self._calls += 1
+            averages = self._with_map(averages, undefended, None, generator)
+        measured = replace(measured, averages=averages, messages=measured.messages + 1)
+        self.remember(measured=measured)
         return ratio
 
     def known_ratio(self, names: Iterable[str]) -> OnDemand | None:
         """The same of what is known already, where there is no batch to learn from."""
-        if not self._averages.knows(names):
-            return None
-        return self._averages.ratio(self.granularity == "layer")
+        averages = self._measured.averages
+        return averages.ratio(self.granularity == "layer") if averages.knows(names) else None
 
     def own_sensitivity(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
@@ -428,26 +483,10 @@ class SensitivityDefense(Defense):
             return {name: tensor.norm().expand_as(tensor) for name, tensor in tensors.items()}
         return {name: tensor.abs() for name, tensor in tensors.items()}
 
-    def state_dict(self) -> Tensors:
-        state = super().state_dict()
-        if not self._averages:
-            return state
-        if self.public_data is not None:
-            state["public_product"] = self._product.sums
-        return state | {"calls": torch.tensor(self._calls)} | self._averages.state_dict()
-
-    def load_state_dict(self, state: Tensors) -> None:
-        state = dict(state)
-        self._calls = int(state.pop("calls", torch.tensor(0)))
-        if self.public_data is not None and "public_product" in state:
-            self._product.sums = state.pop("public_product")
-        averages = {
-            key: state.pop(key) for key in list(state) if key.partition(".")[0] in STATE_KINDS
-        }
-        self._averages.load_state_dict(averages)
-        super().load_state_dict(state)
-
-    def _learn(self, gmap: GradientMap, start: Pass | None, generator: Stream) -> None:
+    def _with_map(
+        self, averages: Averages, gmap: GradientMap, start: Pass | None, generator: Stream
+    ) -> Averages:
+        """Return averages with what is measured at a map."""
         gradient = gmap.gradient()
         shards = gmap.shards
         probes = self.num_probes or (1 if shards is None else SHARDED_PROBES)
@@ -470,7 +509,7 @@ class SensitivityDefense(Defense):
             for name, sums in squares.items()
         }
         _check_squares(estimates, shards)
-        self._averages.add(squares.items(), gradient, powers, shards)
+        return averages.with_batch(squares.items(), gradient, powers, shards)
 
 
 def _own_probes(gmap: GradientMap) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
@@ -21,7 +20,7 @@ from ..gradient_map.per_sample.span import Fit, Granularity, SampleSpan, scaled,
 from ..gradient_map.random_batch import synthetic_samples
 from ..randomness import Stream
 from .base import DefenseFacts, check_whole
-from .feedback import BiasedDefense, LeftOut, check_min_batches
+from .feedback import BiasedDefense, check_min_batches
 from .mechanism import Fitted, Mechanism
 from .message import Message, cast_like, nothing_of, true_gradient
 
@@ -87,13 +86,9 @@ class GradientSketch(BiasedDefense):
         """Take the tokenizer's special tokens, which stand at a text's ends only."""
         self._special = SpecialTokens.of(processing_class)
 
-    @cached_property
-    def _left_out(self) -> LeftOut:
-        return LeftOut(self.min_batches)
-
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         check_embeddings_stay(gmap, self.name)
-        if self.error_feedback and self._left_out.too_few:
+        if self.error_feedback and self._residual.too_few:
             return nothing_of(gmap)
         synthetic = synthetic_samples(gmap, self.samples, generator, self.special_ids)
         fit = SyntheticSamples(synthetic, true_gradient(gmap), self.factors).fit(synthetic.input)

@@ -1,10 +1,10 @@
-"""How large a client's gradients usually are, before anything was shared: of random inputs."""
+"""How large a client's gradients usually are: of random inputs, and of what was shared since."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,72 @@ FIRST_BATCHES = 4
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
              ValueError)  # fmt: skip
 """What models and losses raise of inputs that they do not take."""
+PRIOR_SPREAD = 2.0
+"""Of ‖g‖² on random inputs, relative to that on real ones: hardly more than its order is known."""
+BATCH_SPREAD = 0.5
+"""Of ‖g‖² between batches, relative to its mean."""
+DRIFT = 0.05
+"""Of the mean from one message to the next, relative to it."""
+STRENGTH_KEY = "usual_power"
+"""What the state of a strength is called."""
+LEAST_STEP = 0.5
+"""What an estimate keeps at least from one message to the next: it stays above 0."""
+
+
+class UsualPower(NamedTuple):
+    """An estimate of E ‖g‖², by a Kalman filter over messages. It is a function of random numbers
+    and of what was shared, so it tells nothing that was not told.
+
+    Noise of r times *this* gradient shows its norm: ‖y‖² is ‖g‖² (1 + r²), to 2 in 10,000 of a
+    model of 22 million parameters, and the norm alone names a sentence among hundreds. Noise of r
+    times the *usual* gradient shows nothing.
+
+    Args:
+        mean: Of ‖g‖²; 0 before the first message.
+        variance: Of the estimate.
+
+    Example:
+        >>> usual = UsualPower.of_random_inputs(4.0)
+        >>> for _ in range(100):
+        ...     usual = usual.after(message_power=51.0, noise_power=50.0, noise_squares=0.1)
+        >>> round(usual.mean, 2)
+        1.0
+    """
+
+    mean: float = 0.0
+    variance: float = 0.0
+
+    @classmethod
+    def of_random_inputs(cls, random_power: float) -> UsualPower:
+        """Return the first estimate, given ‖g‖² of random inputs."""
+        return cls(random_power, (PRIOR_SPREAD * random_power) ** 2)
+
+    def after(self, message_power: float, noise_power: float, noise_squares: float) -> UsualPower:
+        """Return the estimate after one more message.
+
+        Args:
+            message_power: ‖y‖².
+            noise_power: Tr Σ.
+            noise_squares: Tr Σ².
+        """
+        # Of ‖g + n‖² - Tr Σ: of ‖n‖², of 2⟨g, n⟩ with n along g as anywhere, and of batches.
+        along = noise_squares / noise_power if noise_power else 0.0
+        error = 2 * noise_squares + 4 * along * self.mean + (BATCH_SPREAD * self.mean) ** 2
+        variance = self.variance + (DRIFT * self.mean) ** 2
+        gain = variance / (variance + error)
+        change = gain * (message_power - noise_power - self.mean)
+        return UsualPower(max(self.mean + change, LEAST_STEP * self.mean), (1 - gain) * variance)
+
+    def tensors(self) -> Tensors:
+        """Return both numbers, for a checkpoint; nothing before the first message."""
+        state = torch.tensor([self.mean, self.variance], dtype=torch.float64)
+        return {STRENGTH_KEY: state} if self.mean else {}
+
+    @classmethod
+    def read(cls, tensors: dict[str, Tensor]) -> UsualPower | None:
+        """Take the estimate out of a checkpoint's tensors, if they hold one."""
+        state = tensors.pop(STRENGTH_KEY, None)
+        return None if state is None else cls(*state.tolist())
 
 
 def random_power(

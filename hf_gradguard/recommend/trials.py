@@ -297,7 +297,7 @@ def train(
             per_device_train_batch_size=settings.batch_size, seed=seed,
         )  # fmt: skip
         trainer = GradGuardTrainer(
-            model, args, defense=copy.deepcopy(defense), train_dataset=rows,
+            model, args, defense=defense.with_state({}), train_dataset=rows,
             data_collator=modality.batch, processing_class=processing_class,
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)

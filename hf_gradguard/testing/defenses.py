@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..defenses import Chain, Defense, Message, make_defense
+from ..defenses.base import State
 from ..gradient_map import GradientMap
 from ..randomness import Stream
 from .facts import model_facts, random_states, same
@@ -36,8 +36,10 @@ def check_defense(defense: Defense | str, tasks: Sequence[Task] | None = None) -
       (`adds_gaussian_noise`, `is_exact`);
     - is pure: it leaves model, batch, gradient map and the process's random numbers as they were;
     - draws from the generator that it is given: the same seed gives the same message;
-    - keeps what it remembers in `state_dict`, goes on from there after `load_state_dict`, and
-      shares none of it between copies, since each client has a copy of its own.
+    - remembers of a client what its state holds and nothing else: it goes on from there after
+      `load_state_dict`, and one client's messages change nothing of another's;
+    - leaves no trace of a message that is not shared: `apply` changes neither the defense nor the
+      state that it is given.
 
     Args:
         defense: A defense, or the name of one, which then runs with its default settings.
@@ -112,7 +114,7 @@ class _Contract:
 
     def copy(self) -> Defense:
         """A client's own."""
-        return copy.deepcopy(self.defense)
+        return self.defense.with_state({})
 
     def share(
         self, defense: Defense, model: nn.Module, batch: Mapping[str, Tensor], seed: int = 3
@@ -267,17 +269,31 @@ class _Contract:
             )
 
     def check_clients(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
-        """What one client's copy remembers changes nothing of another's."""
-        busy_client, idle_client = self.copy(), self.copy()
-        undisturbed, _ = self.share(self.copy(), model, batch, seed=11)
+        """What is remembered of one client changes nothing of another's, and a message that is not
+        shared leaves no trace: `apply` is a function of the state that it is given.
+        """
+        defense = self.copy()
         other_batch = {name: _turned(name, tensor) for name, tensor in batch.items()}
+
+        def message_of(state: State, batch: Mapping[str, Tensor], seed: int) -> Message:
+            return self.share(defense.with_state(state), model, batch, seed)[0]
+
+        undisturbed, state = message_of({}, batch, seed=11), defense.current_state()
         for seed in (12, 13):
-            self.share(busy_client, model, other_batch, seed)
-        message, _ = self.share(idle_client, model, batch, seed=11)
+            client = defense.with_state(state)
+            self.share(client, model, other_batch, seed)
+            state = client.current_state()
         self.equal(
             undisturbed,
-            message,
-            "each client has a copy of its own, but another client's messages change {}.",
+            message_of({}, batch, seed=11),
+            "a client's state is its own, but another client's messages change {}.",
+        )
+        following = message_of(state, batch, seed=14)
+        self.equal(
+            following,
+            message_of(state, batch, seed=14),
+            "a message that is not shared leaves its state as it was, but {} differs the second "
+            "time.",
         )
 
     def equal(self, message: Message, other_message: Message, breach: str) -> None:

@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ..defenses import Defense, Message
-from ..defenses.base import NoDefense
+from ..defenses.base import NO_STATE, NoDefense, State
 from ..gradient_map.parameters import find_tables
 from ..gradient_map.types import LossFunction, Tensors
 from ..gradient_map.views import ZeroGradient
@@ -76,20 +77,43 @@ class RandomStreams:
         return Stream.from_seeds(*seeds), probes, dropout if self._private_dropout else None
 
 
+@dataclass
+class Client:
+    """One client that lives on this rank.
+
+    Args:
+        defense: Protects its messages. Clients share it.
+        state: What the defense remembers of this client.
+        parameters: What stands for the parameters that its last message was of; `"-"` before the
+            first.
+
+    Example:
+        >>> defense = make_defense("gaussian_noise")
+        >>> clients = [Client(defense), Client(defense)]
+    """
+
+    defense: Defense
+    state: State = field(default_factory=dict)
+    parameters: str = "-"
+
+
 class ClientBatch(NamedTuple):
     """What one client computes a message of.
 
     Args:
-        defense: The client's own.
+        client: Whose message it is.
         batch: Its rows.
         weight: Of its mean loss in the loss of the step; 0 if nothing in the batch counts.
         rows: Which rows of the data set they are, `(B,)`, if the batch says so.
+        noise_key: Of the message's noise, where it was written down before; `None`: noise is from
+            the rank's streams.
     """
 
-    defense: Defense
+    client: Client
     batch: dict[str, Any]
     weight: float
     rows: Tensor | None = None
+    noise_key: bytes | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -115,8 +139,9 @@ class MessageMaker:
         >>> defense, streams = make_defense("pruning", ratio=0.9), RandomStreams()
         >>> meter = LeakageMeter(TrainingArguments("out"), defense, None)
         >>> maker = MessageMaker(streams, meter, Ledger(), share_input_embeddings=False)
-        >>> client = ClientBatch(defense, batch, weight=1.0)
-        >>> loss = maker.share(model, client, lambda model, batch: model(**batch).loss, step=0)
+        >>> client = Client(defense)
+        >>> turn = ClientBatch(client, batch, weight=1.0)
+        >>> loss = maker.share(model, turn, lambda model, batch: model(**batch).loss, step=0)
         >>> 0 < maker.pop_metrics()["defense/cosine"] < 1
         True
     """
@@ -134,28 +159,25 @@ class MessageMaker:
         self._streams, self._meter, self._ledger = streams, meter, ledger
         # Undefended training is the stock Trainer's, mask by mask: nothing is drawn for it.
         self._undefended: tuple[Stream, Stream, Stream | None] = Stream(), Stream(), None
-        self._trainable: dict[int, tuple[str, ...] | str] = {}  # by client; of its last message
+        self._parameters: tuple[tuple[str, ...], str] = (), ""  # that are trained, and their name
         self._rows, self.state_guard = RowGuard(), BufferGuard()
-        self._sharing: Any = {
-            "share_input_embeddings": share_input_embeddings,
-            "withhold": withhold,
-        }
+        self._share_input_embeddings, self._withhold = share_input_embeddings, withhold
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
     def share(
         self,
         module: nn.Module,
-        client: ClientBatch,
+        turn: ClientBatch,
         loss_fn: LossFunction,
         step: int,
         runner: Any = None,
     ) -> Tensor:
-        """Add a client's protected gradient, times its weight, to `.grad`. Returns its mean loss, 0
+        """Add a client's protected gradient, times its weight, to `.grad`. Return its mean loss, 0
         of an empty batch.
 
         Args:
             module: The bare model.
-            client: Whose message it is.
+            turn: Whose message it is, and of what.
             loss_fn: `(model, batch)`, the client's mean loss.
             step: Optimizer steps before this one.
             runner: The compiled model, if it is: runs in the place of `module` where a message asks
@@ -167,42 +189,49 @@ class MessageMaker:
             RuntimeError, TypeError, ValueError: If the defense breaks its contract; see
                 `Defense.__call__`; or if something else wrote to `.grad`. Nothing was added then.
         """
-        defense, meter = client.defense, self._meter
-        self._forget_other_parameters(defense, module)
+        client, meter = turn.client, self._meter
+        self._forget_other_parameters(client, module)
+        defense = client.defense.with_state(client.state)  # as it stands before this message
         is_measured = meter is not None and meter.measures(step)
         if runner not in (None, module) and not (is_measured or defense.facts.reruns_model):
-            if not self._sharing["share_input_embeddings"]:
-                find_tables(module, client.batch, loss_fn)  # by hooks
+            if not self._share_input_embeddings:
+                find_tables(module, turn.batch, loss_fn)  # by hooks
             loss_fn = functools.partial(_run_by, runner, loss_fn)
         is_none = isinstance(defense, NoDefense)
         noise, probes, dropout = self._undefended if is_none else self._streams.next_message(step)
+        if turn.noise_key is not None:
+            noise = Stream(turn.noise_key)
         device = next(module.parameters()).device
         draws = nullcontext() if dropout is None else private_draws(dropout, device)
-        with self.state_guard.watch(module, client.batch, loss_fn), draws:
-            gmap = defense.gradient_map(
-                module, client.batch, is_measured, loss_fn=loss_fn, **self._sharing
-            )
+        with self.state_guard.watch(module, turn.batch, loss_fn), draws:
+            sharing = self._sharing(module)
+            gmap = defense.gradient_map(module, turn.batch, is_measured, loss_fn=loss_fn, **sharing)
             # Samples are clipped without their sum, and nothing is measured of that.
             gradient = {} if defense.facts.needs_samples else gmap.gradient()
             # The norm waits for the device: what follows times the defense alone.
             norm, start = _norm(gradient), time.perf_counter()
-            # What the defense remembers goes back to this if its message is not shared.
-            state = defense.state_dict() if is_measured else {}
-            defense.at_step(step)
-            message = defense(gmap, noise)
+            source = ZeroGradient(gmap.parameters) if turn.is_empty else gmap
+            message, state = client.defense.apply(source, client.state, noise, step)
             self._rows.compare(gmap.gradient() if self._rows.remaining else {}, message)
-            if not client.is_empty:
+            if not turn.is_empty:
                 self._record(gradient, message, norm, start)
-            if is_measured and not meter.admits(gmap, message, step, probes, client.rows):  # type: ignore[union-attr]
+            if is_measured and not meter.admits(gmap, message, step, probes, turn.rows):  # type: ignore[union-attr]
                 # Nothing is added: to the other ranks it is a gradient of zeros. Nor does a later
-                # message hold anything of it.
-                defense.load_state_dict(state)
+                # message hold anything of it: the client's state stays as it was.
                 return gmap.loss
-        self._add(gmap.parameters, message, client.weight)
-        return torch.zeros_like(gmap.loss) if client.is_empty else gmap.loss
+        client.state = state
+        self._add(gmap.parameters, message, turn.weight)
+        return torch.zeros_like(gmap.loss) if turn.is_empty else gmap.loss
+
+    def _sharing(self, module: nn.Module) -> dict[str, Any]:
+        """Return what a gradient map is told of how its gradient is shared."""
+        return {
+            "share_input_embeddings": self._share_input_embeddings,
+            "withhold": self._withhold,
+        }
 
     def share_noise(
-        self, parameters: Mapping[str, nn.Parameter], defense: Defense, weight: float, step: int
+        self, parameters: Mapping[str, nn.Parameter], client: Client, weight: float, step: int
     ) -> None:
         """Add a message of noise alone, times a weight, to `.grad`: of a client in whose batch
         nothing counts. It is not measured, since it says nothing of any data.
@@ -211,8 +240,12 @@ class MessageMaker:
             RuntimeError: If the defense asks for the batch.
         """
         noise, _, _ = self._streams.next_message(step)
-        defense.at_step(step)
-        self._add(parameters, defense(ZeroGradient(parameters), noise), weight)
+        nothing = self._nothing(parameters)
+        message, client.state = client.defense.apply(nothing, client.state, noise, step)
+        self._add(parameters, message, weight)
+
+    def _nothing(self, parameters: Mapping[str, nn.Parameter]) -> ZeroGradient:
+        return ZeroGradient(parameters)
 
     @torch.no_grad()
     def _add(self, parameters: Mapping[str, nn.Parameter], shared: Message, weight: float) -> None:
@@ -223,37 +256,27 @@ class MessageMaker:
             parameter.grad = weighted if parameter.grad is None else parameter.grad.add_(weighted)
         self._ledger.write(parameters.values())
 
-    def parameters_of(self, clients: Sequence[Defense]) -> list[str]:
-        """What stands for the parameters that each client's last message was of, `"-"` before its
-        first.
-        """
-        return [_short(self._trainable.get(id(defense), "-")) for defense in clients]
-
-    def expect_parameters(self, clients: Sequence[Defense], names: Sequence[str]) -> None:
-        """What `parameters_of` said when the clients' state was saved."""
-        pairs = zip(clients, names, strict=False)
-        self._trainable = {id(defense): name for defense, name in pairs if name != "-"}
-
     def pop_metrics(self) -> dict[str, float]:
         """What the defense did to messages since this was asked last: means over them."""
         means = {name: sum(values) / len(values) for name, values in self._metrics.items()}
         self._metrics.clear()
         return means
 
-    def _forget_other_parameters(self, defense: Defense, module: nn.Module) -> None:
+    def _forget_other_parameters(self, client: Client, module: nn.Module) -> None:
         """What a defense remembers is of the parameters that were trained. Where those are others
         now, because some were frozen or unfrozen, it starts anew.
         """
         trainable = tuple(name for name, p in module.named_parameters() if p.requires_grad)
-        former = self._trainable.get(id(defense), trainable)
-        self._trainable[id(defense)] = trainable
-        # A checkpoint holds the short name alone.
-        if former != trainable and _short(former) != _short(trainable) and defense.state_dict():
-            defense.load_state_dict({})
-            logger.warning(
-                "Other parameters are trained than at the last message: some were frozen or "
-                f"unfrozen. {defense.name} forgot what it remembered of the former ones."
-            )
+        if trainable != self._parameters[0]:
+            self._parameters = trainable, name_of(trainable)
+        former, client.parameters = client.parameters, self._parameters[1]
+        if former in ("-", client.parameters) or not client.defense.flatten(client.state):
+            return
+        client.state = NO_STATE
+        logger.warning(
+            "Other parameters are trained than at the last message: some were frozen or unfrozen. "
+            f"{client.defense.name} forgot what it remembered of the former ones."
+        )
 
     def _record(self, gradient: Tensors, message: Message, norm: float, start: float) -> None:
         """Note what the defense did to the gradient, and how long it took."""
@@ -284,10 +307,6 @@ def name_of(parameters: Iterable[str]) -> str:
         True
     """
     return hashlib.sha256("\n".join(parameters).encode()).hexdigest()
-
-
-def _short(names: tuple[str, ...] | str) -> str:
-    return names if isinstance(names, str) else name_of(names)
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:

@@ -7,7 +7,6 @@ every rank differentiates its own loss, protects the result, and averages what i
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
 from dataclasses import replace
@@ -60,7 +59,7 @@ from .guards.classes import check_drawing, check_order, draws_batches
 from .guards.kept_state import state_guard
 from .guards.leakage import check_leakage
 from .guards.trackers import check_trackers
-from .message import ClientBatch, RandomStreams
+from .message import Client, ClientBatch, RandomStreams
 from .meter import LeakageMeter
 from .metrics import PrivateMetrics
 from .privacy.account import AccountFile
@@ -234,7 +233,7 @@ class GradGuardMixin(TrainerAdapter):
         hosted = len(self._rows_of_clients) // ranks or per_process
         if hosted > 1:
             check_collator(self.data_collator)
-        self._clients = [copy.deepcopy(defense) for _ in range(hosted)]
+        self._clients = [Client(defense) for _ in range(hosted)]
 
     def training_step(
         self,
@@ -251,29 +250,29 @@ class GradGuardMixin(TrainerAdapter):
         normalization = replace(rules, num_items=num_items_in_batch, accumulation=accumulation)
         losses = []
         with annotate_errors(inputs, self.private_rows is not None):
-            clients, spread = self._clients_of(module, inputs, normalization)
+            turns, spread = self._turns_of(module, inputs, normalization)
             mean_loss = functools.partial(normalization.mean_loss, self._loss, spread)
             if not self._share_input_embeddings:
-                self._attempt(self._agree_on_tables, module, clients[0], mean_loss)
-            for client in clients:
-                if client.weight:
+                self._attempt(self._agree_on_tables, module, turns[0], mean_loss)
+            for turn in turns:
+                if turn.weight:
                     self.begin_message()
                     share = self._messages.share
-                    loss = self._attempt(share, module, client, mean_loss, step, model)
-                    losses.append(client.weight * loss)
-            if self._empty.summed or len(losses) < len(clients):
-                self._empty.share(self._messages, module, clients, accumulation, step)
+                    loss = self._attempt(share, module, turn, mean_loss, step, model)
+                    losses.append(turn.weight * loss)
+            if self._empty.summed or len(losses) < len(turns):
+                self._empty.share(self._messages, module, turns, accumulation, step)
         if self.hook_guard.has_sums:
             self.hook_guard.run(self._shared(module).values())
-        self.shared_messages.add(len(clients))
+        self.shared_messages.add(len(turns))
         if (steps := self.args.torch_empty_cache_steps) and step % steps == 0:
             clear_device_cache()
         if self.accelerator.sync_gradients:
             self._exchange(module)
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.args.device)
 
-    def _agree_on_tables(self, module: nn.Module, client: ClientBatch, mean_loss: Any) -> None:
-        self._tables.agree(module, client.batch, mean_loss, self._secure)
+    def _agree_on_tables(self, module: nn.Module, turn: ClientBatch, mean_loss: Any) -> None:
+        self._tables.agree(module, turn.batch, mean_loss, self._secure)
 
     def _loss(self, module: nn.Module, batch: dict[str, Any], items: float | None) -> Tensor:
         """The Trainer's own loss, which a subclass may have overridden."""
@@ -281,7 +280,7 @@ class GradGuardMixin(TrainerAdapter):
         with self.compute_loss_context_manager(), self._loss_pass():
             return self.compute_loss(module, dict(batch), num_items_in_batch=count)
 
-    def _clients_of(
+    def _turns_of(
         self, module: nn.Module, inputs: dict[str, Any], normalization: Normalization
     ) -> tuple[list[ClientBatch], Spread]:
         """What of a rank's batch is whose, how much it counts, and the spread of `Weights`."""
@@ -292,7 +291,7 @@ class GradGuardMixin(TrainerAdapter):
             return list(map(ClientBatch, self._clients, batches, factors, rows)), spread
         # n_k/Σn over all ranks; ranks are averaged, and accumulated steps added up, later
         ranks, steps = self.accelerator.num_processes, normalization.accumulation
-        clients = [
+        turns = [
             ClientBatch(
                 self._clients[number // ranks],
                 batch,
@@ -302,8 +301,8 @@ class GradGuardMixin(TrainerAdapter):
             for number, share, rows, batch in clients_in(inputs)
         ]
         if self.private_rows is not None:
-            clients = self.private_rows.count(clients)
-        return clients, Spread()
+            turns = self.private_rows.count(turns)
+        return turns, Spread()
 
     def _exchange(self, module: nn.Module) -> None:
         """Average over ranks what they have protected, and agree on going on."""
@@ -428,8 +427,7 @@ class GradGuardMixin(TrainerAdapter):
         """What a defense remembers belongs in a checkpoint: a run that is killed and resumed goes
         on as if it had not been.
         """
-        names, record = self._messages.parameters_of(self._clients), self._run_record()
-        state = self._clients, self.accountant, names, self._labels.key, record
+        state = self._clients, self.accountant, self._labels.key, self._run_record()
         save_private_state(folder, self.accelerator.process_index, *state)
 
     def load_state_of_rank(self, folder: str) -> None:
@@ -455,11 +453,10 @@ class GradGuardMixin(TrainerAdapter):
             if self.private_rows is not None:
                 self.private_rows.resume(saved.transcript, records, is_only)
         releases = [entry["release"] for entry in records if "release" in entry]
-        names = load_private_state(
+        load_private_state(
             folder, rank, self._clients, self.accountant, self.args.device, self._labels.key,
             record, releases,
         )  # fmt: skip
-        self._messages.expect_parameters(self._clients, names)
         self.shared_messages.load_state_dict(None if saved is None else saved.shared)
 
     def resume_account(self) -> None:

@@ -15,12 +15,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..defenses import Defense
-from ..gradient_map import Tensors
+from ..defenses.base import State
 from ..gradient_map.scaled import ScaledMap, ScaleOverflow
 from ..gradient_map.types import LossFunction
 from .exchange.average import SecureSum, any_rank, average_gradients
-from .message import ClientBatch, MessageMaker, SharedMessages
+from .message import Client, ClientBatch, MessageMaker, SharedMessages
 
 
 class ScaledMessages(MessageMaker):
@@ -56,7 +55,7 @@ class ScaledMessages(MessageMaker):
         self._scaler, self._optimizer, self._counts = scaler, optimizer, counts
         self._has_overflow = False  # of this rank, in this step
         self._counted = 0  # messages before this step
-        self._states: dict[int, tuple[Defense, Tensors]] = {}  # clients' before this step
+        self._states: list[tuple[Client, State]] = []  # clients' before this step
 
     def scale(self, device: torch.device) -> float:
         """What losses are multiplied with now."""
@@ -65,33 +64,36 @@ class ScaledMessages(MessageMaker):
     def share(
         self,
         module: nn.Module,
-        client: ClientBatch,
+        turn: ClientBatch,
         loss_fn: LossFunction,
         step: int,
         runner: Any = None,
     ) -> Tensor:
         """As in `MessageMaker`. Of a gradient that overflows nothing is added or drawn."""
-        self._remember(client.defense)
-        scale = self.scale(next(module.parameters()).device)
-        self._sharing["kind"] = functools.partial(ScaledMap, loss_scale=scale)
+        self._keep(turn.client)
         try:
-            return super().share(module, client, loss_fn, step, runner)
+            return super().share(module, turn, loss_fn, step, runner)
         except ScaleOverflow as overflow:
             self._has_overflow = True
             return overflow.loss
 
+    def _sharing(self, module: nn.Module) -> dict[str, Any]:
+        scale = self.scale(next(module.parameters()).device)
+        return {**super()._sharing(module), "kind": functools.partial(ScaledMap, loss_scale=scale)}
+
     def share_noise(
-        self, parameters: Mapping[str, nn.Parameter], defense: Defense, weight: float, step: int
+        self, parameters: Mapping[str, nn.Parameter], client: Client, weight: float, step: int
     ) -> None:
         """As in `MessageMaker`."""
-        self._remember(defense)
-        super().share_noise(parameters, defense, weight, step)
+        self._keep(client)
+        super().share_noise(parameters, client, weight, step)
 
-    def _remember(self, defense: Defense) -> None:
+    def _keep(self, client: Client) -> None:
+        """Keep a client's state, for a step that is not made."""
         if not self._states:
             self._counted = self._counts.total
-        if id(defense) not in self._states:
-            self._states[id(defense)] = defense, defense.state_dict()
+        if not any(kept is client for kept, _ in self._states):
+            self._states.append((client, client.state))
 
     @torch.no_grad()
     def average(
@@ -107,8 +109,8 @@ class ScaledMessages(MessageMaker):
         if any_rank(self._has_overflow, accelerator, secure):
             for parameter in parameters:
                 parameter.grad = torch.full_like(parameter, torch.inf)
-            for defense, state in self._states.values():
-                defense.load_state_dict(state)
+            for client, state in self._states:
+                client.state = state
             self._counts.add(self._counted - self._counts.total)
         else:
             average_gradients(parameters, accelerator, secure)

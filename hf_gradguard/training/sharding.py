@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from ..data.private import write_private
-from ..defenses import Defense, Message
+from ..defenses import Message
 from ..defenses.message import norm
 from ..gradient_map import Tensors
 from ..gradient_map.domain import count_rows
@@ -224,27 +224,25 @@ class ShardedMessages(MessageMaker):
     def share(
         self,
         module: nn.Module,
-        client: ClientBatch,
+        turn: ClientBatch,
         loss_fn: LossFunction,
         step: int,
         runner: Any = None,
     ) -> Tensor:
         """As in `MessageMaker`. The loss is such that its mean over devices is the client's."""
-        self._sharing["shards"] = shards = self._accelerator.shards_of(module)
         try:
-            return super().share(module, client, loss_fn, step)
+            return super().share(module, turn, loss_fn, step)
         finally:
-            shards.reshard()
+            self._accelerator.shards_of(module).reshard()
 
-    def share_noise(
-        self, parameters: Mapping[str, nn.Parameter], defense: Defense, weight: float, step: int
-    ) -> None:
+    def _sharing(self, module: nn.Module) -> dict[str, Any]:
+        return {**super()._sharing(module), "shards": self._accelerator.shards_of(module)}
+
+    def _nothing(self, parameters: Mapping[str, nn.Parameter]) -> ZeroGradient:
         """As in `MessageMaker`, on this device's part."""
-        noise, _, _ = self._streams.next_message(step)
-        defense.at_step(step)
         nothing = ZeroGradient({name: local(p) for name, p in parameters.items()})
         nothing.shards = self._accelerator.shards
-        self._add(parameters, defense(nothing, noise), weight)
+        return nothing
 
     @torch.no_grad()
     def _add(self, parameters: Mapping[str, nn.Parameter], shared: Message, weight: float) -> None:

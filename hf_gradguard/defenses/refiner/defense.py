@@ -6,10 +6,8 @@ sketch.py.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,8 +19,8 @@ from ...gradient_map.random_batch import synthetic_samples
 from ...networks.loading import check_digest
 from ...networks.trial import name_of
 from ...randomness import Stream
-from ..base import DefenseFacts, check_range, check_whole
-from ..feedback import BiasedDefense, LeftOut, check_min_batches
+from ..base import DefenseFacts, Reader, check_range, check_whole
+from ..feedback import BiasedDefense, check_min_batches
 from ..mechanism import Fitted, Mechanism
 from ..message import Message, cast_like, norm, nothing_of, true_gradient
 from ..sketch import (
@@ -70,6 +68,19 @@ _UNSET = {"warm_start": 0}
 
 
 _PINS = ("revision", "sha256")
+
+
+@dataclass
+class _Loaded:
+    """What all clients of a process share: an evaluation network, and the version of the embeddings
+    that it was last compared with, since hashing a matrix takes longer than a step.
+    """
+
+    network: Any
+    checked: tuple[int, int] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Loaded:
+        return self
 
 
 @dataclass
@@ -163,11 +174,9 @@ class Refiner(BiasedDefense):
         check_settings(self)
         network = self.evaluation_network
         # The settings keep a name: what it stands for is loaded once, and clients share it.
-        self._loaded = None if isinstance(network, str) else network
-        self._memory = Memory(self.warm_start)
-        self._special, self._tried = SpecialTokens(), False
+        self._loads = _Loaded(None if isinstance(network, str) else network)
+        self._special = SpecialTokens()
         self._processor: tuple[Any, Any] = (None, None)  # an image processor's mean and deviation
-        self._checked: tuple[int, int] | None = None
 
     @property
     def facts(self) -> DefenseFacts:
@@ -207,14 +216,15 @@ class Refiner(BiasedDefense):
         """
         from ...networks import check_network, network_for
 
-        self._special, self._tried = SpecialTokens.of(processing_class), False
+        self._special = SpecialTokens.of(processing_class)
+        self.remember(memory=replace(self._memory, tried=None))
         self._processor = (None, None)
         if getattr(processing_class, "do_normalize", False):
             self._processor = (processing_class.image_mean, processing_class.image_std)
         if not self.uses_network and self.evaluation_network is None:
             return
         if self.network is None or self.evaluation_network is None:  # one is found for each model
-            self._loaded = network_for(model, processing_class, self.public_text)
+            self._loads.network = network_for(model, processing_class, self.public_text)
         special = None if processing_class is None else self._special.ids
         check_network(self.network, domain_of_model(model).embedding(model), special)
 
@@ -227,22 +237,22 @@ class Refiner(BiasedDefense):
         """The evaluation network, loaded when it is first asked for; `None` if none was given or
         found.
         """
-        if self._loaded is None and self.evaluation_network is not None:
+        if self._loads.network is None and self.evaluation_network is not None:
             from ...networks import load_network
 
             pins = {pin: getattr(self, pin) for pin in _PINS if getattr(self, pin) is not None}
-            self._loaded = load_network(self.evaluation_network, **pins)
-        if self._loaded is not None:
-            check_digest(name_of(self._loaded), getattr(self._loaded, "sha256", None), self.sha256)
-        return self._loaded
+            self._loads.network = load_network(self.evaluation_network, **pins)
+        if (network := self._loads.network) is not None:
+            check_digest(name_of(network), getattr(network, "sha256", None), self.sha256)
+        return network
 
-    @cached_property
-    def _left_out(self) -> LeftOut:
-        return LeftOut(self.min_batches)
+    @property
+    def _memory(self) -> Memory:
+        return self.state.get("memory") or Memory()
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         robust = self.refine(gmap, generator)  # what cannot be refined is refused at once
-        if self.error_feedback and self._left_out.too_few:
+        if self.error_feedback and self._residual.too_few:
             return nothing_of(gmap)
         if self.objective == "weighted":
             gradient = true_gradient(gmap)
@@ -278,9 +288,11 @@ class Refiner(BiasedDefense):
             if gmap.embedding is not None
             else Pixels(gmap, *self._normalization)
         )
-        if not self._tried:  # a few words do not say much: then the next batch is tried too
+        version = self._loads.checked or (0, 0)
+        if self._memory.tried != version:
             try_on_batch(gmap, network, inputs)
-            self._tried = not inputs.has_few_words
+            if not inputs.has_few_words:  # which do not say much: then the next batch is tried too
+                self.remember(memory=replace(self._memory, tried=version))
         gradient = true_gradient(gmap)
         weights = utility_weights(
             gmap, gradient, settings.tau, settings.element_wise, settings.normalize
@@ -294,7 +306,8 @@ class Refiner(BiasedDefense):
         descent = Descent(gmap, gradient, inputs, network, settings.beta, weights)
         optimizer = OPTIMIZERS[settings.optimizer]([start], lr=settings.learning_rate)
         refined = descent.run(start, iterations, optimizer)
-        self._memory.keep(refined.input, inputs)
+        kept = self._memory.with_batch(refined.input, inputs, self.warm_start)
+        self.remember(memory=kept)
         return refined
 
     def _fit_synthetic(self, gmap: GradientMap, network: Any, generator: Stream) -> RobustData:
@@ -323,13 +336,6 @@ class Refiner(BiasedDefense):
                 ratios = [float(noise_ratio(samples_at)) for samples_at in (synthetic.input, x)]
         return RobustData(x, fit.nearest, [1 - cosine for cosine in cosines], ratios, 1.0)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Refiner:
-        """A client's own: what it remembers is copied, the network, which never changes, is not."""
-        memo[id(self.network)] = self.network
-        copied = copy.copy(self)
-        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return copied
-
     def _network(self, gmap: GradientMap) -> Any:
         """The evaluation network, on the input's device and never trained."""
         kind = "text" if gmap.embedding is not None else "image"
@@ -350,24 +356,21 @@ class Refiner(BiasedDefense):
         if gmap.embedding is not None and hasattr(network, "check_embedding"):
             weight: Tensor = gmap.embedding.weight  # type: ignore[assignment]
             version = (weight.data_ptr(), weight._version)
-            if self._checked != version:  # hashing the matrix takes longer than a step
+            if self._loads.checked != version:
                 network.check_embedding(weight)
-                self._checked, self._tried = version, False
+                self._loads.checked = version
         return network.to(gmap.input.device).eval().requires_grad_(False)
 
-    def state_dict(self) -> Tensors:
-        return super().state_dict() | self._memory.state_dict()
-
-    def load_state_dict(self, state: Tensors) -> None:
-        super().load_state_dict(self._memory.load_state_dict(state))
+    def parts(self) -> dict[str, Reader]:
+        return super().parts() | {"memory": Memory.read}
 
     def settings(self) -> dict[str, Any]:
         settings = super().settings()
-        network = settings.pop("evaluation_network", self._loaded)
+        network = settings.pop("evaluation_network", self._loads.network)
         if network is None:
             return settings
         name = network if isinstance(network, str) else network.name_or_path or "unnamed"
-        pins = {pin: getattr(self._loaded, pin, None) for pin in _PINS}
+        pins = {pin: getattr(self._loads.network, pin, None) for pin in _PINS}
         return settings | {"evaluation_network": name} | {k: v for k, v in pins.items() if v}
 
 

@@ -14,8 +14,8 @@ divided by Σ_l ‖w_l ⊙ g_l(x)‖², which makes it a relative error.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -272,43 +272,49 @@ def noise_ratio_of_samples(
     return judged(space.plain(x).clamp(0, 1).float(), network)
 
 
+@dataclass(frozen=True, eq=False)
 class Memory:
-    """Robust data of examples that were refined before, by their content.
+    """What a client's refinements leave for later ones.
 
     Args:
-        size: How many are kept, the last ones.
+        robust_data: Of examples that were refined before, by their content, the last one last.
+        tried: The version of the embeddings for which the evaluation network was tried on the
+            client's own data; `None` before that.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size, self._robust_data = size, OrderedDict[str, Tensor]()
+    robust_data: Mapping[str, Tensor] = field(default_factory=dict)
+    tried: tuple[int, int] | None = None
 
     def recall_(self, x: Tensor, inputs: Words | Pixels) -> bool:
-        """Write what is known of a batch's examples into `x`. Returns whether all are known."""
-        remembered = [self._robust_data.get(key) for key in inputs.digests()] if self._size else []
+        """Write what is known of a batch's examples into `x`. Return whether all are known."""
+        digests = inputs.digests() if self.robust_data else []
+        remembered = [self.robust_data.get(key) for key in digests]
         for row, robust_data in enumerate(remembered):
             if robust_data is not None:
                 inputs.recall_(x, row, robust_data)
         return bool(remembered) and all(robust_data is not None for robust_data in remembered)
 
-    def keep(self, x: Tensor, inputs: Words | Pixels) -> None:
-        """The batch's, with room for the last `size`."""
-        for row, key in enumerate(inputs.digests() if self._size else []):
-            self._robust_data[key] = inputs.memory(x, row).cpu().clone()
-            self._robust_data.move_to_end(key)
-        while len(self._robust_data) > self._size:
-            self._robust_data.popitem(last=False)
+    def with_batch(self, x: Tensor, inputs: Words | Pixels, size: int) -> Memory:
+        """Return the memory with a batch's robust data, and room for the last `size` examples."""
+        robust_data = dict(self.robust_data)
+        for row, key in enumerate(inputs.digests() if size else []):
+            robust_data.pop(key, None)
+            robust_data[key] = inputs.memory(x, row).cpu().clone()
+        kept = list(robust_data.items())[-size:] if size else []
+        return replace(self, robust_data=dict(kept))
 
-    def state_dict(self) -> Tensors:
-        """Private to the client."""
-        numbered = enumerate(self._robust_data.items())
+    def tensors(self) -> Tensors:
+        """Return robust data, for a checkpoint. They are private to the client."""
+        numbered = enumerate(self.robust_data.items())
         return {f"robust.{index}.{key}": data for index, (key, data) in numbered}
 
-    def load_state_dict(self, state: Tensors) -> Tensors:
-        """Take what is the memory's. Returns the rest."""
-        own_keys = [key for key in state if key.startswith("robust.")]
-        own_keys.sort(key=lambda key: int(key.split(".")[1]))
-        self._robust_data = OrderedDict((key.split(".")[2], state[key].cpu()) for key in own_keys)
-        return {key: tensor for key, tensor in state.items() if key not in own_keys}
+    @classmethod
+    def read(cls, tensors: dict[str, Tensor]) -> Memory | None:
+        """Take the memory out of a checkpoint's tensors, if they hold one."""
+        keys = sorted((k for k in tensors if k.startswith("robust.")),
+                      key=lambda key: int(key.split(".")[1]))  # fmt: skip
+        robust_data = {key.split(".")[2]: tensors.pop(key).cpu() for key in keys}
+        return cls(robust_data) if robust_data else None
 
 
 def try_on_batch(gmap: GradientMap, network: Any, inputs: Words | Pixels) -> None:

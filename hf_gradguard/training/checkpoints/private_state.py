@@ -19,8 +19,9 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ...data.private import write_private
-from ...defenses import Defense
+from ...defenses.base import NO_STATE
 from ...leakage import FisherAccountant
+from ..message import Client
 from ..privacy.labels import LabelKey
 
 logger = logging.get_logger(__name__)
@@ -105,9 +106,8 @@ class RunRecord:
 def save_private_state(
     folder: str,
     rank: int,
-    clients: Sequence[Defense],
+    clients: Sequence[Client],
     accountant: FisherAccountant | None,
-    names: Sequence[str] = (),
     label_key: LabelKey | None = None,
     record: RunRecord | None = None,
 ) -> None:
@@ -118,26 +118,26 @@ def save_private_state(
     Args:
         folder: Of the checkpoint.
         rank: Whose it is.
-        clients: Each client's defense.
+        clients: Whose state it is.
         accountant: The rank's, if it has one.
-        names: What stands for the parameters that each client's last message was of.
         label_key: Of randomized labels, if there are any.
         record: Of the run.
 
     Example:
-        >>> save_private_state(".", 0, [make_defense("optimal_noise")], accountant=None)
+        >>> save_private_state(".", 0, [Client(make_defense("optimal_noise"))], accountant=None)
         >>> os.listdir()
         ['gradguard_private_rank0.safetensors']
     """
     state = {
         f"{index}/{key}": tensor.contiguous()
-        for index, defense in enumerate(clients)
-        for key, tensor in defense.state_dict().items()
+        for index, client in enumerate(clients)
+        for key, tensor in client.defense.flatten(client.state).items()
     }
     if accountant is not None:
         state |= {f"{_ACCOUNT}{key}": tensor for key, tensor in accountant.state_dict().items()}
     if label_key is not None:
         state[_LABEL_KEY] = label_key.tensor()
+    names = [client.parameters for client in clients]
     about = {_NAMES: " ".join(names), _CLIENTS: str(len(clients)), _RANKS: str(_ranks())}
     if record is not None:
         about[_RUN] = json.dumps(asdict(record), sort_keys=True)
@@ -199,15 +199,14 @@ def check_record(
 def load_private_state(
     folder: str,
     rank: int,
-    clients: Sequence[Defense],
+    clients: Sequence[Client],
     accountant: FisherAccountant | None,
     device: torch.device,
     label_key: LabelKey | None = None,
     record: RunRecord | None = None,
     releases: Sequence[Mapping[str, Any]] = (),
-) -> list[str]:
-    """Restore them. Returns what stands for the parameters that each client's last message was of,
-    nothing if the file does not say.
+) -> None:
+    """Restore them.
 
     Without a file of this rank, or with one that another number of ranks saved or that was saved
     under other settings than `record` has, defenses forget what they remember, with a warning. The
@@ -219,11 +218,12 @@ def load_private_state(
             one that knows examples by their content.
 
     Example:
-        >>> one, other = make_defense("optimal_noise"), make_defense("optimal_noise")
-        >>> message = one(gmap)
-        >>> save_private_state(".", 0, [one], accountant=None)
-        >>> names = load_private_state(".", 0, [other], None, torch.device("cpu"))
-        >>> one.state_dict().keys() == other.state_dict().keys()
+        >>> defense = make_defense("optimal_noise")
+        >>> message, state = defense.apply(gmap, {})
+        >>> save_private_state(".", 0, [Client(defense, state)], accountant=None)
+        >>> resumed = Client(defense)
+        >>> load_private_state(".", 0, [resumed], None, torch.device("cpu"))
+        >>> resumed.state.keys() == state.keys()
         True
     """
     if not os.path.isfile(_file(folder, rank)):
@@ -231,7 +231,8 @@ def load_private_state(
             raise ValueError(_NO_ACCOUNT.format(folder))
         if label_key is not None:
             raise ValueError(_NO_LABEL_KEY.format(folder))
-        return _begin_anew(clients, f"{folder} holds no defense state of this rank")
+        _begin_anew(clients, f"{folder} holds no defense state of this rank")
+        return
     saved, about = _read_tensors(_file(folder, rank))
     names, states = about.get(_NAMES, "").split(), _of_clients(saved)
     num_clients = int(about.get(_CLIENTS) or len(names) or 1 + max(states, default=-1))
@@ -243,13 +244,14 @@ def load_private_state(
     _load_label_key(saved, folder, label_key)
     _load_account(saved, folder, accountant, releases)
     if states and ranks != _ranks():
-        return _begin_anew(clients, f"{folder} was saved by {ranks} rank(s), not {_ranks()}")
-    if states and (changed := _changed_settings(about, record)):
-        return _begin_anew(clients, f"{folder} was saved with other {', '.join(changed)}")
-    for index, defense in enumerate(clients):
-        client_state = states.get(index, {})
-        defense.load_state_dict({key: tensor.to(device) for key, tensor in client_state.items()})
-    return names
+        _begin_anew(clients, f"{folder} was saved by {ranks} rank(s), not {_ranks()}")
+    elif states and (changed := _changed_settings(about, record)):
+        _begin_anew(clients, f"{folder} was saved with other {', '.join(changed)}")
+    else:
+        for index, client in enumerate(clients):
+            saved_state = {name: t.to(device) for name, t in states.get(index, {}).items()}
+            client.state = client.defense.unflatten(saved_state)
+            client.parameters = names[index] if index < len(names) else "-"
 
 
 def _changed_settings(about: Mapping[str, str], record: RunRecord | None) -> list[str]:
@@ -260,12 +262,11 @@ def _changed_settings(about: Mapping[str, str], record: RunRecord | None) -> lis
     return [name for name, value in current.items() if saved.get(name, value) != value]
 
 
-def _begin_anew(clients: Sequence[Defense], reason: str) -> list[str]:
+def _begin_anew(clients: Sequence[Client], reason: str) -> None:
     """Also what an earlier training of this process has left."""
     logger.warning(f"{reason}. Sensitivities are estimated anew, and nothing is left to be sent.")
-    for defense in clients:
-        defense.load_state_dict({})
-    return []
+    for client in clients:
+        client.state, client.parameters = NO_STATE, "-"
 
 
 def _of_clients(saved: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:

@@ -17,7 +17,7 @@ from ...defenses import Defense
 from ...defenses.noise import NoiseDefense
 from ..config import setting
 from ..exchange.average import SecureSum, average
-from ..message import ClientBatch, MessageMaker
+from ..message import Client, ClientBatch, MessageMaker
 
 
 def is_summed(defense: Defense, args: TrainingArguments) -> bool:
@@ -46,12 +46,13 @@ class EmptyClients:
     Example:
         >>> from hf_gradguard import GradGuardConfig
         >>> from hf_gradguard.training.guards.watch import Ledger
-        >>> from hf_gradguard.training.message import ClientBatch, RandomStreams, LeakageMeter
+        >>> from hf_gradguard.training.message import Client, ClientBatch, RandomStreams
+        >>> from hf_gradguard.training.meter import LeakageMeter
         >>> defense = make_defense("gaussian_noise", scale=0.5)
         >>> meter = LeakageMeter(GradGuardConfig("out"), defense, None)
         >>> messages = MessageMaker(RandomStreams(), meter, Ledger(), share_input_embeddings=False)
         >>> empty = EmptyClients(lambda module: dict(module.named_parameters()), summed=False)
-        >>> nobody = ClientBatch(defense, {}, weight=0.0)
+        >>> nobody = ClientBatch(Client(defense), {}, weight=0.0)
         >>> empty.share(messages, model, [nobody], accumulation=1, step=0)
         >>> 0.4 < float(model.bert.pooler.dense.weight.grad.std()) < 0.6
         True
@@ -61,11 +62,11 @@ class EmptyClients:
         self, shared: Callable[[nn.Module], Mapping[str, nn.Parameter]], summed: bool
     ) -> None:
         self._shared, self.summed = shared, summed
-        self._waiting: list[Defense] = []
+        self._waiting: list[Client] = []
         self._weight, self._count = 0.0, 0
 
     def share(
-        self, messages: MessageMaker, module: nn.Module, clients: Sequence[ClientBatch],
+        self, messages: MessageMaker, module: nn.Module, turns: Sequence[ClientBatch],
         accumulation: int, step: int,
     ) -> None:  # fmt: skip
         """Add the noise of those of a micro-batch's clients that are empty, or keep it for
@@ -74,21 +75,20 @@ class EmptyClients:
         Args:
             messages: Makes them.
             module: Whose parameters are shared.
-            clients: All of the micro-batch.
+            turns: All clients' of the micro-batch.
             accumulation: Micro-batches of the optimizer step.
             step: Optimizer steps that are finished.
         """
-        self._weight += sum(client.weight for client in clients)
-        self._count += sum(bool(client.weight) for client in clients)
-        empty = [client.defense for client in clients if not client.weight]
+        self._weight += sum(turn.weight for turn in turns)
+        self._count += sum(bool(turn.weight) for turn in turns)
         # Zeros would say that nothing counted, where others' messages have noise everywhere.
-        noisy = [d for d in empty if isinstance(d, NoiseDefense) and d.stands_alone]
+        noisy = [t.client for t in turns if not t.weight and _shares_noise(t.client)]
         if self.summed:
             self._waiting += noisy
             return
-        for defense in noisy:
-            weight = 1 / (len(clients) * accumulation)
-            messages.share_noise(self._shared(module), defense, weight, step)
+        for client in noisy:
+            weight = 1 / (len(turns) * accumulation)
+            messages.share_noise(self._shared(module), client, weight, step)
 
     def share_sum(
         self, messages: MessageMaker, module: nn.Module, step: int, accelerator: Accelerator,
@@ -107,6 +107,12 @@ class EmptyClients:
         means = torch.tensor(weight_and_count, dtype=torch.float64, device=accelerator.device)
         average([means], accelerator, secure)
         weight, count = means.tolist()
-        for defense in self._waiting if count else []:
-            messages.share_noise(self._shared(module), defense, weight / count, step)
+        for client in self._waiting if count else []:
+            messages.share_noise(self._shared(module), client, weight / count, step)
         self._waiting, self._weight, self._count = [], 0.0, 0
+
+
+def _shares_noise(client: Client) -> bool:
+    """Whether a client shares noise where it has nothing else to share."""
+    defense = client.defense.with_state(client.state)
+    return isinstance(defense, NoiseDefense) and defense.stands_alone

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from ...defenses.dp import PrivacyPlan
 from ...leakage import dp_sgd_noise_multiplier
 from ...leakage.differential_privacy import protection_note
 from ...randomness import KEY_BYTES, Stream
@@ -32,8 +33,8 @@ from .private_rows import (
     DUMMY,
     PrivateRows,
     RowSampler,
-    noise_if_empty,
     rounding_of_rows,
+    without_dummy,
 )
 from .schedules import falls_to_zero, follows_evaluation
 from .secret_positions import SecretPositions, positions_unknown
@@ -208,12 +209,13 @@ class CorrelatedRows(PrivateRows):
         rounding = self._rounding(args, model)
         own_multiplier = plan.noise_multiplier * (1 + rounding) / self._messages_of_sum(args)
         own_multiplier *= 1 + rounding_of_rows(self.batch_size)
-        for client in self._clients():
-            client.calibrate(  # type: ignore[attr-defined]
-                own_multiplier, self.batch_size, messages=plan.messages,
-                min_separation=self._rounds if plan.messages > self._rounds else None,
-                falling_rate=falls_to_zero(schedule, state.max_steps),
-            )  # fmt: skip
+        separation = self._rounds if plan.messages > self._rounds else None
+        is_falling = falls_to_zero(schedule, state.max_steps)
+        sampling: Any = self._sampling
+        self._plan(
+            PrivacyPlan(own_multiplier, self.batch_size, sampling, plan.messages, separation,
+                        is_falling)
+        )  # fmt: skip
         self._tell_origin(plan.noise_multiplier, 1.0, 1)
         if self._rank == 0:
             self._announce(plan.messages, plan.noise_multiplier)
@@ -308,7 +310,7 @@ class CorrelatedRows(PrivateRows):
             for row in self._order(client)[message].tolist() or [DUMMY]
         ]
 
-    def count(self, batches: list[ClientBatch]) -> list[ClientBatch]:
+    def count(self, turns: list[ClientBatch]) -> list[ClientBatch]:
         """A step's clients, each of which now shares the next message.
 
         Raises:
@@ -320,12 +322,12 @@ class CorrelatedRows(PrivateRows):
             raise RuntimeError(
                 f"All {plan.messages} messages that the noise was planned for are shared."
             )
-        for batch in batches:
-            hosted = next(n for n, client in enumerate(clients) if client is batch.defense)
-            placed = self._order(self._rank + hosted * self._ranks)[plan.position % self._rounds]
-            rows = [] if batch.rows is None else [r for r in batch.rows.tolist() if r != DUMMY]
+        hosted = [next(n for n, c in enumerate(clients) if c is turn.client) for turn in turns]
+        for number, turn in zip(hosted, turns, strict=True):
+            placed = self._order(self._rank + number * self._ranks)[plan.position % self._rounds]
+            rows = [] if turn.rows is None else [r for r in turn.rows.tolist() if r != DUMMY]
             # some may be missing, at which reading or collating failed
-            if batch.rows is None or collections.Counter(rows) - collections.Counter(
+            if turn.rows is None or collections.Counter(rows) - collections.Counter(
                 placed.tolist()
             ):
                 raise RuntimeError(
@@ -343,11 +345,14 @@ class CorrelatedRows(PrivateRows):
         self._write(figures | place)
         self.account.add(*figures.values())  # type: ignore[arg-type]
         plan.is_counted, self._keys[plan.position] = True, key
-        for number, client in enumerate(clients):
-            keys = functools.partial(self._key_of, number)
-            client.go_on_at(plan.position, keys)  # type: ignore[attr-defined]
+        keyed = []
+        for number, turn in zip(hosted, turns, strict=True):
+            keys, client = functools.partial(self._key_of, number), turn.client
+            defense: Any = client.defense
+            client.state = defense.at_message(client.state, plan.position, keys)
+            keyed.append(turn._replace(noise_key=keys(plan.position)))
         plan.position += 1
-        return [noise_if_empty(batch) for batch in batches]
+        return [without_dummy(turn) for turn in keyed]
 
     def _new_key(self, position: int) -> bytes:
         """Draws the key of a message's noise: that of a `noise_seed` if there is one."""
@@ -447,11 +452,12 @@ class CorrelatedRows(PrivateRows):
         bins = min(self._least_rounds, plan.messages)  # places that are not shared hide nobody
         if bins == 1 or self.is_noise_known():
             return None
-        client: Any = next(iter(self._clients()))
-        stream = client.stream_at(plan.position)
-        strength = stream.sensitivity(client.participations or 1, client.min_separation)
+        client = next(iter(self._clients()))
+        defense: Any = client.defense
+        noise = defense.noise_at(client.state, plan.position)
+        strength = noise.sensitivity(defense.participations or 1, defense.min_separation)
         return positions_unknown(
-            stream.factor, plan.messages, plan.noise_multiplier, bins, strength, self.defense.delta
+            noise.factor, plan.messages, plan.noise_multiplier, bins, strength, self.defense.delta
         )
 
     def metrics(self) -> dict[str, float]:

@@ -182,8 +182,6 @@ class AttemptsPassingRows:
         """Return the client with the rows that pass by themselves; `None` if that changes nothing,
         or no row is known that passes.
         """
-        from ...defenses.dp import DPSGD, NoSample
-
         count = count_rows(client.batch)
 
         def evaluate(row: int) -> None:
@@ -198,11 +196,9 @@ class AttemptsPassingRows:
             return client._replace(batch=rows_of(client.batch, rows, count), rows=numbers)
         if self._spare is None:
             self._spare = self._other_batch(module, loss_fn)
-        assert isinstance(client.defense, DPSGD)
         if self._spare is None:
             return None
-        noise = NoSample.of(client.defense)
-        return client._replace(defense=noise, batch=self._spare, rows=numbers[:0])
+        return client._replace(batch=self._spare, rows=numbers[:0])
 
     def _other_batch(self, module: nn.Module, loss_fn: LossFunction) -> dict[str, Any] | None:
         """Return another row of the data that passes, if one of the first does."""

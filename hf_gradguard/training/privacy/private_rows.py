@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from ...defenses import Chain, Defense
+from ...defenses.dp import DPSGD, OptimalDPSGD, PrivacyPlan
 from ...gradient_map.per_sample.sums import ROW_ROUNDING
 from ...leakage import PrivacyAccount, dp_sgd_noise_multiplier
 from ...leakage.differential_privacy import protection_note
@@ -30,12 +31,9 @@ from ..clients.batches import SampledRow
 from ..clients.partition import Rows
 from ..config import setting
 from ..exchange.start import check_agreed
-from ..message import ClientBatch
+from ..message import Client, ClientBatch
 from .account import AccountFile
 from .known_seed import NO_EPSILON, has_known_seed
-
-if TYPE_CHECKING:
-    from ...defenses.dp import DPSGD
 
 DUMMY = -1
 """The row that stands in an empty batch, for its shapes: the last one."""
@@ -139,7 +137,7 @@ class PrivateRows(TrainerCallback):
 
     def __init__(
         self, defense: DPSGD, args: TrainingArguments, rows: int, rank: int, ranks: int,
-        clients: Callable[[], Sequence[Defense]], account: PrivacyAccount | None = None,
+        clients: Callable[[], Sequence[Client]], account: PrivacyAccount | None = None,
         account_file: AccountFile | None = None,
     ) -> None:  # fmt: skip
         self.defense, self._args, self._rank, self._ranks = defense, args, rank, ranks
@@ -197,10 +195,15 @@ class PrivateRows(TrainerCallback):
         own_multiplier *= 1 + rounding_of_rows(self.batch_size)
         self._rounding(args, model)  # refuses noise, known only now, that is too fine
         self._tell_origin(multiplier, self.rate, messages)
-        for client in self._clients():
-            client.calibrate(own_multiplier, self.batch_size)  # type: ignore[attr-defined]
+        self._plan(PrivacyPlan(own_multiplier, self.batch_size, sampling="poisson"))
         if self._rank == 0:
             self._announce(messages, multiplier)
+
+    def _plan(self, plan: PrivacyPlan) -> None:
+        """Give all clients of this rank the mechanism of the plan."""
+        for client in self._clients():
+            assert isinstance(client.defense, DPSGD)  # private_rows_of saw to it
+            client.defense = client.defense.planned(plan)
 
     def _messages_of_sum(self, args: TrainingArguments) -> float:
         """√n of the n messages that noise is of, if it is of their sum: a rank can take its own out
@@ -272,12 +275,12 @@ class PrivateRows(TrainerCallback):
             f"noise multiplier {multiplier:.4g}."
         )
 
-    def count(self, batches: list[ClientBatch]) -> list[ClientBatch]:
+    def count(self, turns: list[ClientBatch]) -> list[ClientBatch]:
         """A step's clients, each of which now shares a message; of an empty batch noise alone."""
         assert self.noise_multiplier is not None
         self._write({"noise_multiplier": self.noise_multiplier, "sampling_rate": self.rate})
         self.account.add(self.noise_multiplier, self.rate)
-        return [noise_if_empty(batch) for batch in batches]
+        return [without_dummy(turn) for turn in turns]
 
     def _write(self, figures: Mapping[str, Any]) -> None:
         """Write down a message before it leaves, and count what went on elsewhere."""
@@ -356,14 +359,12 @@ def rounding_of_rows(batch_size: float) -> float:
     return ROW_ROUNDING * (batch_size + 8 * math.sqrt(batch_size) + 40)
 
 
-def noise_if_empty(batch: ClientBatch) -> ClientBatch:
-    """The same; of no rows it shares noise alone."""
-    from ...defenses.dp import DPSGD, NoSample
-
-    if batch.rows is None or not bool((batch.rows == DUMMY).any()):
-        return batch
-    assert isinstance(batch.defense, DPSGD)
-    return batch._replace(defense=NoSample.of(batch.defense), rows=batch.rows[:0])
+def without_dummy(turn: ClientBatch) -> ClientBatch:
+    """Return the same; with no rows where the only one stands there for its shapes, so that the
+    message is noise alone.
+    """
+    is_dummy = turn.rows is not None and bool((turn.rows == DUMMY).any())
+    return turn._replace(rows=turn.rows[:0]) if is_dummy else turn  # type: ignore[index]
 
 
 def resume_epsilon(
@@ -418,8 +419,6 @@ def is_client_level(defense: Defense) -> bool:
         >>> is_client_level(make_defense("dp_sgd", scale=0.1))
         True
     """
-    from ...defenses.dp import DPSGD, OptimalDPSGD
-
     if isinstance(defense, DPSGD):
         return not (defense.per_sample or defense.correlated)
     return isinstance(defense, OptimalDPSGD)

@@ -6,10 +6,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...defenses import Chain, Defense
+from ...defenses import Chain
 from ...leakage import PrivacyAccount
 from ..config import setting
 from ..guards.checks import is_iterable
+from ..message import Client
 from .account import AccountFile
 from .known_seed import is_noise_known
 from .private_rows import PrivateRows, is_proved
@@ -18,7 +19,7 @@ from .private_rows import PrivateRows, is_proved
 def private_rows_of(
     trainer: Any,
     own_batches: bool,
-    clients: Callable[[], Sequence[Defense]],
+    clients: Callable[[], Sequence[Client]],
     account: PrivacyAccount | None,
     account_file: AccountFile | None = None,
 ) -> PrivateRows | None:
