@@ -11,7 +11,6 @@ Federated Learning" (2023), whose network writes the input itself, from far more
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections import Counter
@@ -160,16 +159,15 @@ class LearnedInversion(Attack):
         defense: Any = self.defense
         if isinstance(defense, str):
             defense = make(DEFENSES, defense, {})
-        client = copy.deepcopy(defense)
-        client.prepare(observation.model, observation.tokenizer)
+        defense.prepare(observation.model, observation.tokenizer)
         bar = logging.tqdm(shadow_rows, desc=self.name, disable=not self.progress)
         for number, (text, text_label) in enumerate(bar):
             if clock.is_over:
                 break
-            client.load_state_dict({})  # each is a client's first message
             batch = text_batch(observation, [text], _as_labels(text_label, observation.device))
             gmap = GradientMap(observation.model, batch)
-            message = client(gmap, Stream.from_seeds(self.seed, number))
+            # each is a client's first message
+            message, _ = defense.apply(gmap, {}, Stream.from_seeds(self.seed, number))
             reader.add(message, text_label, set(text))
         bar.close()
         reader.learn()

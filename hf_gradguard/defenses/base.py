@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
@@ -163,7 +164,9 @@ class Defense:
             step: Optimizer steps that are finished, where somebody counts them.
 
         Raises:
-            FloatingPointError, TypeError, ValueError, RuntimeError: As for a call.
+            FloatingPointError, TypeError, ValueError: As for a call.
+            RuntimeError: As for a call; or if the defense keeps something in an attribute, which
+                would be lost.
 
         Example:
             >>> defense = make_defense("pruning", ratio=0.9, error_feedback=True)
@@ -174,7 +177,10 @@ class Defense:
         client = self.with_state(state)
         if step is not None:
             client.at_step(step)
+        before = dict(vars(client))
         message = client(gmap, generator)
+        if not self._keeps_tensors:
+            _check_forgets(self, before, vars(client))
         return message, client.current_state()
 
     def with_state(self, state: State) -> Self:
@@ -358,6 +364,25 @@ class Defense:
         """The settings that differ from unset, for cards and logs."""
         named = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
         return {name: value for name, value in named if value is not None}
+
+
+def _check_forgets(defense: Defense, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Refuse what a call put into attributes: it would be lost, or be of all clients together."""
+    for name, value in after.items():
+        is_cache = isinstance(getattr(type(defense), name, None), cached_property)
+        if (
+            name not in ("state", "step")
+            and not is_cache
+            and before.get(name, _NOTHING) is not value
+        ):
+            raise RuntimeError(
+                f"{defense.name} keeps {name!r} in an attribute, where it is lost after the "
+                "message. Put it into its state (Defense.remember), or override state_dict and "
+                "load_state_dict."
+            )
+
+
+_NOTHING = object()
 
 
 @dataclass

@@ -77,7 +77,7 @@ class RandomStreams:
         return Stream.from_seeds(*seeds), probes, dropout if self._private_dropout else None
 
 
-@dataclass
+@dataclass(eq=False)
 class Client:
     """One client that lives on this rank.
 

@@ -130,9 +130,8 @@ class LeakageMeter:
         """Whether ranks have to agree at every step on going on."""
         return self._stops
 
-    @property
-    def stop_due(self) -> bool:
-        """Whether a message was below the limit since this was asked last: once per step, so that
+    def pop_stop(self) -> bool:
+        """Return whether a message was below the limit since this was asked last, and forget it:
         the next training does not stop for it.
         """
         due, self._stop_due = self._stop_due, False

@@ -315,7 +315,7 @@ class GradGuardMixin(TrainerAdapter):
         self.ledger.write(parameters, exchanged=True)
         if self._meter is not None and self._meter.stops:
             # A rank that left alone would leave the others waiting for it.
-            is_due = any_rank(self._meter.stop_due, self.accelerator, self._secure)
+            is_due = any_rank(self._meter.pop_stop(), self.accelerator, self._secure)
             self.control.should_training_stop |= is_due
         if self._batch_statistics == "shared":
             average_statistics(module, self.accelerator, self._secure)

@@ -135,7 +135,9 @@ class _Keeper(TrainerCallback):
 
     def __init__(self, trainer: GradGuardTrainer, client: Client, cell: dict) -> None:
         self._trainer, self._folder = trainer, client.folder_of(cell)
-        warmup = trainer._clients[0].facts.warmup_messages  # nothing can be recovered from these
+        warmup = trainer._clients[
+            0
+        ].defense.facts.warmup_messages  # nothing can be recovered from these
         self._stages = {name: max(warmup, round(s * cell["steps"])) for name, s in STAGES.items()}
         self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -150,16 +152,18 @@ class _Keeper(TrainerCallback):
             model = self._trainer.model
             weights = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
             save_file(weights, self._folder / f"{stage}.safetensors")
-            state = self._trainer._clients[0].state_dict()
+            client = self._trainer._clients[0]
+            state = client.defense.flatten(client.state)
             state = {name: tensor.contiguous() for name, tensor in state.items()}
             save_file(state, self._folder / f"{stage}.defense")
 
 
 def _batch_counts(defense: Any) -> dict[str, Tensor] | None:
     """What a pruning counts, and everybody can count: of how many batches the next entries are."""
-    if not isinstance(defense, PruningDefense) or not defense._left_out.batches:
+    residual = defense.state.get("residual") if isinstance(defense, PruningDefense) else None
+    if residual is None or not residual.batches:
         return None
-    return {name: count.short() + 1 for name, count in defense._left_out.batches.items()}
+    return {name: count.short() + 1 for name, count in residual.batches.items()}
 
 
 def judgment(right: np.ndarray) -> dict[str, Any]:

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from transformers import set_seed
 
 from hf_gradguard import GradientMap
-from hf_gradguard.defenses.dp import DPSGD, NoSample
+from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.gradient_map.per_sample.clipping import SampleMap
+from hf_gradguard.gradient_map.views import ZeroGradient
 from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.randomness import Stream
 from hf_gradguard.training.privacy.private_rows import DUMMY, PoissonSampler
@@ -165,10 +166,10 @@ def training(cell: dict, seed: int, x: Tensor, y: Tensor) -> Iterator:
     for picks in PoissonSampler(rows, [rate], rank=0, ranks=1, rounds=rounds, seed=seed):
         yield model
         batch = [pick.row for pick in picks]
-        protect = NoSample.of(defense) if batch == [DUMMY] else defense
         entries = {"pixel_values": x[batch], "labels": y[batch]}
         gmap = SampleMap(model, entries, second_order=False, needs_input=False)
-        message = protect(gmap, generator=noise)
+        source = ZeroGradient(gmap.parameters) if batch == [DUMMY] else gmap
+        message = defense(source, generator=noise)
         for name, parameter in model.named_parameters():
             parameter.grad = message[name]
         optimizer.step()

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from hf_gradguard import GradGuardTrainer, GradientMap
-from hf_gradguard.defenses import Defense, Message
-from hf_gradguard.randomness import Stream
+from hf_gradguard.defenses import Message
+from hf_gradguard.defenses.base import State
+from hf_gradguard.training.message import Client
 
 from ..study import Study
 from . import frontier_clients as clients
@@ -129,16 +130,17 @@ class Sums:
     def __init__(self) -> None:
         self.shared, self.gradient = torch.zeros(()), torch.zeros(())
 
-    def watch(self, defense: Defense) -> None:
-        protect = defense.protect
+    def watch(self, client: Client) -> None:
+        apply = client.defense.apply
 
-        def watched(gmap: GradientMap, generator: Stream) -> Message:
-            message = protect(gmap, generator)
+        def watched(gmap: GradientMap, *rest: Any) -> tuple[Message, State]:
+            message, state = apply(gmap, *rest)
             self.shared = self.shared + flat(message)
             self.gradient = self.gradient + flat(gmap.undefended.gradient())
-            return message
+            return message, state
 
-        defense.protect = watched  # type: ignore[method-assign]
+        client.defense = client.defense.with_state({})
+        client.defense.apply = watched  # type: ignore[method-assign]
 
     @property
     def cosine(self) -> float:

@@ -285,7 +285,7 @@ def test_a_trainers_defense_remembers(tmp_path: Path) -> None:
     )
     trainer.train()
     (client,) = trainer._clients
-    state = client.state_dict()
+    state = client.defense.flatten(client.state)
     assert state
     few = {"samples": 1, "attacks": "embedding_rows", "candidates": []}
     result = audit(trainer, output=tmp_path / "out", **few)
@@ -295,8 +295,9 @@ def test_a_trainers_defense_remembers(tmp_path: Path) -> None:
     forgetful = audit(trainer, defenses=alone, output=tmp_path / "other", **few)
     (other,) = (row for row in forgetful.shared if row["defense"] == "other")
     assert abs(row["relative_error"] - other["relative_error"]) > 1e-3
-    now = trainer._clients[0].state_dict()
-    assert now.keys() == state.keys()  # nothing was added by looking
+    now = trainer._clients[0].state
+    assert now is client.state
+    assert client.defense.flatten(now).keys() == state.keys()  # nothing was added by looking
 
 
 def test_accumulated_messages() -> None:

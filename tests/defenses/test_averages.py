@@ -22,7 +22,9 @@ def test_two_batches_by_hand() -> None:
     first = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor([0.0, 10.0])}
     second = {"a": torch.tensor([[0.0, 0.0], [5.0, 5.0]]), "b": torch.tensor([10.0, 0.0])}
     for squares in (first, second):
-        averages.add(squares.items(), {"a": torch.ones(2, 2), "b": torch.full((2,), 2.0)})
+        averages = averages.with_batch(
+            squares.items(), {"a": torch.ones(2, 2), "b": torch.full((2,), 2.0)}
+        )
     rows = DECAY * torch.tensor([3.0, 7.0]) / 20 + torch.tensor([0.0, 10.0]) / 20
     columns = DECAY * torch.tensor([4.0, 6.0]) / 20 + torch.tensor([5.0, 5.0]) / 20
     s2 = {
@@ -52,7 +54,7 @@ def test_products_of_rows_and_columns_are_kept_exactly() -> None:
     for shape in ((5, 12), (5, 3, 2, 2)):
         averages, one = Averages(), torch.ones(shape, dtype=torch.float64)
         for _ in range(3):
-            averages.add([("w", matrix.view(shape))], {"w": one})
+            averages = averages.with_batch([("w", matrix.view(shape))], {"w": one})
         prior = PRIOR * matrix.mean()
         expected = torch.outer(rows * columns.sum() + 12 * prior, rows.sum() * columns + 5 * prior)
         expected = expected.view(shape)
@@ -73,7 +75,7 @@ def test_batches_count_alike_whatever_their_scale(factor: float) -> None:
             }
             g = {n: torch.rand(t.shape, generator=generator) for n, t in s2.items()}
             by = scale if step == 1 else 1.0
-            averages.add(
+            averages = averages.with_batch(
                 [(n, by * t) for n, t in s2.items()], {n: by**0.5 * t for n, t in g.items()}
             )
         ratios.append(flat(averages.ratio()))
@@ -85,28 +87,29 @@ def test_probes_add_up() -> None:
     one, two = Averages(), Averages()
     g = {"w": torch.ones(2, 2)}
     parts = [torch.rand(2, 2, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
-    one.add([("w", part) for part in parts], g)
-    two.add([("w", parts[0] + parts[1])], g)
+    one = one.with_batch([("w", part) for part in parts], g)
+    two = two.with_batch([("w", parts[0] + parts[1])], g)
     torch.testing.assert_close(one.ratio()["w"], two.ratio()["w"])
 
 
 def test_state_round_trip() -> None:
-    averages, restored = Averages(), Averages()
     squares = {"layer.0.weight": torch.rand(3, 2), "layer.0.bias": torch.rand(3)}
-    averages.add(squares.items(), {n: torch.rand(t.shape) for n, t in squares.items()})
-    assert not restored
-    state = averages.state_dict()
-    restored.load_state_dict(dict(reversed(state.items())))
+    gradient = {n: torch.rand(t.shape) for n, t in squares.items()}
+    averages = Averages().with_batch(squares.items(), gradient)
+    state = averages.tensors()
+    remaining = {**dict(reversed(state.items())), "calls_left": torch.tensor(1)}
+    restored = Averages.read(remaining)
+    assert restored is not None
+    assert list(remaining) == ["calls_left"]
     assert restored.knows(squares)
     assert not restored.knows(["layer.0.weight"])
     for name, tensor in averages.ratio().items():
         assert torch.equal(restored.ratio()[name], tensor)
-    restored.load_state_dict({})
-    assert not restored
+    assert Averages.read({}) is None
     incomplete = {key: tensor for key, tensor in state.items() if not key.startswith("powers")}
-    for wrong in ({"calls_left": torch.tensor(1)}, {"squares.w": torch.ones(2)}, incomplete):
+    for wrong in ({"squares.w": torch.ones(2)}, incomplete):
         with pytest.raises(ValueError, match="running averages"):
-            restored.load_state_dict(wrong)
+            Averages.read(dict(wrong))
 
 
 # ------------------------------------------------------------------------------- whose shape it is
@@ -268,11 +271,13 @@ def test_a_ratio_is_made_anew_and_is_of_its_time() -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
         tensors = {n: torch.rand(s, generator=generator) for n, s in (("w", (4, 3)), ("b", (4,)))}
-        averages.add(tensors.items(), {n: t.sqrt() for n, t in tensors.items()})
+        gradient = {n: t.sqrt() for n, t in tensors.items()}
+        averages = averages.with_batch(tensors.items(), gradient)
     ratio = averages.ratio()
     before = {name: tensor.clone() for name, tensor in ratio.items()}
     ratio["w"].zero_()
-    averages.add(tensors.items(), {n: torch.rand(t.shape) for n, t in tensors.items()})
+    gradient = {n: torch.rand(t.shape) for n, t in tensors.items()}
+    averages = averages.with_batch(tensors.items(), gradient)
     for name, tensor in before.items():
         assert torch.equal(ratio[name], tensor)
         assert not torch.equal(averages.ratio()[name], tensor)
@@ -308,4 +313,4 @@ def test_a_message_that_measures_nothing_asks_for_a_gradient_alone() -> None:
     with pytest.raises(ValueError, match="needs_input=False"):
         _ = gmap.input
     assert defense(gmap).keys() == gmap.parameters.keys()
-    assert defense._averages.knows(gmap.parameters)  # type: ignore[attr-defined]
+    assert defense._measured.averages.knows(gmap.parameters)  # type: ignore[attr-defined]

@@ -360,8 +360,9 @@ class Sharp(Defense):
 
     name = "sharp"
 
-    def __init__(self) -> None:
-        self.calls = 0
+    @property
+    def calls(self) -> int:
+        return int(self.state.get("calls", 0))
 
     @property
     def facts(self) -> DefenseFacts:
@@ -370,8 +371,23 @@ class Sharp(Defense):
     def protect(self, gmap: GradientMap, generator: Stream) -> dict[str, Tensor]:
         if self.facts.needs_second_order:
             gmap.vjp(gmap.gradient())
-        self.calls += 1
+        self.remember(calls=self.calls + 1)
         return gmap.gradient()
+
+
+def test_what_is_kept_in_an_attribute_is_refused(gmap: GradientMap) -> None:
+    """It would be lost after each message, or be of all clients together."""
+
+    class Counting(Defense):
+        name = "counting"
+        calls = 0
+
+        def protect(self, gmap: GradientMap, generator: Stream) -> dict[str, Tensor]:
+            self.calls += 1
+            return gmap.gradient()
+
+    with pytest.raises(RuntimeError, match=r"counting keeps 'calls'.*remember"):
+        Counting().apply(gmap, {})
 
 
 def test_needs_second_order() -> None:

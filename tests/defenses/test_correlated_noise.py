@@ -17,8 +17,9 @@ from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses import Message
-from hf_gradguard.defenses.correlated import NoiseStream, add_on_grid
-from hf_gradguard.defenses.dp import DPSGD
+from hf_gradguard.defenses.base import NO_STATE, State
+from hf_gradguard.defenses.correlated import CorrelatedNoise, add_on_grid
+from hf_gradguard.defenses.dp import DPSGD, PrivacyPlan
 from hf_gradguard.defenses.factorization import make_factor, sensitivity
 from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
 from hf_gradguard.randomness import Stream, grid_spacing
@@ -149,15 +150,14 @@ def test_whoever_has_all_earlier_noise_finds_no_more_than_mu_allows() -> None:
         defense = private(clip=clip, expected_batch_size=1.0)
         for message_number in range(3):
             defense(maps[0], Stream.from_seeds(number, message_number))
-        stream = defense._noise_stream
-        assert stream is not None
-        assert stream._memory is not None
+        before: CorrelatedNoise = defense.state["noise"]
+        assert before.memory is not None
         # what the attacker is granted: the part of the noise that earlier messages decide
-        zero = torch.zeros(stream._memory.shape[1], dtype=torch.float64)
-        known, _ = stream.factor.correlate(zero, stream._memory)
-        strength = SIGMA * clip * sensitivity(stream.factor.column(MESSAGES))
+        zero = torch.zeros(before.memory.shape[1], dtype=torch.float64)
+        known, _ = before.factor.correlate(zero, before.memory)
+        strength = SIGMA * clip * sensitivity(before.factor.column(MESSAGES))
         for is_member, gmap in enumerate(maps):
-            message = copy.deepcopy(defense)(gmap, Stream.from_seeds(number, 3))
+            message, _ = defense.apply(gmap, defense.state, Stream.from_seeds(number, 3))
             left = flat(message) - known * strength - totals[0]
             scores[is_member].append(float(left @ row) / clip / strength)
     # both are drawn with the same noise, so their distance is exact
@@ -176,8 +176,11 @@ def test_a_one_run_audit_of_the_transcript() -> None:
     messages, canaries = 64, 4096
     column = make_factor("blt", messages).column(messages)
     matrix = dense(column)
-    stream = NoiseStream(make_factor("blt", messages), messages)
-    noise = torch.stack([stream.draw(canaries, "cpu", Stream()) for _ in range(messages)])
+    drawn, after = [], CorrelatedNoise(make_factor("blt", messages), messages)
+    for _ in range(messages):
+        message_noise, after = after.draw(canaries, "cpu", Stream())
+        drawn.append(message_noise)
+    noise = torch.stack(drawn)
     generator = torch.Generator().manual_seed(0)
     positions = torch.randint(messages, (canaries,), generator=generator)
     members = torch.rand(canaries, generator=generator) < 0.5
@@ -217,34 +220,40 @@ def keys(position: int) -> bytes:
     return bytes([position]) * 32
 
 
-def with_keys(defense: DPSGD, position: int) -> DPSGD:
-    defense.go_on_at(position, keys)
-    return defense
+def message_at(defense: DPSGD, state: State, position: int) -> tuple[Tensor, State]:
+    """A message whose noise has its place's key, and what is remembered then."""
+    state = defense.at_message(state, position, keys)
+    message, state = defense.apply(task(), state, Stream(keys(position)))
+    return flat(message), state
+
+
+def messages_of(defense: DPSGD, count: int) -> tuple[list[Tensor], State]:
+    messages, state = [], NO_STATE
+    for number in range(count):
+        message, state = message_at(defense, state, number)
+        messages.append(message)
+    return messages, state
 
 
 def test_state_goes_on_where_it_was() -> None:
-    gmap, whole, cut = task(), private(), private()
-    first = [flat(with_keys(whole, number)(gmap)) for number in range(5)]
-    for number in range(2):
-        assert torch.equal(flat(with_keys(cut, number)(gmap)), first[number])
-    resumed = private()
-    resumed.load_state_dict(cut.state_dict())
+    defense = private()
+    first, _ = messages_of(defense, 5)
+    cut, state = messages_of(defense, 2)
+    assert all(torch.equal(*pair) for pair in zip(cut, first, strict=False))
+    restored = private().unflatten(defense.flatten(state))
     # messages 2 and 3 left before a kill: their noise is drawn again for message 4 to cancel it
-    assert torch.equal(flat(with_keys(resumed, 4)(gmap)), first[4])
-    resumed.load_state_dict({})
-    assert resumed.state_dict() == {}
+    assert torch.equal(message_at(private(), restored, 4)[0], first[4])
+    assert private().unflatten({}) == {}
 
 
 def test_a_message_that_was_never_drawn_is_passed_over() -> None:
     """A kill may leave one rank with a message less than others."""
-    gmap, defense = task(), private()
-    with_keys(defense, 0)(gmap)
-    defense.go_on_at(2, lambda position: None if position == 1 else keys(position))
-    stream = defense._noise_stream
-    assert stream is not None
-    assert stream.position == 2
-    defense(gmap)
-    assert stream.position == 3
+    defense = private()
+    _, state = messages_of(defense, 1)
+    state = defense.at_message(state, 2, lambda position: None if position == 1 else keys(position))
+    assert state["noise"].position == 2
+    _, state = defense.apply(task(), state, Stream(keys(2)))
+    assert state["noise"].position == 3
 
 
 @pytest.mark.parametrize("how", ["state", "deepcopy", "copy", "pickle"])
@@ -253,8 +262,8 @@ def test_no_two_objects_draw_the_same_noise(how: str) -> None:
     of the data. Nor is a key in what is saved.
     """
     gmap, defense = task(), private()
-    for number in range(2):
-        with_keys(defense, number)(gmap)
+    for _ in range(2):
+        defense(gmap)
     if how == "state":
         other = private()
         other.load_state_dict(defense.state_dict())
@@ -264,36 +273,32 @@ def test_no_two_objects_draw_the_same_noise(how: str) -> None:
     else:
         other = {"deepcopy": copy.deepcopy, "copy": copy.copy,
                  "pickle": lambda d: pickle.loads(pickle.dumps(d))}[how](defense)  # fmt: skip
-        if how == "copy":
-            other._noise_stream = copy.copy(defense._noise_stream)
     messages = [flat(d(gmap)) for d in (defense, other)]
     clipped = flat(clipped_sum(gmap, CLIP).total) / ROWS
     noises = torch.stack([message - clipped for message in messages])
     assert abs(float(torch.corrcoef(noises)[0, 1])) < 0.6  # of what earlier noise decides
-    streams = [d._noise_stream for d in (defense, other)]
-    fresh = [stream._memory for stream in streams if stream is not None]
+    fresh = [d.state["noise"].memory for d in (defense, other)]
     assert not torch.equal(fresh[0], fresh[1])
 
 
 def test_a_saved_transcript_keeps_its_factor() -> None:
     """Also where another one would be planned now, under which its noise would not cancel."""
-    gmap, whole, cut = task(), private(), private()
-    first = [flat(with_keys(whole, number)(gmap)) for number in range(3)]
-    with_keys(cut, 0)(gmap)
-    resumed = private()
-    resumed.load_state_dict(cut.state_dict())
-    resumed.calibrate(SIGMA, ROWS, messages=MESSAGES, falling_rate=True)
-    assert torch.equal(flat(with_keys(resumed, 1)(gmap)), first[1])
-    with_keys(resumed, 0)  # another transcript
-    assert resumed._noise_stream is not None
-    assert resumed._noise_stream.factor == make_factor("blt", MESSAGES, falling_rate=True)
+    first, _ = messages_of(private(), 3)
+    _, state = messages_of(private(), 1)
+    plan = PrivacyPlan(SIGMA, ROWS, "shuffle", MESSAGES, falling_rate=True)
+    resumed = private().planned(plan)
+    restored = resumed.unflatten(private().flatten(state))
+    message, restored = message_at(resumed, restored, 1)
+    assert torch.equal(message, first[1])
+    again = resumed.at_message(restored, 0)  # another transcript
+    assert again["noise"].factor == make_factor("blt", MESSAGES, falling_rate=True)
 
 
 def test_a_plan_that_begins_again_has_other_noise() -> None:
     gmap, defense = task(), private()
-    first = flat(defense(gmap))
-    defense.go_on_at(0)
-    assert not torch.equal(flat(defense(gmap)), first)
+    first, state = defense.apply(gmap, NO_STATE)
+    again, _ = defense.apply(gmap, defense.at_message(state, 0))
+    assert not torch.equal(flat(again), flat(first))
 
 
 def test_no_message_more_than_planned() -> None:

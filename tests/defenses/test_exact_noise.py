@@ -19,8 +19,9 @@ from torch import Tensor
 
 from hf_gradguard import GradientMap, chain, make_defense
 from hf_gradguard.defenses import Defense
-from hf_gradguard.defenses.dp import DPSGD, NoSample
+from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.defenses.noise import add_noise
+from hf_gradguard.gradient_map.views import ZeroGradient
 from hf_gradguard.randomness import GRID, Distribution, Stream
 
 ENTRIES = 200_000
@@ -233,7 +234,7 @@ def test_an_empty_batch_shares_noise_of_the_same_grid() -> None:
     model, batch = small_convolution()
     gmap = GradientMap(model, batch, second_order=False)
     defense = DPSGD(per_sample=True, clip=0.5, noise_multiplier=2.0, expected_batch_size=4.0)
-    shared = flat(NoSample.of(defense)(gmap, Stream())).double() * 4
+    shared = flat(defense(ZeroGradient(gmap.parameters), Stream())).double() * 4
     whole = in_spacings(shared, torch.ones_like(shared), len(shared))
     if shared.dtype == torch.float64:
         assert torch.allclose(whole, whole.round(), rtol=0, atol=1e-3 * whole.abs().max())

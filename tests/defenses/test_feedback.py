@@ -18,6 +18,7 @@ from hf_gradguard.randomness import Stream
 from hf_gradguard.testing import check_defense
 from hf_gradguard.testing.defenses import small_tasks
 from hf_gradguard.training.checkpoints.private_state import load_private_state, save_private_state
+from hf_gradguard.training.message import Client
 
 BIASED: dict[str, tuple[str, dict[str, Any]]] = {
     "pruning": ("pruning", {"ratio": 0.7, "min_batches": 1}),
@@ -339,7 +340,7 @@ def test_a_chain_feeds_back_what_each_part_leaves_out() -> None:
         assert 0.5 <= float(withheld.double().mean()) < 0.75
         assert not flat(message)[withheld].any()
         total = total + flat(message)
-    left = [error_of(part) for part in (both.first, both.second)]
+    left = [both.state[place]["residual"].error for place in ("first", "second")]
     whole = sum(flat(gmap.gradient()) for gmap in maps)
     torch.testing.assert_close(total + flat(left[0]) + flat(left[1]), whole)
     check_defense(both, small_tasks()[:1])
@@ -395,9 +396,10 @@ def test_a_private_file_holds_it(which: str, tmp_path: Path) -> None:
     for step, gmap in enumerate(maps[:2]):
         saved.at_step(step)
         saved(gmap, Stream.from_seeds(step))
-    save_private_state(str(tmp_path), 0, [saved], None)
-    restored = fed_back(which)
-    load_private_state(str(tmp_path), 0, [restored], None, torch.device("cpu"))
+    save_private_state(str(tmp_path), 0, [Client(saved, saved.state)], None)
+    client = Client(fed_back(which))
+    load_private_state(str(tmp_path), 0, [client], None, torch.device("cpu"))
+    restored = client.defense.with_state(client.state)
     for step in (2, 3):
         for defense in (saved, restored):
             defense.at_step(step)
@@ -458,4 +460,4 @@ def test_a_message_that_is_kept_back_is_not_fed_back(tmp_path: Path) -> None:
     trainer = GradGuardTrainer(model, args, defense=defense, train_dataset=rows)
     trainer.train()
     (client,) = trainer._clients
-    assert client.state_dict() == {}
+    assert not client.state

@@ -12,8 +12,8 @@ from helpers import make_task
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses import Message
-from hf_gradguard.defenses.dp import NoSample
 from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
+from hf_gradguard.gradient_map.views import ZeroGradient
 from hf_gradguard.leakage import gaussian_epsilon
 from hf_gradguard.randomness import GRID, Stream
 from hf_gradguard.testing import check_defense
@@ -70,12 +70,12 @@ def test_no_sample_is_noise_alone() -> None:
     private = make_defense(
         "dp_sgd", per_sample=True, clip=CLIP, noise_multiplier=2.0, expected_batch_size=8.0
     )
-    message = NoSample.of(private)(gmap, Stream.from_seeds(1))
-    other = NoSample.of(private)(task("bert"), Stream.from_seeds(1))
+    message = private(ZeroGradient(gmap.parameters), Stream.from_seeds(1))
+    other = private(ZeroGradient(task("bert").parameters), Stream.from_seeds(1))
     values = torch.cat([tensor.flatten() for tensor in message.values()]) / (2.0 * CLIP / 8)
     assert abs(float(values.var()) - 1) < 5 * math.sqrt(2 / len(values))
     assert all(torch.equal(message[name], other[name]) for name in message)
-    assert not NoSample.of(private).facts.needs_input
+    assert not private.facts.needs_input
 
 
 def test_as_before_without_per_sample() -> None:
@@ -131,9 +131,9 @@ def test_a_rows_trace_is_what_epsilon_allows() -> None:
     # The same noise under one seed, and sums on its grid.
     assert centers[0] - centers[1] == pytest.approx(clip, abs=GRID * sigma * clip)
 
-    empty = NoSample.of(private)
+    empty = ZeroGradient(maps[1].parameters)
     drawn = torch.tensor(
-        [statistic(empty(maps[1], Stream.from_seeds(7, k)), direction) for k in range(tries)]
+        [statistic(private(empty, Stream.from_seeds(7, k)), direction) for k in range(tries)]
     )
     true_rate = float((drawn + clip > clip / 2).double().mean())
     false_rate = float((drawn > clip / 2).double().mean())

@@ -70,7 +70,7 @@ def test_expectations_are_those_of_dense_jacobians() -> None:
         scale = 1 / PROBES if kind == "squares" else 1.0
         assert isinstance(summed, Tensor)
         for name, expected in zip(gmap.parameters, summed.split(sizes), strict=True):
-            sums = defense._averages._sums[kind][name]
+            sums = defense._measured.averages.sums[kind][name]
             matrix = expected.reshape(len(sums[0]), -1)
             found = (
                 sums[0] * scale
@@ -88,28 +88,30 @@ def test_the_product_is_that_of_dense_jacobians() -> None:
     shape = torch.rand(len(dense[0][0]), generator=torch.Generator().manual_seed(1)).double() + 0.1
     product = ShapeProduct()
     for g, squares in dense:
-        product.add({"all": squares}, {"all": g}, {"all": shape})
+        product = product.with_batch({"all": squares}, {"all": g}, {"all": shape})
     s = sum(squares for _, squares in dense) / COUNT
     p = sum(g.square() for g, _ in dense) / COUNT
     expected = (s / shape).sum() * (p * shape).sum() / (s.sum() * p.sum())  # type: ignore[union-attr]
     assert product.over_uniform == pytest.approx(float(expected), rel=1e-9)
     best = ShapeProduct()
     for g, squares in dense:
-        best.add({"all": squares}, {"all": g}, {"all": ((s + 1e-9) / (p + 1e-9)).sqrt()})  # type: ignore[union-attr]
+        best = best.with_batch(
+            {"all": squares}, {"all": g}, {"all": ((s + 1e-9) / (p + 1e-9)).sqrt()}
+        )  # type: ignore[union-attr]
     assert best.over_uniform < min(product.over_uniform, 1.0)
 
 
 def test_the_shape_is_better_than_uniform_noise_on_data_like_it() -> None:
     """On batches that it never saw, by dense Jacobians."""
     defense, gmap = learned(batches(COUNT))
-    assert defense._product.over_uniform < 1
+    assert defense._measured.product.over_uniform < 1
     message = defense(gmap, rng())
     variance = flat(dict(message.noise.added))
     assert variance.std() > 0
     product = ShapeProduct()
     for batch in batches(6, seed=9):
         g, squares = dense_squares(gmap.model, batch)
-        product.add({"all": squares}, {"all": g}, {"all": variance})
+        product = product.with_batch({"all": squares}, {"all": g}, {"all": variance})
     assert product.over_uniform < 1
 
 
@@ -126,9 +128,9 @@ def test_it_is_uniform_where_that_does_as_well(
 
 def test_a_later_batch_is_tried_before_it_is_learned() -> None:
     defense, gmap = learned(batches(COUNT), refresh_every=1)
-    before = defense._product.sums.clone()
+    before = defense._measured.product.sums
     defense(gmap, rng())
-    assert (defense._product.sums > before).all()
+    assert (defense._measured.product.sums > before).all()
 
 
 def test_a_resumed_client_goes_on_as_it_was() -> None:

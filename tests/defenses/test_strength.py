@@ -16,7 +16,7 @@ from helpers import flat, make_task, small_convolution
 from torch import Tensor, nn
 
 from hf_gradguard import GradientMap, chain, make_defense
-from hf_gradguard.defenses.message import UsualPower
+from hf_gradguard.defenses.strength import UsualPower
 from hf_gradguard.federation import UpdateMap, protect_update
 from hf_gradguard.gradient_map.views import PrecomputedGradient
 from hf_gradguard.randomness import Stream
@@ -249,14 +249,13 @@ def test_the_filter_finds_the_mean(relative: float) -> None:
     """Of messages made up here, from a start that is wrong by 30 times; entries: 100,000."""
     random, entries, power = np.random.default_rng(2), 100_000, 4.0
     for start in (power / 30, power * 30):
-        usual = UsualPower()
-        usual.begin(start)
+        usual = UsualPower.of_random_inputs(start)
         for _ in range(300):
             variance = relative**2 * usual.mean / entries
             norm, std = math.sqrt(power) * random.lognormal(0, 0.1), math.sqrt(variance)
             shared = norm**2 + 2 * norm * random.normal(0, std)
             shared += variance * random.chisquare(entries)
-            usual.observe(shared, variance * entries, variance**2 * entries)
+            usual = usual.after(shared, variance * entries, variance**2 * entries)
         assert usual.mean == pytest.approx(power, rel=0.5)
 
 
@@ -283,22 +282,20 @@ def best_estimate(start: float, messages: list[float], noise: float) -> float:
 @pytest.mark.parametrize("factor", [30.0, 1.5, 0.9])
 def test_the_estimate_is_the_best_of_its_spreads(factor: float) -> None:
     """A first strength that is 30 times too weak is mended by the first message."""
-    usual = UsualPower()
-    usual.begin(2.0)
+    usual = UsualPower.of_random_inputs(2.0)
     messages = [2.0 * factor, 2.2 * factor, 1.9 * factor, 2.1 * factor]
     for day, power in enumerate(messages, 1):
-        usual.observe(power + 50.0, noise_power=50.0, noise_squares=1e-12)
+        usual = usual.after(power + 50.0, noise_power=50.0, noise_squares=1e-12)
         assert usual.mean == pytest.approx(best_estimate(2.0, messages[:day], 50.0), rel=1e-6)
     if factor == 30.0:
         assert usual.mean > 0.9 * 2.0 * factor
 
 
 def test_it_never_falls_to_zero() -> None:
-    usual = UsualPower()
-    usual.begin(1.0)
+    usual = UsualPower.of_random_inputs(1.0)
     for _ in range(20):
         before = usual.mean
-        usual.observe(message_power=0.0, noise_power=5.0, noise_squares=1e-6)
+        usual = usual.after(message_power=0.0, noise_power=5.0, noise_squares=1e-6)
         assert 0.5 * before <= usual.mean
 
 

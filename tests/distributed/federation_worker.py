@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from helpers import image_batch, small_convolution
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap
+from hf_gradguard.defenses import Message
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.randomness import Stream
 
@@ -32,9 +33,19 @@ class Watched(GaussianNoise):
 
     messages: list[tuple[int, list[float]]] = []
 
-    def protect(self, gmap: GradientMap, generator: Stream) -> dict[str, Tensor]:
-        self.messages.append((id(self), gmap.input.flatten(1).sum(1).tolist()))
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
+        number = self.state["number"].number
+        self.messages.append((number, gmap.input.flatten(1).sum(1).tolist()))
         return super().protect(gmap, generator)
+
+
+class Number(NamedTuple):
+    """Of a client, as its defense remembers it."""
+
+    number: int
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
 
 
 class Gradients(TrainerCallback):
@@ -56,9 +67,10 @@ def main() -> None:
     trainer = GradGuardTrainer(
         model, args, defense=Watched(scale=0.0), train_dataset=samples(), callbacks=[Gradients()]
     )
+    for number, client in enumerate(trainer._clients):
+        client.state = {"number": Number(number)}
     trainer.train()
-    owners = {id(defense): number for number, defense in enumerate(trainer._clients)}
-    messages = [(owners[key], rows) for key, rows in Watched.messages]
+    messages = Watched.messages
     parts = [part.tolist() for part in trainer._rows_of_clients]
     finish(folder, {"messages": messages, "steps": Gradients.steps, "parts": parts})
 

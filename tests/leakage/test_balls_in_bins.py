@@ -15,7 +15,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.defenses.correlated import NoiseStream
+from hf_gradguard.defenses.correlated import CorrelatedNoise
 from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.defenses.factorization import (
     Banded,
@@ -169,9 +169,10 @@ def shared_messages(factor: Banded, sigma: float, places: np.ndarray) -> np.ndar
     messages = len(factor.bands)
     noise = []
     strength = sensitivity(factor.column(messages))
-    stream = NoiseStream(factor, messages)
+    correlated = CorrelatedNoise(factor, messages)
     for _ in range(messages):
-        noise.append(stream.draw(len(places), "cpu", Stream()).numpy() * sigma * strength)
+        message_noise, correlated = correlated.draw(len(places), "cpu", Stream())
+        noise.append(message_noise.numpy() * sigma * strength)
     sums = np.stack(noise, 1)
     members = places >= 0
     sums[members, places[members]] += 1

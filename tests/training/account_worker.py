@@ -58,11 +58,11 @@ class Telling(GradGuardTrainer):
 
     def _exchange(self, module: Any) -> None:
         super()._exchange(module)
-        stream = getattr(self._clients[0], "_noise_stream", None)
+        noise = self._clients[0].state.get("noise")
         about = {}
-        if stream is not None:
-            sums = stream._memory[:, :2].flatten().tolist()
-            about = {"place": stream.position - 1, "rows": self.rows, "sums": sums}
+        if noise is not None:
+            sums = noise.memory[:, :2].flatten().tolist()
+            about = {"place": noise.position - 1, "rows": self.rows, "sums": sums}
         self.left = [*getattr(self, "left", []), about]
         self.tell(about)
 

@@ -23,6 +23,7 @@ from hf_gradguard.leakage import DFIL, FisherAccountant, example_keys
 from hf_gradguard.training import meter
 from hf_gradguard.training.checkpoints.private_state import save_private_state
 from hf_gradguard.training.clients.batches import ROW
+from hf_gradguard.training.message import Client
 
 NOISE = {"defense": "gaussian_noise", "num_train_epochs": 3, "max_steps": -1}
 
@@ -248,7 +249,7 @@ def test_an_account_by_content_is_not_gone_on_with(
     gmap = meter.GradientMap(make_task("bert")[0], make_task("bert")[1])
     before.step(example_keys(gmap), torch.ones(2, dtype=torch.float64))
     checkpoint = tmp_path / "out" / "checkpoint-2"
-    save_private_state(str(checkpoint), 0, [make_defense("gaussian_noise")], before)
+    save_private_state(str(checkpoint), 0, [Client(make_defense("gaussian_noise"))], before)
     (checkpoint / "gradguard_complete.json").unlink()  # which has no checksums in older versions
     resumed = make_trainer(
         defense="gaussian_noise", options={"accountant": FisherAccountant()}, max_steps=4

@@ -149,7 +149,7 @@ class Branches(RuleBasedStateMachine):
     @precondition(lambda self: not self.folders)
     @rule(steps=st.integers(3, STEPS))
     def start(self, steps: int) -> None:
-        probe = correlated.NoiseStream(correlated_factor(), STEPS)
+        probe = correlated.CorrelatedNoise(correlated_factor(), STEPS)
         Shared.sensitivity = probe.sensitivity(1, None)
         self.train(self.new_folder(), steps, None)
 

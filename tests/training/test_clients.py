@@ -4,7 +4,6 @@ them.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from itertools import chain as flatten
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense
+from hf_gradguard.defenses import Message
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.randomness import Stream
 from hf_gradguard.training.clients.batches import (
@@ -312,39 +312,45 @@ def test_accumulated_rounds_are_averaged(tmp_path: Path) -> None:
     torch.testing.assert_close(gradients_of(trainer)[0], expected, rtol=1e-4, atol=1e-6)
 
 
+class Seen(tuple[list[int], ...]):
+    """The rows of a client's messages, as its defense remembers them."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+
 def test_each_client_is_protected_by_itself_and_remembers_for_itself(tmp_path: Path) -> None:
-    seen: list[tuple[int, list[int]]] = []
     data = samples(30)
 
     class Watched(GaussianNoise):
-        def protect(self, gmap: GradientMap, generator: Stream) -> dict[str, Tensor]:
+        def protect(self, gmap: GradientMap, generator: Stream) -> Message:
             rows = [
                 next(k for k, row in enumerate(data) if torch.equal(row["pixel_values"], x))
                 for x in gmap.input
             ]
-            seen.append((id(self), rows))
+            self.remember(seen=Seen((*self.state.get("seen", ()), rows)))
             return super().protect(gmap, generator)
 
     trainer = make_trainer(
         tmp_path, data, Watched(), num_clients=4, clients_per_process=2, max_steps=12
     )
     trainer.train()
-    owners = {id(defense): k for k, defense in enumerate(trainer._clients)}
-    assert len(owners) == 4
-    assert len(seen) == 24  # two messages a step
-    assert {key for key, _ in seen} == set(owners)
-    for key, rows in seen:
-        assert len(rows) == 3
-        assert set(rows) <= set(trainer._rows_of_clients[owners[key]].tolist())
+    assert len(trainer._clients) == 4
+    assert sum(len(client.state["seen"]) for client in trainer._clients) == 24  # two a step
+    for number, client in enumerate(trainer._clients):
+        assert client.state["seen"]
+        for rows in client.state["seen"]:
+            assert len(rows) == 3
+            assert set(rows) <= set(trainer._rows_of_clients[number].tolist())
 
 
 def test_clients_of_refiner_share_its_network_and_nothing_else() -> None:
     defense = make_defense(
         "refiner", objective="weighted", evaluation_network=SmallNetwork("image", 3), warm_start=5
     )
-    one, two = copy.deepcopy(defense), copy.deepcopy(defense)
     model, batch = make_task("vit", dtype=torch.float32)
-    one(GradientMap(model, batch), Stream())
+    _, state = defense.apply(GradientMap(model, batch), {}, Stream())
+    one, two = defense.with_state(state), defense.with_state({})
     assert one.network is two.network is defense.network
     assert one.state_dict()
     assert not two.state_dict()

@@ -18,7 +18,7 @@ from helpers import make_task
 from transformers import TrainerState
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
-from hf_gradguard.defenses.correlated import NoiseStream
+from hf_gradguard.defenses.correlated import CorrelatedNoise
 from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.defenses.factorization import make_factor
 from hf_gradguard.leakage import balls_in_bins_epsilon, balls_in_bins_power, gaussian_epsilon
@@ -119,8 +119,7 @@ def test_an_empty_message_is_noise_of_the_same_stream(tmp_path: Path) -> None:
         trained.train()
     empty = [place for place, batch in trained.taken if batch == [DUMMY]]
     assert empty  # with 26 rows in 26 places a third is empty
-    stream = trained._clients[0]._noise_stream  # type: ignore[attr-defined]
-    assert stream.position == 26  # those of no row included
+    assert noise_of(trained).position == 26  # those of no row included
     assert all(float(shared[place].norm()) > 0 for place in empty)
 
 
@@ -268,7 +267,7 @@ def test_noise_is_planned_for_the_schedule(tmp_path: Path, schedule: str) -> Non
     run = trainer(tmp_path, lr_scheduler_type=schedule)
     run.train()
     planned = make_factor("blt", PASS, falling_rate=schedule == "linear")
-    assert run._clients[0]._noise_stream.factor == planned  # type: ignore[attr-defined]
+    assert noise_of(run).factor == planned
 
 
 def test_passes_keep_their_order(tmp_path: Path) -> None:
@@ -340,11 +339,11 @@ def test_a_killed_run_shares_no_message_twice(seed: int | None, tmp_path: Path) 
     # what follows cancels the noise of all messages, also of those that were forgotten
     lines = (tmp_path / "killed/gradguard_account_rank0.jsonl").read_text().splitlines()
     records = [json.loads(line.rpartition("\t")[0]) for line in lines]
-    whole, found = NoiseStream(make_factor("blt", 6, falling_rate=True), 6), stream_of(resumed)
+    whole, found = CorrelatedNoise(make_factor("blt", 6, falling_rate=True), 6), noise_of(resumed)
     for record in records:
         key = hashlib.sha256(bytes.fromhex(record["key"]) + bytes(8)).digest()
-        whole.draw(found._memory.shape[1], "cpu", Stream(key))
-    torch.testing.assert_close(found._memory, whole._memory)
+        _, whole = whole.draw(found.memory.shape[1], "cpu", Stream(key))
+    torch.testing.assert_close(found.memory, whole.memory)
     if seed is None:
         return
     # as a run that was left alone has them
@@ -353,11 +352,11 @@ def test_a_killed_run_shares_no_message_twice(seed: int | None, tmp_path: Path) 
     assert [sorted(rows) for _, rows in killed.taken + resumed.taken] == [
         sorted(rows) for _, rows in alone.taken
     ]
-    torch.testing.assert_close(found._memory, stream_of(alone)._memory)
+    torch.testing.assert_close(found.memory, noise_of(alone).memory)
 
 
-def stream_of(run: Any) -> Any:
-    return run._clients[0]._noise_stream
+def noise_of(run: Any) -> Any:
+    return run._clients[0].state["noise"]
 
 
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses import Defense, chain
-from hf_gradguard.defenses.dp import NoSample
 from hf_gradguard.gradient_map.per_sample.clipping import SampleMap
 from hf_gradguard.leakage import FisherAccountant, PrivacyAccount, dp_sgd_epsilon
 from hf_gradguard.training.message import ClientBatch
@@ -196,10 +195,9 @@ def test_an_empty_batch_shares_noise_and_counts(tmp_path: Path) -> None:
     assert rows.account.messages == {(1.0, 1 / ROWS): 6}
     batch = ClientBatch(t._clients[0], {}, 1.0, torch.tensor([DUMMY]))
     (empty,) = rows.count([batch])
-    assert isinstance(empty.defense, NoSample)
     assert empty.is_empty
     (full,) = rows.count([batch._replace(rows=torch.tensor([3, 5]))])
-    assert full.defense is t._clients[0]
+    assert full.client is empty.client is t._clients[0]
     assert not full.is_empty
 
 
@@ -306,8 +304,10 @@ def test_epsilon_is_logged_and_stays_within_its_target(tmp_path: Path) -> None:
     assert 0.98 < spent[-1] <= 1.0
     assert t.state.log_history[-1]["defense/epsilon"] == spent[-1]
     rounding = rounding_of_rows(6)
-    assert t._clients[0].noise_multiplier == pytest.approx(multiplier * (1 + rounding), rel=1e-12)
-    assert t._clients[0].expected_batch_size == 6
+    assert t._clients[0].defense.noise_multiplier == pytest.approx(
+        multiplier * (1 + rounding), rel=1e-12
+    )
+    assert t._clients[0].defense.expected_batch_size == 6
     t.create_model_card()
     card = (tmp_path / "README.md").read_text()
     assert f"ε = {spent[-1]:.4g} at δ = 0.001" in card

@@ -13,47 +13,48 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.defenses import Defense
 from hf_gradguard.gradient_map.views import PrecomputedGradient
 from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.training.checkpoints import private_state
 from hf_gradguard.training.checkpoints.private_state import load_private_state, save_private_state
+from hf_gradguard.training.message import Client
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> tuple[Path, Defense]:
+def saved(tmp_path: Path) -> tuple[Path, Client]:
     defense = make_defense("optimal_noise", refresh_every=3, num_probes=1)
-    defense(GradientMap(*small_convolution()))
-    account = FisherAccountant()
-    save_private_state(str(tmp_path), 0, [defense], account)
-    return tmp_path / "gradguard_private_rank0.safetensors", defense
+    _, state = defense.apply(GradientMap(*small_convolution()), {})
+    client, account = Client(defense, state), FisherAccountant()
+    save_private_state(str(tmp_path), 0, [client], account)
+    return tmp_path / "gradguard_private_rank0.safetensors", client
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
 def test_nobody_else_can_read_it(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
-        save_private_state(str(tmp_path), 0, [make_defense("none")], None)
+        save_private_state(str(tmp_path), 0, [Client(make_defense("none"))], None)
     finally:
         os.umask(before)
     (file,) = tmp_path.iterdir()  # nothing else is left there
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_what_was_written_is_restored(saved: tuple[Path, Defense]) -> None:
-    path, defense = saved
-    other = make_defense("optimal_noise", refresh_every=3, num_probes=1)
+def test_what_was_written_is_restored(saved: tuple[Path, Client]) -> None:
+    path, client = saved
+    other = Client(make_defense("optimal_noise", refresh_every=3, num_probes=1))
     load_private_state(str(path.parent), 0, [other], FisherAccountant(), CPU)
-    assert other.state_dict().keys() == defense.state_dict().keys()
-    for name, tensor in defense.state_dict().items():
-        assert torch.equal(other.state_dict()[name], tensor)
+    tensors, other_tensors = (c.defense.flatten(c.state) for c in (client, other))
+    assert other_tensors.keys() == tensors.keys() != set()
+    for name, tensor in tensors.items():
+        assert torch.equal(other_tensors[name], tensor)
 
 
 @pytest.mark.parametrize("damage", ["cut off", "empty", "a bit", "a name", "no checksum"])
-def test_a_damaged_file_names_itself(damage: str, saved: tuple[Path, Defense]) -> None:
-    path, defense = saved
+def test_a_damaged_file_names_itself(damage: str, saved: tuple[Path, Client]) -> None:
+    path, client = saved
     content = bytearray(path.read_bytes())
     state = load_file(path)
     if damage == "cut off":
@@ -69,19 +70,22 @@ def test_a_damaged_file_names_itself(damage: str, saved: tuple[Path, Defense]) -
         save_file(renamed if damage == "a name" else state, path)
     message = r"gradguard_private_rank0\.safetensors is cut off or was changed.*earlier checkpoint"
     with pytest.raises(ValueError, match=message):
-        load_private_state(str(path.parent), 0, [defense], FisherAccountant(), CPU)
+        load_private_state(str(path.parent), 0, [client], FisherAccountant(), CPU)
 
 
-def remembering(count: int) -> list[Defense]:
+def remembering(count: int) -> list[Client]:
     """Clients with error feedback; the k-th has left out k + 1."""
-    clients = [make_defense("pruning", ratio=0.5, error_feedback=True) for _ in range(count)]
-    for k, client in enumerate(clients):
-        client(PrecomputedGradient({"w": torch.full((4,), k + 1.0)}))
-    return clients
+    defense = make_defense("pruning", ratio=0.5, error_feedback=True)
+    states = [
+        defense.apply(PrecomputedGradient({"w": torch.full((4,), k + 1.0)}), {})[1]
+        for k in range(count)
+    ]
+    return [Client(defense, state, "n") for state in states]
 
 
-def left_out(clients: list[Defense]) -> list[float]:
-    return [float(client.state_dict().get("error.w", torch.zeros(1)).max()) for client in clients]
+def left_out(clients: list[Client]) -> list[float]:
+    tensors = [client.defense.flatten(client.state) for client in clients]
+    return [float(state.get("error.w", torch.zeros(1)).max()) for state in tensors]
 
 
 def without_metadata(path: Path, *names: str) -> None:
@@ -100,14 +104,14 @@ OLDEST = (*OLDER, "gradguard_parameters")
 def test_the_state_of_other_clients_is_refused(
     tmp_path: Path, count: int, lacking: tuple[str, ...]
 ) -> None:
-    save_private_state(str(tmp_path), 0, remembering(4), None, ["n"] * 4)
+    save_private_state(str(tmp_path), 0, remembering(4), None)
     without_metadata(tmp_path / "gradguard_private_rank0.safetensors", *lacking)
     clients = remembering(count)[::-1]
     before = left_out(clients)
     if count == 4:
-        assert load_private_state(str(tmp_path), 0, clients, None, CPU) == (
-            [] if lacking == OLDEST else ["n"] * 4
-        )
+        load_private_state(str(tmp_path), 0, clients, None, CPU)
+        names = {client.parameters for client in clients}
+        assert names == {"-" if lacking == OLDEST else "n"}
         assert left_out(clients) == before[::-1]
         return
     with pytest.raises(ValueError, match=rf"of 4 client.*hosts {count}.*num_clients.*begin anew"):
@@ -116,7 +120,7 @@ def test_the_state_of_other_clients_is_refused(
 
 
 def test_clients_that_shared_nothing_yet_are_counted(tmp_path: Path) -> None:
-    fresh = make_defense("pruning", ratio=0.5, error_feedback=True)
+    fresh = Client(make_defense("pruning", ratio=0.5, error_feedback=True))
     save_private_state(str(tmp_path), 0, [*remembering(1), fresh], None)
     clients = remembering(2)
     load_private_state(str(tmp_path), 0, clients, None, CPU)
@@ -124,8 +128,8 @@ def test_clients_that_shared_nothing_yet_are_counted(tmp_path: Path) -> None:
 
 
 def test_where_nothing_is_remembered_clients_may_be_others(tmp_path: Path) -> None:
-    save_private_state(str(tmp_path), 0, [make_defense("gaussian_noise")] * 4, None)
-    load_private_state(str(tmp_path), 0, [make_defense("gaussian_noise")] * 2, None, CPU)
+    save_private_state(str(tmp_path), 0, [Client(make_defense("gaussian_noise"))] * 4, None)
+    load_private_state(str(tmp_path), 0, [Client(make_defense("gaussian_noise"))] * 2, None, CPU)
 
 
 @pytest.mark.parametrize("case", ["no file", "other ranks"])
@@ -138,14 +142,14 @@ def test_defenses_that_begin_anew_forget_an_earlier_training(
     clients = remembering(2)
     assert left_out(clients) == [1.0, 2.0]
     with caplog.at_level(logging.WARNING):
-        assert load_private_state(str(tmp_path), 0, clients, None, CPU) == []
+        load_private_state(str(tmp_path), 0, clients, None, CPU)
     assert left_out(clients) == [0.0, 0.0]
     says = {"no file": "no defense state of this rank", "other ranks": "saved by 1 rank(s), not 2"}
     assert says[case] in caplog.text
 
 
 def test_an_account_of_other_ranks_is_refused(
-    saved: tuple[Path, Defense], monkeypatch: pytest.MonkeyPatch
+    saved: tuple[Path, Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(private_state, "_ranks", lambda: 2)
     with pytest.raises(ValueError, match=r"by 1 rank.*now there are 2.*without an accountant"):

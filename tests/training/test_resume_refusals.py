@@ -58,9 +58,10 @@ def test_another_runs_private_file_is_refused(runs: Path, tmp_path: Path, kind: 
 def without_epsilon(folder: Path) -> None:
     """A private file whose account was emptied, and whose checksum is right."""
     from hf_gradguard.training.checkpoints.private_state import save_private_state
+    from hf_gradguard.training.message import Client
 
     (folder / PRIVATE).unlink()
-    save_private_state(str(folder), 0, [make_defense("none")], None)
+    save_private_state(str(folder), 0, [Client(make_defense("none"))], None)
 
 
 def without_private_file(folder: Path) -> None:
