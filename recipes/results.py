@@ -172,6 +172,7 @@ RUNS = [
     Run("recommendations", "recommendations:Recommendations", "", 0.1),
     Run("members", "members:Members", f"{TRAINED} {STORED}", 0.4),
     Run("row_rounding", "row_rounding:RowRounding", "", 0.1),
+    Run("accountant", "accountant:Accountant", "", 0.1),
     Run("private_accuracy", "private_accuracy:Accuracy", TEXT, 0.4),
     Run("refiner_sentences", "refiner_texts:Sentences", TEXT, 0.5),
     Run("refiner_parts", "refiner_parts:RefinerParts", f"{TEXT} {STORED}", 4),
