@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from .guard import Guard, GuardSettings, tied_names
+from .guard import Guard, GuardSettings, position_in, tied_names
 from .packing import is_packed, unpack_update
 from .tables import PREFIX, listed
 
@@ -45,7 +45,8 @@ class ClientGuard(Guard):
         context: Of the node.
 
     Raises:
-        ValueError: If the run's config says something under `gradguard.` that there is not.
+        ValueError: If the run's config says something under `gradguard.` that there is not, or the
+            state folder and the context remember two courses of correlated noise.
 
     Example:
         >>> guard = ClientGuard(context)
@@ -95,10 +96,41 @@ class ClientGuard(Guard):
         if STATE in records:
             if dict(records[f"{STATE}.of"]) == self.kind:
                 self.defense.load_state_dict(tensors_of(records[STATE]))
+                self._follow_folder()
             else:
                 logger.warning("The defense is another one now: what the last remembered is gone.")
         elif self.settings.state_folder:
             self.load_state(self.settings.state_folder, f"node-{self._context.node_id}")
+
+    def _follow_folder(self) -> None:
+        """Go on where the folder is further than the context, as after a context was restored: the
+        messages between have left, and what follows cancels their noise. Two courses that part
+        would be two transcripts, of which ε would count one.
+        """
+        kept, folder = self.remembered(), self.settings.state_folder
+        if not folder or not position_in(kept):
+            return
+        if not self.load_state(folder, f"node-{self._context.node_id}"):
+            return
+        there = self.remembered()
+        ahead = position_in(there) - position_in(kept)
+        if ahead > 0:
+            logger.warning(_AHEAD.format(folder, ahead))
+            return
+        if ahead == 0 and any(not torch.equal(kept[name], there[name]) for name in kept):
+            raise ValueError(_PARTED.format(folder, position_in(kept)))
+        self.defense.load_state_dict(kept)
+
+
+_AHEAD = (
+    "{} holds {} message(s) of this node that its context does not know, as after a context was "
+    "restored. They have left, so the state of the folder is gone on with."
+)
+_PARTED = (
+    "Nothing was sent: {} and the node's context both hold {} messages with correlated noise, and "
+    "not the same ones. Both have left, and adding to one would leave the other out of ε. Delete "
+    "the state whose messages nobody received, or begin a new run, whose ε adds up with both."
+)
 
 
 def gradguard_mod(

@@ -210,13 +210,20 @@ class Guard:
         Raises:
             ValueError: If `trained` is not weights trained from `received`, or a table would say
                 by its rows what was in the data.
-            FloatingPointError: If something is not finite.
+            FloatingPointError: If something is not finite. With correlated noise such an update
+                counts as none, and its message is noise alone.
             RuntimeError: If the defense needs the client's data.
         """
-        check_difference(received, trained, self.settings.sends)
+        try:
+            check_difference(received, trained, self.settings.sends)
+            change = self.change(received, trained) if self.settings.on else {}
+        except (ValueError, FloatingPointError) as error:
+            if not self._counts_as_none(received, trained, error):
+                raise
+            logger.warning_once(_ADDS_NOTHING.format(type(error).__name__))
+            change = self._no_change(received)
         if not self.settings.on:
             return dict(trained)
-        change = self.change(received, trained)
         aliases = tied_names(received, change)
         trainable = [name for name in change if name not in self._frozen(change)]
         distinct = {name: change[name] for name in trainable if name not in aliases}
@@ -233,11 +240,49 @@ class Guard:
         message |= {name: message[aliases[name]] for name in trainable if name in aliases}
         return self.sent(received, message)
 
+    def _counts_as_none(
+        self, received: Mapping[str, Tensor], trained: Mapping[str, Tensor], error: Exception
+    ) -> bool:
+        """Tell whether an update that would be refused is sent as a change of zero. ε of correlated
+        noise is of all that is in an update, whatever it is replaced by, so nothing in it may
+        decide whether something is sent. What one names and holds is the app's doing, and so is
+        what is refused before the first message.
+        """
+        if not self._is_correlated:
+            return False
+        is_of_values = received.keys() == trained.keys() and all(
+            (t.shape, t.dtype) == (received[n].shape, received[n].dtype) for n, t in trained.items()
+        )
+        return is_of_values and (isinstance(error, FloatingPointError) or self.position > 0)
+
+    def _no_change(self, received: Mapping[str, Tensor]) -> Tensors:
+        return {
+            name: torch.zeros_like(_wide(tensor))
+            for name, tensor in received.items()
+            if tensor.is_floating_point() and not self.settings.is_withheld(name)
+        }
+
+    @property
+    def _is_correlated(self) -> bool:
+        return bool(getattr(self.defense, "correlated", False))
+
+    @property
+    def position(self) -> int:
+        """How many messages with correlated noise this client has sent; 0 with other defenses."""
+        return position_in(self.defense.state_dict())
+
     def _frozen(self, change: Mapping[str, Tensor]) -> set[str]:
         if self.settings.frozen != UNCHANGED:
             return {name for name in change if matches(name, self.settings.frozen)}
         unchanged = {name for name, tensor in change.items() if not tensor.any()}
-        return unchanged if len(unchanged) < len(change) else set()
+        if len(unchanged) == len(change):
+            return set()
+        if self._is_correlated:
+            # All messages are of the same entries, and no update may decide which.
+            if unchanged and not self.position:
+                raise ValueError(_FROZEN.format(min(unchanged)))
+            return set()
+        return unchanged
 
     def change(self, received: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Tensors:
         """The difference that is to be protected: of all floating-point tensors that are not
@@ -287,6 +332,17 @@ class Guard:
             else:
                 answer[name] = (_wide(start) + change if sends_weights else change).to(start.dtype)
         return answer
+
+
+def position_in(state: Mapping[str, Tensor]) -> int:
+    """Return how many messages with correlated noise left before a defense's state was kept.
+
+    Example:
+        >>> position_in({})
+        0
+    """
+    plans = [tensor for name, tensor in state.items() if name == PLAN]
+    return int(plans[0][1]) if plans else 0
 
 
 def _protection_of_transcript(defense: Any) -> str:
@@ -406,6 +462,20 @@ def _cosine(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> flo
     norms = [sum(float(pair[k].square().sum()) for pair in pairs) ** 0.5 for k in (0, 1)]
     product = sum(float((a * b).sum()) for a, b in pairs)
     return product / (norms[0] * norms[1]) if all(norms) else 0.0
+
+
+PLAN = "noise_stream/plan"
+"""How many messages correlated noise was planned for, and how many left, in a defense's state."""
+_ADDS_NOTHING = (
+    "{}: this update counts as none, and its message is noise alone. A client that sent nothing "
+    "would tell what is in its data. Only this process is told. Look for rates at which training "
+    "diverges, and for what changed since the first round."
+)
+_FROZEN = (
+    "Nothing was sent: {!r} came back as it was received. With correlated noise all messages are "
+    f"of the same weights, and the data may not decide which: list what no client trains in "
+    f"{PREFIX}frozen (nothing: '-')."
+)
 
 
 def _check_precision(name: str, start: Tensor) -> None:

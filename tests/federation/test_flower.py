@@ -418,6 +418,57 @@ def test_a_folder_keeps_what_the_node_lost(tmp_path: Path) -> None:
     assert not ClientGuard(context(**other)).defense.state_dict()
 
 
+def correlated_context(folder: Path) -> Context:
+    noise = {"correlated": True, "scale": 0.5, "messages": 5}
+    settings = {f"settings__{name}": value for name, value in noise.items()}
+    return context(defense="dp_sgd", **{"state-folder": str(folder)}, **settings)
+
+
+def sends(here: Context) -> None:
+    answer = plain(arrays=record_of({n: START[n] + STEP[n] for n in START}))
+    app(answer)(message(), here)
+
+
+def test_a_restored_context_goes_on_where_the_folder_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Messages that have left are followed by noise that cancels theirs, and none comes twice."""
+    here = correlated_context(tmp_path / "state")
+    sends(here)
+    kept = pickle.dumps(here)
+    sends(here)
+    sends(here)
+    restored = pickle.loads(kept)
+    assert ClientGuard(restored).position == 3
+    assert "holds 2 message(s) of this node that its context does not know" in caplog.text
+    sends(restored)
+    assert int(tensors_of(restored.state[STATE])["noise_stream/plan"][1]) == 4
+
+
+def test_an_older_folder_is_left_behind(tmp_path: Path) -> None:
+    here = correlated_context(tmp_path / "state")
+    sends(here)
+    (file,) = (tmp_path / "state").iterdir()
+    older = file.read_bytes()
+    sends(here)
+    file.write_bytes(older)
+    assert ClientGuard(here).position == 2
+
+
+def test_two_courses_of_correlated_noise_are_refused(tmp_path: Path) -> None:
+    here = correlated_context(tmp_path / "state")
+    sends(here)
+    kept = pickle.dumps(here)
+    (file,) = (tmp_path / "state").iterdir()
+    first = file.read_bytes()
+    sends(here)
+    restored = pickle.loads(kept)
+    file.write_bytes(first)
+    sends(restored)  # another second message
+    with pytest.raises(ValueError, match="both hold 2 messages"):
+        ClientGuard(here)
+
+
 def test_another_defense_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
     here = rounds(context(defense="optimal_noise"), 1)[0]
     here.run_config["gradguard.defense"] = "optimal_pruning"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from hf_gradguard.defenses.factorization import make_factor, sensitivity
-from hf_gradguard.federation.guard import Guard, GuardSettings
+from hf_gradguard.federation.guard import Guard, GuardSettings, _check_grid
 from hf_gradguard.federation.tables import TABLES, check_tables
 from hf_gradguard.leakage import gaussian_epsilon
 
@@ -306,6 +307,82 @@ def test_updates_with_correlated_noise_go_on_after_a_kill(tmp_path: Path) -> Non
     guard.load_state(tmp_path, "client")
     with pytest.raises(RuntimeError, match="messages=6"):
         guard.protect(received, update)
+
+
+def broken(kind: str, received: dict[str, Tensor]) -> dict[str, Tensor]:
+    """An update that would be refused, for what is in it."""
+    trained = {name: tensor + 1e-3 * torch.rand(tensor.shape) for name, tensor in received.items()}
+    if kind == "not finite":
+        trained["w"][3] = math.nan
+    if kind == "a table's rows":
+        trained["rows"][:2] = received["rows"][:2]
+    if kind == "too small":
+        trained = {name: 1e-3 * tensor for name, tensor in received.items()}
+    if kind == "half precision":
+        trained["w"] = trained["w"].bfloat16().float()
+    if kind == "one layer unchanged":
+        trained["rows"] = received["rows"].clone()
+    if kind == "unchanged":
+        trained = {name: tensor.clone() for name, tensor in received.items()}
+    return trained
+
+
+BROKEN = [
+    "not finite", "a table's rows", "too small", "half precision", "one layer unchanged",
+    "unchanged",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_no_update_decides_whether_its_message_with_correlated_noise_is_sent(kind: str) -> None:
+    """Its noise is that of the plan, and of the same entries as all others'."""
+    noise = {"correlated": True, "scale": 3.0, "clip": 0.1, "messages": 3}
+    guard = Guard(GuardSettings("dp_sgd", noise))
+    received = {"w": torch.rand(500), "rows": torch.rand(30, 20)}
+    guard.protect(received, broken("none", received))
+    for number in (1, 2):
+        assert guard.position == number
+        sent = guard.protect(received, broken(kind, received))
+        for name in received:
+            assert sent[name].isfinite().all()
+            assert float((sent[name] - received[name]).std()) > 1.0
+    assert guard.position == 3
+    with pytest.raises(ValueError, match="is missing"):  # the app's doing
+        Guard(GuardSettings("dp_sgd", noise)).protect(received, {"w": received["w"]})
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_first_update_is_refused_for_what_a_setting_mends(kind: str) -> None:
+    """Nothing has left yet; of what is not finite there is no setting."""
+    guard = Guard(GuardSettings("dp_sgd", {"correlated": True, "scale": 3.0, "messages": 3}))
+    received = {"w": torch.rand(500), "rows": torch.rand(30, 20)}
+    update = broken(kind, received)
+    if kind in ("not finite", "unchanged"):
+        assert guard.protect(received, update).keys() == received.keys()
+        return
+    with pytest.raises(ValueError, match="Nothing was sent"):
+        guard.protect(received, update)
+    assert guard.position == 0
+
+
+def test_without_correlated_noise_what_is_not_finite_is_refused() -> None:
+    received = {"w": torch.rand(500), "rows": torch.rand(30, 20)}
+    guard = Guard(GuardSettings(settings={"scale": 0.1}))
+    with pytest.raises(FloatingPointError, match="'w' is not finite"):
+        guard.protect(received, broken("not finite", received))
+
+
+@pytest.mark.parametrize(("entries", "is_chance"), [(32, True), (33, False)])
+def test_of_a_small_tensor_33_entries_on_a_grid_are_no_chance(
+    entries: int, is_chance: bool
+) -> None:
+    start = torch.zeros(entries)
+    change = torch.linspace(0.1, 1.0, entries).bfloat16().float()
+    if is_chance:
+        _check_grid("w", start, change)
+    else:
+        with pytest.raises(ValueError, match="was trained in"):
+            _check_grid("w", start, change)
 
 
 def test_correlated_noise_says_what_it_protects(caplog: pytest.LogCaptureFixture) -> None:
