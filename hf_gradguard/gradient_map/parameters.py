@@ -362,8 +362,11 @@ class ModelCache:
         sample_plans: By kind of batch.
         shared_parameters: What they were found of last, those that are trainable (held, so that no
             other tensor gets their identity), and those that are shared.
+        is_underway: Whether messages left before anything was found out here, as of a run that is
+            gone on with: a refusal would tell of a row.
     """
 
+    is_underway: bool = False
     tables: KnownTables = field(default_factory=KnownTables)
     difference_plans: dict[Hashable, tuple[DifferencePlan, int]] = field(default_factory=dict)
     sample_plans: dict[Hashable, SamplePlan] = field(default_factory=dict)

@@ -64,7 +64,7 @@ from .meter import LeakageMeter
 from .metrics import PrivateMetrics
 from .privacy.account import AccountFile
 from .privacy.coupling import CouplingCheck
-from .privacy.failing_rows import AttemptsPassingRows, PassingCollator, ReadableRows
+from .privacy.failing_rows import AttemptsPassingRows, PassingCollator, ReadableRows, RowTrial
 from .privacy.fingerprint import Fingerprints
 from .privacy.labels import RandomizedLabels, Randomizer
 from .privacy.private_rows import (
@@ -380,7 +380,8 @@ class GradGuardMixin(TrainerAdapter):
             if self.private_rows is None:
                 return ClientCollator(collate)
             check = CouplingCheck(self.train_dataset, collate)
-            return PassingCollator(collate, check, self.train_dataset)
+            trial = RowTrial(self.train_dataset, collate, getattr(self.model, "config", None))
+            return PassingCollator(collate, check, trial)
         return collate if self.accountant is None else NumberedCollator(collate)
 
     def training_data(self, dataset: Any) -> Any:

@@ -327,3 +327,14 @@ def test_settings_are_checked() -> None:
             private(**settings)
     with pytest.raises(ValueError, match="messages"):
         private(messages=None)(task())
+
+
+@pytest.mark.parametrize("name", ["participations", "min_separation", "bands", "messages"])
+def test_numbers_of_the_plan_are_whole_and_of_correlated_noise(name: str) -> None:
+    asked = {"per_sample": True, "noise_multiplier": 1.0, name: 2}
+    make_defense("dp_sgd", correlated=True, **asked)
+    with pytest.raises(ValueError, match=rf"{name} of dp_sgd: set correlated=True"):
+        make_defense("dp_sgd", **asked)
+    for wrong in (1.5, 0, True):
+        with pytest.raises((TypeError, ValueError), match=name):
+            make_defense("dp_sgd", correlated=True, **{**asked, name: wrong})

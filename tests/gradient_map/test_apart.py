@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from helpers import make_task
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_gradguard import GradientMap
 from hf_gradguard.gradient_map import sensitivity as plans
-from hf_gradguard.gradient_map.parameters import cache_of, find_tables, forget
+from hf_gradguard.gradient_map.parameters import SamplePlan, cache_of, find_tables, forget
 from hf_gradguard.gradient_map.per_sample import plan as apart
 from hf_gradguard.gradient_map.per_sample.clipping import ClippedSum, SampleMap, clipped_sum
 
@@ -43,21 +45,62 @@ def summed(model: nn.Module, labels: list[int], kind: type = GradientMap) -> Cli
         ([1.0, 50.0], [[0, 0, 0, 0, 0, 1]]),  # a rare class, beside many rows
         ([1.0, 50.0], [[0] * 6, [1] * 6, [0, 0, 0, 0, 0, 1]]),  # and in no batch at first
         ([1.0, 1.0, 2.0, 2.0], [[0, 1] * 3, [2, 3] * 3, [0, 2] * 3]),  # alike in pairs
-        ([*[1.0] * 9, 9.0], [list(range(10))] * 4),  # more classes than samples are tried
+        ([9.0, *[1.0] * 9], [list(range(10))] * 4),  # more classes than samples are tried
     ],
 )
 def test_a_loss_that_weighs_classes_is_found_out(
     weights: list[float], batches: list[list[int]], kind: type
 ) -> None:
     model = Head(weights)
-    for labels in batches[:-1]:
-        try:
-            summed(model, labels, kind)
-        except NotImplementedError:
-            assert len(set(labels)) > 4  # found out before its turn
+    for number, labels in enumerate(batches):
+        if number == 0 and len(batches) in (1, 4):  # before a message has left
+            with pytest.raises(NotImplementedError, match="classes that are weighed"):
+                summed(model, labels, kind)
             return
-    with pytest.raises(NotImplementedError, match="classes that are weighed"):
-        summed(model, batches[-1], kind)
+        found = summed(model, labels, kind)
+        # Afterwards a refusal would tell of the rare class: rows are taken by themselves.
+        assert_rows_are_by_themselves(model, labels, found)
+    (plan,) = cache_of(model).sample_plans.values()
+    assert "its loss couples rows" in plan.reason
+
+
+def assert_rows_are_by_themselves(model: Head, labels: list[int], found: ClippedSum) -> None:
+    """Of each row the gradient of its own loss is added, clipped to 1."""
+    torch.manual_seed(len(labels))
+    rows = torch.randn(len(labels), 4)
+    expected: dict[str, Tensor] = {}
+    for row, label in zip(rows, labels, strict=True):
+        loss = model(row[None], torch.tensor([label]))
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        gradient = torch.autograd.grad(loss, parameters)
+        factor = 1 / max(1.0, float(nn.utils.get_total_norm(gradient)))
+        for name, part in zip(names, gradient, strict=True):
+            expected[name] = expected.get(name, torch.zeros(())) + factor * part
+    for name, part in expected.items():
+        torch.testing.assert_close(found.total[name], part, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_that_is_gone_on_with_is_not_stopped_by_its_first_batch() -> None:
+    model, labels = Head([1.0, 50.0]), [0, 0, 0, 0, 0, 1]
+    cache_of(model).is_underway = True
+    assert_rows_are_by_themselves(model, labels, summed(model, labels))
+    broken = Head([1.0, 1.0], Breaking())
+    cache_of(broken).is_underway = True
+    found = summed(broken, [0, 1])
+    assert not any(part.any() for part in found.total.values())
+
+
+class Breaking(nn.Module):
+    """Gives back no numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * math.nan
+
+
+@pytest.mark.parametrize(("tried", "is_tried"), [(2, True), (64, True), (65, False)])
+def test_labels_are_tried_beside_each_other_until_65_were(tried: int, is_tried: bool) -> None:
+    plan = SamplePlan(("rows",), labels=(frozenset(range(tried)),))
+    assert apart._has_untried(plan, {"labels": torch.tensor([0, tried])}) == is_tried
 
 
 def test_classes_that_count_alike_are_tried_only_until_each_was(

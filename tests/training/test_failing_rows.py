@@ -4,6 +4,7 @@ goes on, with as many messages, and every message is that of the other rows.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from pathlib import Path
@@ -36,13 +37,56 @@ class Rows(torch.utils.data.Dataset):
         return self.rows[number]
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+def is_private(row: dict[str, Any]) -> bool:
+    return bool((torch.as_tensor(row["input_ids"]) == WORD).all())
+
+
+def collate(rows: list[dict[str, Any]], failure: str = "none") -> dict[str, Tensor]:
     if any(isinstance(row["labels"], str) for row in rows):
         raise ValueError("a row has no label: private words")
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    if failure == "refused by the collator" and any(map(is_private, rows)):
+        raise NotImplementedError("private words are not supported")
+    if failure == "two rows":
+        rows = [row for row in rows for _ in range(1 + is_private(row))]
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    if failure == "couples" and any(map(is_private, rows)):
+        batch["labels"] = batch["labels"].roll(1, 0)
+    return batch
 
 
-FAILURES = ["label", "token", "not a number", "reading", "collating"]
+class Failing(torch.autograd.Function):
+    """Fails when it is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Tensor:
+        raise RuntimeError("private words")
+
+
+class Stops:
+    """Fails at rows of one word, in the forward or in the backward pass."""
+
+    def __init__(self, kind: str, model: Any) -> None:
+        self.kind, self.is_due = kind, False
+        model.get_input_embeddings().register_forward_hook(self.look)
+        model.classifier.register_forward_hook(self.fail)
+
+    def look(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.is_due = bool((args[0] == WORD).all(1).any())
+
+    def fail(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if self.is_due and self.kind == "the model":
+            raise NotImplementedError("private words are not supported")
+        return Failing.apply(output) if self.is_due else output
+
+
+FAILURES = [
+    "label", "token", "not a number", "reading", "collating", "length", "column", "type",
+    "refused by the collator", "two rows", "couples", "the model", "the backward pass",
+]  # fmt: skip
 
 
 def run(folder: Path, kind: str, failure: str, size: int, **settings: Any) -> Any:
@@ -62,8 +106,20 @@ def run(folder: Path, kind: str, failure: str, size: int, **settings: Any) -> An
             training.model.get_input_embeddings().weight[WORD] = math.nan
     if failure == "collating":
         rows[BAD]["labels"] = "private words"
+    if failure == "length":
+        rows[BAD] = {n: t.repeat(2) if t.dim() else t for n, t in rows[BAD].items()}
+    if failure == "column":
+        rows[BAD] = {n: t for n, t in rows[BAD].items() if n != "attention_mask"}
+    if failure == "type":
+        rows[BAD]["labels"] = rows[BAD]["labels"].float()
+    if failure in FAILURES[-5:]:
+        for row in rows:
+            row["input_ids"] = row["input_ids"].where(row["input_ids"] != WORD, WORD - 1)
+        rows[BAD]["input_ids"] = torch.full_like(rows[BAD]["input_ids"], WORD)
+    if failure in ("the model", "the backward pass"):
+        Stops(failure, training.model)
     training.train_dataset = Rows(rows, failure == "reading")
-    training.data_collator = collate
+    training.data_collator = functools.partial(collate, failure=failure)
     return training
 
 
@@ -150,7 +206,7 @@ def test_what_fails_for_every_row_is_no_rows_doing(tmp_path: Path) -> None:
         raise KeyError("text")
 
     training.data_collator = wrong
-    with pytest.raises(ValueError, match="No row of the first batch"):
+    with pytest.raises(ValueError, match="No row of the first 16"):
         training.train()
 
 

@@ -46,9 +46,14 @@ def _key(gmap: GradientMap) -> Hashable:
 def plan_of(gmap: GradientMap, samples: int, clip: float) -> tuple[SamplePlan, Tensor]:
     """The plan, and how much each of this batch's samples counts, as `sample_items` says."""
     plan = known_plan(gmap)
+    is_underway = plan is not None or cache_of(gmap.model).is_underway
     coarse = coarse_arithmetic(gmap) if plan is None else plan.coarse
     if plan is None:
-        plan = _try_out(gmap, samples, clip, coarse, WEIGHT_RULES)
+        plan = _try_out_or_part(gmap, samples, clip, coarse, WEIGHT_RULES, (), is_underway)
+        if plan is None and is_underway:  # nothing is known of the model yet
+            return SamplePlan(WEIGHT_RULES, "no row has a gradient"), sample_items(
+                "rows", gmap.batch
+            )
         if plan is None:  # of no row: it is the model's doing
             with gmap.replay.run():
                 gradient = plain_gradient(gmap, gmap.batch)
@@ -58,15 +63,22 @@ def plan_of(gmap: GradientMap, samples: int, clip: float) -> tuple[SamplePlan, T
         plan = plan._replace(shapes=shapes, coarse=coarse)
     weights = [sample_weights(rule, gmap.batch) for rule in plan.rules]
     agree = _agree(weights)  # if not, the first batches had as many tokens in every row
-    if not agree or (not plan.reason and _has_untried(plan, gmap.batch)):
-        new_plan = _try_out(gmap, samples, clip, coarse, plan.rules, plan.labels) or plan
+    if not plan.reason and (not agree or _has_untried(plan, gmap.batch)):
+        new_plan = (
+            _try_out_or_part(gmap, samples, clip, coarse, plan.rules, plan.labels, True) or plan
+        )
         modules = new_plan.modules | plan.modules if agree else new_plan.modules
         plan = new_plan._replace(
             modules=modules, padded=plan.padded, shapes=plan.shapes, coarse=coarse
         )
         weights = [sample_weights(rule, gmap.batch) for rule in plan.rules]
-    if len(plan.padded) < PADDED:
-        plan = plan._replace(padded=plan.padded | _try_padding(gmap, samples, plan))
+    if len(plan.padded) < PADDED and not (is_underway and plan.reason):
+        try:
+            plan = plan._replace(padded=plan.padded | _try_padding(gmap, samples, plan))
+        except NotImplementedError:
+            if not is_underway:
+                raise
+            plan = plan._replace(reason=PARTED.format("it reads the padding"))
     if gmap.replay.recomputes():
         plan = plan._replace(reason="activation checkpointing runs layers a second time")
     if plan.coarse:
@@ -79,6 +91,27 @@ def plan_of(gmap: GradientMap, samples: int, clip: float) -> tuple[SamplePlan, T
         )
     cache_of(gmap.model).sample_plans[_key(gmap)] = plan
     return plan, sample_items(plan.rules[0], gmap.batch)
+
+
+def _try_out_or_part(
+    gmap: GradientMap,
+    samples: int,
+    clip: float,
+    coarse: str,
+    rules: tuple[str, ...],
+    labels: tuple[frozenset[int], ...],
+    is_underway: bool,
+) -> SamplePlan | None:
+    """Tries a model out. A loss that couples rows is refused before a message has left. Afterwards
+    a refusal would tell which rows are in a batch, so rows are then differentiated one by one, in
+    passes in which no other row has a part: those of a loss that no other row decides.
+    """
+    try:
+        return _try_out(gmap, samples, clip, coarse, rules, labels)
+    except NotImplementedError:
+        if not is_underway:
+            raise
+        return SamplePlan(rules, PARTED.format("its loss couples rows"))
 
 
 def _try_out(
@@ -394,6 +427,7 @@ COARSE = (
     "clipping bounds, so each sample's gradient takes a pass of its own. Train in float32 for one "
     "pass per batch."
 )
+PARTED = "{}, which was found after messages had left (a refusal would tell that a row is there)"
 READS_PADDING = (
     "gives a text another gradient where others of its batch are longer: it reads the padding, or "
     "counts positions from it, as with padding on the left. So one long text changes what all "

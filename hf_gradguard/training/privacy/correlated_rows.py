@@ -21,6 +21,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ...defenses.dp import PrivacyPlan
+from ...gradient_map.parameters import cache_of
 from ...leakage import dp_sgd_noise_multiplier
 from ...leakage.differential_privacy import protection_note
 from ...randomness import KEY_BYTES, Stream
@@ -164,11 +165,14 @@ class CorrelatedRows(PrivateRows):
         self, args: TrainingArguments, state: Any, *_: Any, model: nn.Module, **kwargs: Any
     ) -> None:
         """Plan the noise for the messages that are to come, or go on with a plan."""
+        cache_of(model).is_underway = state.global_step > 0
         schedule = kwargs.get("lr_scheduler")
         check_is_linear(kwargs.get("optimizer"), args, schedule)
         accumulation = args.gradient_accumulation_steps
         messages = (state.max_steps - state.global_step) * accumulation
         is_resumed, saved = self._saved_position is not None, self._saved_position or 0
+        if args.world_size > 1:  # before anything is decided by what was spent
+            self._count_as_others(args.device)
         self._saved_position = None  # a second training of this process is a new transcript
         if not is_resumed:
             self._check_promise(messages)
@@ -189,7 +193,6 @@ class CorrelatedRows(PrivateRows):
         if args.world_size > 1:  # a kill may leave one rank with a message more
             position = torch.tensor([plan.position], device=args.device)
             plan.position = int(gather(position).max())
-            self._count_as_others(args.device)
             rounds = torch.tensor([self._rounds], device=args.device)
             self._least_rounds = int(gather(rounds).min())
             agreed = {

@@ -85,7 +85,7 @@ class CouplingCheck:
             for place, rows in ((0, [number, *others]), (-1, [*others, number])):
                 copies = [n if n == longest else number for n in rows]
                 if name := self._coupled(rows, copies, place):
-                    raise NotImplementedError(_COUPLED.format(name))
+                    raise NotImplementedError(COUPLED.format(CHANGES.format(name)))
 
     def _coupled(self, rows: list[int], copies: list[int], place: int) -> str:
         """The entry in which one of some rows is coupled to the others; nothing if none is.
@@ -104,12 +104,12 @@ class CouplingCheck:
             batch, end, draws = self._collate_rows(rows, state)
             if not draws:
                 alone, _, _ = self._collate_rows([rows[place]], state)
-                name = _different(batch, alone, place, len(rows), in_place=False)
+                name = different(batch, alone, place, len(rows), in_place=False)
             if not name:  # also of a collator that fills rows up with what others hold
                 exchanged, exchanged_end, _ = self._collate_rows(copies, state)
                 if end != exchanged_end:
                     continue  # other draws: nothing can be said
-                name = _different(batch, exchanged, place, len(rows), in_place=True)
+                name = different(batch, exchanged, place, len(rows), in_place=True)
             if name and self._is_replayed(rows, state, batch):
                 hits.append(name)
             if not draws or len(hits) == _HITS:
@@ -121,7 +121,7 @@ class CouplingCheck:
         for _ in range(_REPEATS):
             replayed, _, _ = self._collate_rows(rows, state)
             if any(
-                _different(batch, replayed, place, len(rows), True) for place in range(len(rows))
+                different(batch, replayed, place, len(rows), True) for place in range(len(rows))
             ):
                 logger.warning_once(_NOT_REPLAYED)
                 return False
@@ -132,22 +132,43 @@ class CouplingCheck:
     ) -> tuple[Mapping[str, Any], Any, bool]:
         """A batch, where the generators ended, and whether anything was drawn."""
         state.restore()
-        collate = copy.deepcopy(self._collate, _kept_whole(self._collate))
-        states_before = [_state_of(generator) for generator in _generators(collate)]
         try:
-            batch = collate(list(fetched(self._data, numbers)))
+            return collate_watched(copied(self._collate), list(fetched(self._data, numbers)))
         except Exception as error:
-            error.add_note(_ALONE)
+            error.add_note(ALONE)
             raise
-        states = [_state_of(generator) for generator in _generators(collate)]
-        end = DrawState.now().plain()
-        return batch, (end, states), end != state.plain() or states != states_before
 
 
-def _different(
+def copied(collate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of a collator, which shares its models and tokenizers: what the copy counts or
+    draws by itself stays as it is in the collator.
+
+    Example:
+        >>> copied(list)([1])
+        [1]
+    """
+    return copy.deepcopy(collate, _kept_whole(collate))
+
+
+def collate_watched(
+    collate: Callable[..., Mapping[str, Any]], rows: list[Any]
+) -> tuple[Mapping[str, Any], Any, bool]:
+    """Return a batch, where the generators ended, and whether anything was drawn.
+
+    Example:
+        >>> collate_watched(lambda rows: {"x": rows}, [1])[::2]
+        ({'x': [1]}, False)
+    """
+    before, states_before = DrawState.now().plain(), _states(collate)
+    batch = collate(rows)
+    end, states = DrawState.now().plain(), _states(collate)
+    return batch, (end, states), end != before or states != states_before
+
+
+def different(
     batch: Mapping[str, Any], exchanged: Mapping[str, Any], place: int, rows: int, in_place: bool
 ) -> str:
-    """The first entry whose row is another, padding aside.
+    """Return the first entry whose row is another, padding aside; nothing if there is none.
 
     Args:
         batch: Of some rows.
@@ -155,13 +176,17 @@ def _different(
         place: Of the row.
         rows: How many the batch has.
         in_place: Whether the row has that place in `exchanged`, too, which has as many.
+
+    Example:
+        >>> different({"x": [1, 2]}, {"x": [3]}, place=1, rows=2, in_place=False)
+        'x'
     """
     for name, value in batch.items():
         if name not in exchanged:
             return str(name)
         exchanged_value = exchanged[name]
         if isinstance(value, Mapping) and isinstance(exchanged_value, Mapping):
-            if inner_name := _different(value, exchanged_value, place, rows, in_place):
+            if inner_name := different(value, exchanged_value, place, rows, in_place):
                 return f"{name}.{inner_name}"
             continue
         if _length(value) == rows and _length(exchanged_value) == (rows if in_place else 1):
@@ -182,7 +207,8 @@ def _alike(row: Any, compared: Any) -> bool:
     if not isinstance(row, Tensor | np.ndarray | list | tuple) or not isinstance(
         compared, type(row)
     ):
-        return type(row) is type(compared) and bool(row == compared)
+        is_nan = row != row and compared != compared  # not equal to itself
+        return type(row) is type(compared) and bool(is_nan or row == compared)
     try:
         row, compared = torch.as_tensor(row), torch.as_tensor(compared)
     except (TypeError, ValueError, RuntimeError):  # texts, or lists of several lengths
@@ -244,9 +270,10 @@ def _kept_whole(collate: Any) -> dict[int, Any]:
     }
 
 
-def _generators(collate: Any) -> list[Any]:
+def _states(collate: Any) -> list[Any]:
+    """Of the generators that a collator holds now; it may make one when it is called."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    return [held_object for held_object in _held_objects(collate) if isinstance(held_object, kinds)]
+    return [_state_of(held) for held in _held_objects(collate) if isinstance(held, kinds)]
 
 
 def _state_of(generator: Any) -> Any:
@@ -258,13 +285,14 @@ def _state_of(generator: Any) -> Any:
     return pickle.dumps(generator)
 
 
-_COUPLED = (
+CHANGES = "{!r} of a row is another beside other rows than without them"
+COUPLED = (
     "GradGuardTrainer does not support dp_sgd with per_sample=True where rows are coupled before "
-    "the model: {!r} of a row is another beside other rows than without them. So one row changes "
-    "what all others add, and no clipping bounds that. Take a collator that treats each row by "
-    "itself (no mixup, no statistics of the batch), or a defense without per_sample."
+    "the model: {}. So one row changes what all others add, and no clipping bounds that. Take a "
+    "collator that treats each row by itself (no mixup, no statistics of the batch), or a "
+    "defense without per_sample."
 )
-_ALONE = (
+ALONE = (
     "dp_sgd with per_sample=True collates some rows of a batch by themselves, to see that no other "
     "row changes what they become. The collator has to take any number of rows."
 )

@@ -2,25 +2,35 @@
 
 A training that ended in an error at the first message that holds a row would tell that the row is
 there, and ε counts no such message. So the row's term is zero, which is within its bound, and only
-its own process is told. What fails for every row of the first message is no row's doing: it raises.
+its own process is told. The other rows stay: where one row could take them along, it would move the
+sum by all that they add.
+
+What fails for many rows is no row's doing. It raises before a message leaves: what is looked at
+then follows the data, but nobody else sees the outcome.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from ...gradient_map.domain import check_batch, count_rows
 from ...gradient_map.module_state import ModuleState
-from ...gradient_map.per_sample.plan import rows_of
+from ...gradient_map.per_sample.lengths import OTHER_LENGTHS, row_shapes
+from ...gradient_map.per_sample.plan import real_tokens, rows_of
+from ...gradient_map.replay import draws_restored
 from ...gradient_map.types import LossFunction
 from ..clients.batches import CLIENT, ROW, SHARE, ClientCollator, ClientRows, SampledRow
 from ..message import ClientBatch
+from .coupling import ALONE, CHANGES, COUPLED, collate_watched, copied, different
 from .private_rows import DUMMY
 
 logger = logging.get_logger(__name__)
@@ -79,47 +89,190 @@ class ReadableRows(ClientRows):
             return error, place
 
 
-@dataclass
-class PassingCollator(ClientCollator):
-    """Collates the rows for which that does not fail. A client without any has another row, of an
-    earlier batch or of the data, for its shapes, which counts for nothing.
+class RowTrial:
+    """Tells which rows a collator treats by themselves, and makes batches of the usual form of.
+
+    Whether a row passes is decided by it and by one other row of the data, the anchor, which is the
+    same for all: never by what else is in its batch. Else one row could decide whether others add
+    something.
+
+    Some rows of the data are looked at when it is made, before a message leaves. What fails for
+    many of them is no single row's doing, and raises there.
 
     Args:
         data: All rows.
+        collate: What makes a batch of rows.
+        config: The model's, which may name the padding.
+
+    Attributes:
+        anchor: A row that passes.
+
+    Raises:
+        ValueError: If no row can be collated.
+        NotImplementedError: If rows are coupled, or batches of single rows differ in their form.
+
+    Example:
+        >>> rows = [{"x": torch.zeros(3)}, {"x": torch.zeros(3)}, {"x": torch.zeros(2)}]
+        >>> stack = lambda rows: {"x": torch.stack([row["x"] for row in rows])}
+        >>> trial = RowTrial(rows[:2], stack)
+        >>> [trial.passes(row) for row in rows]
+        [True, True, False]
     """
 
-    data: Any = ()
-    _spare: Any = None
+    def __init__(
+        self, data: Any, collate: Callable[[list[Any]], Mapping[str, Any]], config: Any = None
+    ) -> None:
+        self._collate, self._config = collate, config
+        self.anchor: Any = None
+        self._draws = False
+        with draws_restored():
+            self._learn(data)
+
+    def passing(self, rows: list[Any]) -> list[bool]:
+        """Tell of each of some rows whether it passes. All generators are put back, and what the
+        collator counts or draws by itself stays.
+        """
+        with draws_restored():
+            collate = copied(self._collate)
+            return [self.passes(row, collate) for row in rows]
+
+    def passes(self, row: Any, collate: Callable[..., Any] | None = None) -> bool:
+        """Tell whether a row passes.
+
+        Args:
+            row: As the data set gives it.
+            collate: A copy of the collator.
+        """
+        try:
+            reason = self._fault(row, collate or copied(self._collate))
+        except Exception as error:
+            log_failure(error)
+            return False
+        if reason:
+            logger.warning_once(_ODD.format(reason))
+        return not reason
+
+    def _fault(self, row: Any, collate: Callable[..., Any]) -> str:
+        """Say in what a row differs from others, or how it is coupled to them."""
+        alone = collate([copy.copy(row)])
+        if form_of(alone, self._config) != self._form:
+            return "it makes a batch of another form"
+        pair = collate([copy.copy(row), copy.copy(self.anchor)])
+        if self._draws:  # rows beside each other have other draws than alone
+            return ""
+        name = different(pair, alone, 0, 2, in_place=False) or different(
+            pair, self._anchor_alone, -1, 2, in_place=False
+        )
+        return name and CHANGES.format(name)
+
+    def _learn(self, data: Any) -> None:
+        """Find the form that rows have, and whether the collator treats them by themselves."""
+        collate, rows, forms, errors = copied(self._collate), [], [], []
+        places = np.linspace(0, len(data) - 1, min(len(data), LOOKED_AT)).astype(int)
+        for row, _ in ReadableRows(data).__getitems__([SampledRow(int(n), 0, 1.0) for n in places]):
+            try:
+                if isinstance(row, Exception):
+                    raise row
+                alone, _, draws = collate_watched(collate, [copy.copy(row)])
+                forms.append(form_of(alone, self._config))
+                rows.append(row)
+                self._draws |= draws
+            except Exception as error:
+                log_failure(error)
+                errors.append(error)
+        if not rows:
+            for refusal in errors:
+                if isinstance(refusal, NotImplementedError):  # with its own way out
+                    raise refusal
+            raise ValueError(_NONE.format(len(errors))) from next(iter(errors), None)
+        self._form = max(forms, key=forms.count)
+        usual = [row for row, form in zip(rows, forms, strict=True) if form == self._form]
+        if len(usual) < USUAL * len(rows):
+            raise NotImplementedError(_other_form(self._form, forms))
+        self.anchor = usual[0]
+        self._anchor_alone = collate([copy.copy(self.anchor)])
+        faults: list[Exception] = []
+        for row in usual[1:]:
+            try:
+                if fault := self._fault(row, collate):
+                    faults.append(NotImplementedError(COUPLED.format(fault)))
+            except Exception as error:
+                faults.append(error)
+        if len(faults) > (1 - USUAL) * len(usual):
+            faults[0].add_note(ALONE)
+            raise faults[0]
+
+
+def form_of(batch: Mapping[str, Any], config: Any = None) -> dict[str, Any]:
+    """Return what batches of single rows have in common: names, types and shapes, but for the
+    lengths of texts, which a mask or the padding's id tells apart from their padding.
+
+    Args:
+        batch: Of one row.
+        config: The model's.
+
+    Example:
+        >>> ids = torch.zeros(1, 7, dtype=torch.int64)
+        >>> form_of({"input_ids": ids, "attention_mask": ids, "labels": torch.tensor([1])})
+        {'input_ids': (torch.int64, 1, 2), ..., 'labels': (torch.int64, (1,))}
+    """
+    fixed = row_shapes(batch, real_tokens(SimpleNamespace(config=config), batch))  # type: ignore
+    form: dict[str, Any] = {}
+    for name, entry in batch.items():
+        if isinstance(entry, Mapping):
+            form[name] = form_of(entry, config)
+        elif not isinstance(entry, Tensor | np.ndarray):
+            form[name] = type(entry), len(entry) if isinstance(entry, list | tuple) else None
+        elif name in fixed or entry.ndim < 2 or is_of_classes(name, entry):
+            form[name] = entry.dtype, tuple(entry.shape)
+        else:
+            form[name] = entry.dtype, len(entry), entry.ndim
+    return form
+
+
+def is_of_classes(name: str, entry: Any) -> bool:
+    """Tell whether an entry is labels of as many classes, whose number does not follow a text's
+    length.
+
+    Example:
+        >>> is_of_classes("labels", torch.zeros(1, 3)), is_of_classes("x", torch.zeros(1, 3))
+        (True, False)
+    """
+    return name.endswith("labels") and torch.as_tensor(entry).is_floating_point()
+
+
+def _other_form(usual: dict[str, Any], forms: list[dict[str, Any]]) -> str:
+    """Say in which entry rows differ."""
+    form = next(form for form in forms if form != usual)
+    name = next(n for n in {**usual, **form} if usual.get(n) != form.get(n))
+    entry, usual_entry = form.get(name), usual.get(name)
+    if entry and usual_entry and entry[0] == usual_entry[0] and len(entry) == 2:
+        shapes = (entry[1] or ())[1:], (usual_entry[1] or ())[1:]
+        return OTHER_LENGTHS.format(name=name, shape=shapes[0], known_shape=shapes[1])
+    return _FORMS.format(name)
+
+
+@dataclass
+class PassingCollator(ClientCollator):
+    """Collates the rows that pass a trial. A client without any has the trial's anchor, for its
+    shapes, which counts for nothing.
+
+    Args:
+        trial: Of single rows.
+    """
+
+    trial: RowTrial | None = None
 
     def __call__(self, places: list[Any]) -> dict[str, Any]:
+        assert self.trial is not None
         readable = [pair for pair in places if not isinstance(pair[0], Exception)]
-        try:
-            batch = super().__call__(self._completed(readable, places))
-        except Exception:
-            collated = passing(readable, lambda pair: self.collate([pair[0]]))
-            if len(collated) == len(readable):
-                raise
-            readable = collated
-            batch = super().__call__(self._completed(readable, places))
-        self._spare = readable[-1][0] if readable else self._spare
-        return batch
-
-    def _completed(self, readable: list[Any], places: list[Any]) -> list[Any]:
-        clients = {place.client for _, place in readable}
-        spare = readable[-1][0] if readable else self._spare
+        passes = self.trial.passing([row for row, _ in readable])
+        passing = [pair for pair, is_passing in zip(readable, passes, strict=True) if is_passing]
+        clients = {place.client for _, place in passing}
         missing = {place.client: place for _, place in places if place.client not in clients}
-        if missing and spare is None:  # the first batch has no row that passes
-            spare = self._other_row()
-        if missing and spare is None:
-            raise next((row for row, _ in places if isinstance(row, Exception)), _NONE)
-        return readable + [(spare, place._replace(row=DUMMY)) for place in missing.values()]
-
-    def _other_row(self) -> Any:
-        """Return another row of the data that can be read and collated, if one of the first can."""
-        for number in range(min(len(self.data), LOOKED_AT)):
-            if passing([number], lambda number: self.collate([self.data[number]])):
-                return self.data[number]
-        return None
+        return super().__call__(
+            passing + [(self.trial.anchor, p._replace(row=DUMMY)) for p in missing.values()]
+        )
 
 
 class AttemptsPassingRows:
@@ -154,8 +307,6 @@ class AttemptsPassingRows:
         try:
             self._check(module, client.batch)
             outcome = attempt(module, client, loss_fn, *arguments)
-        except NotImplementedError:  # a refusal is of a model or of settings
-            raise
         except Exception:
             state = ModuleState(module)
             passing_client = self._passing(module, client, loss_fn)
@@ -173,8 +324,10 @@ class AttemptsPassingRows:
 
     def _evaluate(self, module: nn.Module, batch: dict[str, Any], loss_fn: LossFunction) -> None:
         self._check(module, batch)
-        with torch.no_grad():
-            loss_fn(module, batch)
+        loss = loss_fn(module, batch)
+        if loss.requires_grad:
+            parameters = [p for p in module.parameters() if p.requires_grad]
+            torch.autograd.grad(loss, parameters, allow_unused=True)
 
     def _passing(
         self, module: nn.Module, client: ClientBatch, loss_fn: LossFunction
@@ -212,15 +365,28 @@ class AttemptsPassingRows:
         def attempt(row: int) -> None:
             self._evaluate(module, batch_of(row), loss_fn)
 
-        for row in range(min(len(loader.dataset), LOOKED_AT)):
+        for row in range(min(len(loader.dataset), TRIED)):
             if passing([row], attempt):
                 return batch_of(row)
         return None
 
 
-LOOKED_AT = 16
-"""Other rows, before what fails is taken for the doing of the model or the collator."""
-_NONE = ValueError("No row of the first batch can be collated.")
+LOOKED_AT = 64
+"""Rows of the data that are looked at before a message leaves."""
+TRIED = 16
+"""Other rows, before what fails is taken for the doing of the model."""
+USUAL = 0.75
+"""The part of the rows looked at that must pass. Those that do not add nothing."""
+_NONE = "No row of the first {} that were looked at can be collated."
+_FORMS = (
+    "GradGuardTrainer does not support dp_sgd with per_sample=True where rows become batches of "
+    "several forms: {!r} is missing for some, or of another type or shape, so that one row decides "
+    "what a batch of others becomes. Give all rows the same columns and types."
+)
+_ODD = (
+    "A row adds nothing to its messages, for {}: what a row is beside others must not change them, "
+    "and a training that stopped would tell that the row is there. Only this process is told."
+)
 _FAILED = (
     "{} at a row of the training data, which adds nothing to its messages: a training that stopped "
     "would tell that the row is there. Only this process is told. Look for labels out of range, "

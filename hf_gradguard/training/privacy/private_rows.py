@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from ...defenses import Chain, Defense
 from ...defenses.dp import DPSGD, OptimalDPSGD, PrivacyPlan
+from ...gradient_map.parameters import cache_of
 from ...gradient_map.per_sample.sums import ROW_ROUNDING
 from ...leakage import PrivacyAccount, dp_sgd_noise_multiplier
 from ...leakage.differential_privacy import protection_note
@@ -170,6 +171,7 @@ class PrivateRows(TrainerCallback):
         self, args: TrainingArguments, state: Any, *_: Any, model: nn.Module, **kwargs: Any
     ) -> None:
         """Find the noise for the messages that are to come, when their number is known."""
+        cache_of(model).is_underway = state.global_step > 0
         messages = (state.max_steps - state.global_step) * args.gradient_accumulation_steps
         if args.world_size > 1:  # a rank with fewer rows than others draws each more often
             rates = torch.tensor([self.rate], dtype=torch.float64, device=args.device)
