@@ -110,7 +110,7 @@ class Defense:
     in `state`. `hf_gradguard.testing.check_defense` checks all of this.
 
     A subclass that remembers something either keeps immutable values in `state` (`remember`) and
-    says in `parts` how they are read from tensors; or it overrides `state_dict` and
+    says in `state_readers` how they are read from tensors; or it overrides `state_dict` and
     `load_state_dict`, and its state is what these return and take.
 
     Example:
@@ -123,8 +123,7 @@ class Defense:
     name: ClassVar[str]
     state: State = NO_STATE
     """What it remembers of the client that it was called for."""
-    step: int | None = None
-    """Optimizer steps that are finished, where somebody counts them."""
+    _step: int | None = None  # optimizer steps that are finished, where somebody counts them
 
     @property
     def facts(self) -> DefenseFacts:
@@ -177,11 +176,11 @@ class Defense:
         client = self.with_state(state)
         if step is not None:
             client.at_step(step)
-        before = dict(vars(client))
+        attributes = dict(vars(client))
         message = client(gmap, generator)
         if not self._keeps_tensors:
-            _check_forgets(self, before, vars(client))
-        return message, client.current_state()
+            _check_forgets(self, attributes, vars(client))
+        return message, client._current_state()
 
     def with_state(self, state: State) -> Self:
         """Return the same defense as it stands before a client's next message. They share whatever
@@ -197,17 +196,17 @@ class Defense:
             client.state = state
         return client
 
-    def current_state(self) -> State:
+    def _current_state(self) -> State:
         """Return what is remembered now, as a value that later calls leave alone."""
         if self._keeps_tensors:
             return {name: tensor.clone() for name, tensor in self.state_dict().items()}
         return self.state
 
-    def remember(self, **parts: Any) -> None:
-        """Put parts into `state`, in the place of those that it had under these names."""
-        self.state = {**self.state, **parts}
+    def remember(self, **values: Any) -> None:
+        """Put values into `state`, in the place of those that it had under these names."""
+        self.state = {**self.state, **values}
 
-    def parts(self) -> dict[str, Reader]:
+    def state_readers(self) -> dict[str, Reader]:
         """Return how each part of `state` is read from tensors. Each part has a method `tensors`,
         which gives those of a checkpoint.
         """
@@ -269,7 +268,7 @@ class Defense:
         """Note how many optimizer steps are finished: whoever counts them calls it before a
         message.
         """
-        self.step = step
+        self._step = step
 
     def gradient_map(
         self, model: nn.Module, batch: Mapping[str, Any], measured: bool = False,
@@ -334,7 +333,9 @@ class Defense:
         """
         if self._keeps_tensors:
             return dict(state)
-        return {name: tensor for part in state.values() for name, tensor in part.tensors().items()}
+        return {
+            name: tensor for value in state.values() for name, tensor in value.tensors().items()
+        }
 
     def unflatten(self, tensors: Mapping[str, Tensor]) -> State:
         """Return the state that `flatten` took apart.
@@ -345,9 +346,9 @@ class Defense:
         if self._keeps_tensors:
             return dict(tensors)
         remaining, state = dict(tensors), {}
-        for name, read in self.parts().items():
-            if (part := read(remaining)) is not None:
-                state[name] = part
+        for name, reader in self.state_readers().items():
+            if (value := reader(remaining)) is not None:
+                state[name] = value
         if remaining:
             raise ValueError(f"{self.name} keeps no state, but got {sorted(remaining)[:3]}.")
         return state
@@ -366,14 +367,16 @@ class Defense:
         return {name: value for name, value in named if value is not None}
 
 
-def _check_forgets(defense: Defense, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+def _check_forgets(
+    defense: Defense, attributes: Mapping[str, Any], changed: Mapping[str, Any]
+) -> None:
     """Refuse what a call put into attributes: it would be lost, or be of all clients together."""
-    for name, value in after.items():
+    for name, value in changed.items():
         is_cache = isinstance(getattr(type(defense), name, None), cached_property)
         if (
-            name not in ("state", "step")
+            name not in ("state", "_step")
             and not is_cache
-            and before.get(name, _NOTHING) is not value
+            and attributes.get(name, _NOTHING) is not value
         ):
             raise RuntimeError(
                 f"{defense.name} keeps {name!r} in an attribute, where it is lost after the "

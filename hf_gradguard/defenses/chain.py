@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
 from ..randomness import Stream
-from .base import NO_STATE, Defense, DefenseFacts, State
+from .base import Defense, DefenseFacts, State
 from .mechanism import Mechanism
 from .message import Message, Noise
 
@@ -49,11 +49,11 @@ class Chain(Defense):
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         first_message, first_state = self.first.apply(
-            gmap, self.state.get("first", NO_STATE), generator, self.step
+            gmap, self.state.get("first", self.first.state), generator, self._step
         )
-        given = gmap.masked(first_message, first_message.transmitted)
+        masked_map = gmap.masked(first_message, first_message.transmitted)
         second_message, second_state = self.second.apply(
-            given, self.state.get("second", NO_STATE), generator, self.step
+            masked_map, self.state.get("second", self.second.state), generator, self._step
         )
         self.remember(first=first_state, second=second_state)
         # Entries are transmitted if neither defense withholds them.
@@ -131,7 +131,7 @@ class Chain(Defense):
     def _links(self) -> Iterator[Defense]:
         """Both defenses, as they stand before the next message."""
         for place, defense in (("first", self.first), ("second", self.second)):
-            yield defense.with_state(self.state.get(place, NO_STATE))
+            yield defense.with_state(self.state.get(place, defense.state))
 
     def flatten(self, state: State) -> Tensors:
         return {

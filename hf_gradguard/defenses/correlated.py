@@ -74,15 +74,15 @@ class CorrelatedNoise:
                 f"message has {entries}: what is shared may not change within a training."
             )
         white_noise = generator.normal((entries,), device=device, dtype=torch.float64)
-        return self._after(white_noise)
+        return self._advanced(white_noise)
 
-    def _after(self, white_noise: Tensor) -> tuple[Tensor, CorrelatedNoise]:
+    def _advanced(self, white_noise: Tensor) -> tuple[Tensor, CorrelatedNoise]:
         shape = self.factor.memory, len(white_noise)
         memory = white_noise.new_zeros(shape) if self.memory is None else self.memory
         noise, memory = self.factor.correlate(white_noise, memory.to(white_noise.device))
         return noise, replace(self, position=self.position + 1, memory=memory)
 
-    def at(self, position: int, keys: Keys = lambda _: None) -> CorrelatedNoise:
+    def resumed_at(self, position: int, keys: Keys = lambda _: None) -> CorrelatedNoise:
         """Return what is remembered before a later message. Those between left without being
         remembered, as before a kill: the noise that they had is drawn again by its key, for what
         follows to cancel it. Noise without a key was never drawn.
@@ -97,7 +97,7 @@ class CorrelatedNoise:
             key = keys(noise.position)
             if key is None:
                 zeros = torch.zeros(entries, dtype=torch.float64, device=device)
-                _, noise = noise._after(zeros)
+                _, noise = noise._advanced(zeros)
             else:
                 _, noise = noise.draw(entries, device, Stream(key))
         return replace(noise, position=position)
@@ -116,7 +116,7 @@ class CorrelatedNoise:
         return {f"{_PREFIX}{name}": tensor for name, tensor in state.items()}
 
     @classmethod
-    def read(cls, tensors: dict[str, Tensor]) -> CorrelatedNoise | None:
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> CorrelatedNoise | None:
         """Take it out of a checkpoint's tensors, if they hold it. The factor is the one that it was
         made with, also where another machine would fit it in other digits.
         """

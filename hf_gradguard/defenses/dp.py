@@ -293,9 +293,9 @@ class DPSGD(NoiseDefense):
             state: What is remembered of the client.
             position: The message's number.
             keys: Gives the keys of messages that left without being remembered; see
-                `CorrelatedNoise.at`.
+                `CorrelatedNoise.resumed_at`.
         """
-        return {**state, "noise": self.noise_at(state, position).at(position, keys)}
+        return {**state, "noise": self.noise_at(state, position).resumed_at(position, keys)}
 
     def noise_at(self, state: State, position: int) -> CorrelatedNoise:
         """Return the noise that goes on at a message, if it is remembered, and a new one if not."""
@@ -317,12 +317,12 @@ class DPSGD(NoiseDefense):
         )  # fmt: skip
         return CorrelatedNoise(factor, self.messages, position)
 
-    def parts(self) -> dict[str, Reader]:
+    def state_readers(self) -> dict[str, Reader]:
         if not self.correlated:
-            return super().parts()
+            return super().state_readers()
         from .correlated import CorrelatedNoise
 
-        return {**super().parts(), "noise": CorrelatedNoise.read}
+        return {**super().state_readers(), "noise": CorrelatedNoise.from_tensors}
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         if not self.per_sample:
@@ -384,19 +384,19 @@ class DPSGD(NoiseDefense):
                 "itself. Elsewhere leave sampling out."
             )
         remembered: CorrelatedNoise | None = self.state.get("noise")
-        before = self.noise_at(self.state, 0) if remembered is None else remembered
+        correlated = self.noise_at(self.state, 0) if remembered is None else remembered
         values = torch.cat([tensor.flatten() for tensor in total.values()])
-        noise, after = before.draw(len(values), values.device, generator)
-        strength = before.sensitivity(self.participations or 1, self.min_separation)
+        noise, next_noise = correlated.draw(len(values), values.device, generator)
+        strength = correlated.sensitivity(self.participations or 1, self.min_separation)
         noisy = add_on_grid(values, noise.mul_(std * strength), std, len(values)).div_(size)
         sizes = [tensor.numel() for tensor in total.values()]
         shared = {
             name: entries.view_as(tensor)
             for (name, tensor), entries in zip(total.items(), noisy.split(sizes), strict=True)
         }
-        self.remember(noise=after)
+        self.remember(noise=next_noise)
         # of this message, seen by itself, in units of independent noise
-        gain = strength * math.sqrt(after.power())
+        gain = strength * math.sqrt(next_noise.power())
         return Message(cast_like(shared, gmap), metrics={**metrics, "correlated_noise": gain})
 
 

@@ -63,7 +63,7 @@ class Residual:
         >>> residual, corrected = Residual().added_to({"weight": torch.tensor([1.0, 3.0])}, 3.2)
         >>> corrected
         {'weight': tensor([1., 3.])}
-        >>> residual = residual.after({"weight": torch.tensor([1.0, 0.0])}, size=3.2)
+        >>> residual = residual.with_error({"weight": torch.tensor([1.0, 0.0])}, size=3.2)
         >>> residual.added_to({"weight": torch.tensor([1.0, 3.0])}, 3.2)[1]
         {'weight': tensor([2., 3.])}
     """
@@ -137,7 +137,7 @@ class Residual:
             return None
         return {name: count >= self.min_batches for name, count in self.batches.items()}
 
-    def after(
+    def with_error(
         self,
         error: Tensors,
         size: float,
@@ -171,7 +171,7 @@ class Residual:
             else state | {"error_step": torch.tensor(self.last_step)}
         )
 
-    def read(self, tensors: dict[str, Tensor]) -> Residual | None:
+    def from_tensors(self, tensors: dict[str, Tensor]) -> Residual | None:
         """Take a residual out of a checkpoint's tensors, if they hold one, with this one's
         settings.
         """
@@ -228,13 +228,13 @@ class BiasedDefense(Defense):
             return super().__call__(gmap, generator)
         gradient, shards = true_gradient(gmap), gmap.shards
         size = norm(gradient, shards)
-        residual, corrected = self._residual.added_to(gradient, size, shards, self.step)
+        residual, corrected = self._residual.added_to(gradient, size, shards, self._step)
         self.remember(residual=residual)
         message = super().__call__(self.corrected(gmap, cast_like(corrected, gmap)), generator)
         # What an earlier defense of a chain withheld stays withheld, and waits.
         sent = gmap.restrict(dict(message))
         error = {name: v - sent[name].to(v.dtype) for name, v in corrected.items()}
-        self.remember(residual=residual.after(error, size, message.transmitted, self.step))
+        self.remember(residual=residual.with_error(error, size, message.transmitted, self._step))
         metrics = {"left_out": norm(error, shards) / size} if size else {}
         # Nothing of it is the true gradient's once earlier batches are in it: no other facts hold.
         return Message(
@@ -266,7 +266,7 @@ class BiasedDefense(Defense):
         warmup = self._no_residual().min_batches - 1 if self.error_feedback else 0
         return replace(super().facts, warmup_messages=warmup)
 
-    def parts(self) -> dict[str, Reader]:
+    def state_readers(self) -> dict[str, Reader]:
         # Without feedback nobody takes it, and it is refused.
-        own: dict[str, Reader] = {"residual": self._no_residual().read}
-        return super().parts() | (own if self.error_feedback else {})
+        readers: dict[str, Reader] = {"residual": self._no_residual().from_tensors}
+        return super().state_readers() | (readers if self.error_feedback else {})

@@ -176,8 +176,8 @@ class NoiseDefense(Defense):
         gradient = self.clipped(undefended, shards)
         has_strength = self.follows_transcript and is_anything_left(gmap)
         if has_strength and not self._usual.mean:
-            first = random_power(gmap, generator, lambda g: self.clipped(g, shards))
-            self.remember(usual=UsualPower.of_random_inputs(first))
+            power_of_inputs = random_power(gmap, generator, lambda g: self.clipped(g, shards))
+            self.remember(usual=UsualPower.of_random_inputs(power_of_inputs))
         shape = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape, shards)
         entries, squares = count(gradient, shards), dict[str, Tensor]()
@@ -192,7 +192,7 @@ class NoiseDefense(Defense):
             metrics["noise_scale"] = math.sqrt(noise_power / entries)
             message_power = float(power(shared, shards))
             noise_squares = float(add_up(squares, shards))
-            self.remember(usual=self._usual.after(message_power, noise_power, noise_squares))
+            self.remember(usual=self._usual.updated(message_power, noise_power, noise_squares))
 
         # Only meters and audits ask for it, and it takes as much memory as gradients do.
         def noise() -> Noise:
@@ -220,8 +220,8 @@ class NoiseDefense(Defense):
     def _usual(self) -> UsualPower:
         return self.state.get("usual") or UsualPower()
 
-    def parts(self) -> dict[str, Reader]:
-        return {**super().parts(), "usual": UsualPower.read}
+    def state_readers(self) -> dict[str, Reader]:
+        return {**super().state_readers(), "usual": UsualPower.from_tensors}
 
     @property
     def facts(self) -> DefenseFacts:

@@ -202,7 +202,7 @@ class Averages:
         }
 
     @classmethod
-    def read(cls, tensors: dict[str, Tensor]) -> Averages | None:
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> Averages | None:
         """Take averages out of a checkpoint's tensors, if they hold any.
 
         Raises:
@@ -244,7 +244,7 @@ class Measured:
         return state | {"calls": torch.tensor(self.messages)} | self.averages.tensors()
 
     @classmethod
-    def read(cls, tensors: dict[str, Tensor]) -> Measured | None:
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> Measured | None:
         """Take it out of a checkpoint's tensors, if they hold any.
 
         Raises:
@@ -253,7 +253,7 @@ class Measured:
         messages = int(tensors.pop("calls", torch.tensor(0)))
         sums = tensors.pop("public_product", None)
         product = None if sums is None else ShapeProduct(sums)
-        averages = Averages.read(tensors)
+        averages = Averages.from_tensors(tensors)
         return None if averages is None else cls(averages, messages, product)
 
 
@@ -363,8 +363,8 @@ class SensitivityDefense(Defense):
     def _measured(self) -> Measured:
         return self.state.get("measured") or Measured()
 
-    def parts(self) -> dict[str, Reader]:
-        return {**super().parts(), "measured": Measured.read}
+    def state_readers(self) -> dict[str, Reader]:
+        return {**super().state_readers(), "measured": Measured.from_tensors}
 
     @property
     def facts(self) -> DefenseFacts:

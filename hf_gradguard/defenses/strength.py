@@ -47,7 +47,7 @@ class UsualPower(NamedTuple):
     Example:
         >>> usual = UsualPower.of_random_inputs(4.0)
         >>> for _ in range(100):
-        ...     usual = usual.after(message_power=51.0, noise_power=50.0, noise_squares=0.1)
+        ...     usual = usual.updated(message_power=51.0, noise_power=50.0, noise_squares=0.1)
         >>> round(usual.mean, 2)
         1.0
     """
@@ -60,7 +60,7 @@ class UsualPower(NamedTuple):
         """Return the first estimate, given ‖g‖² of random inputs."""
         return cls(random_power, (PRIOR_SPREAD * random_power) ** 2)
 
-    def after(self, message_power: float, noise_power: float, noise_squares: float) -> UsualPower:
+    def updated(self, message_power: float, noise_power: float, noise_squares: float) -> UsualPower:
         """Return the estimate after one more message.
 
         Args:
@@ -82,7 +82,7 @@ class UsualPower(NamedTuple):
         return {STRENGTH_KEY: state} if self.mean else {}
 
     @classmethod
-    def read(cls, tensors: dict[str, Tensor]) -> UsualPower | None:
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> UsualPower | None:
         """Take the estimate out of a checkpoint's tensors, if they hold one."""
         state = tensors.pop(STRENGTH_KEY, None)
         return None if state is None else cls(*state.tolist())

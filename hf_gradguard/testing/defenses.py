@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..defenses import Chain, Defense, Message, make_defense
-from ..defenses.base import State
+from ..defenses.base import NO_STATE, State
 from ..gradient_map import GradientMap
 from ..randomness import Stream
 from .facts import model_facts, random_states, same
@@ -278,11 +278,11 @@ class _Contract:
         def message_of(state: State, batch: Mapping[str, Tensor], seed: int) -> Message:
             return self.share(defense.with_state(state), model, batch, seed)[0]
 
-        undisturbed, state = message_of({}, batch, seed=11), defense.current_state()
+        undisturbed, state = message_of({}, batch, seed=11), NO_STATE
         for seed in (12, 13):
             client = defense.with_state(state)
             self.share(client, model, other_batch, seed)
-            state = client.current_state()
+            state = client.unflatten(client.state_dict())
         self.equal(
             undisturbed,
             message_of({}, batch, seed=11),

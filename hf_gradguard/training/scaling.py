@@ -92,7 +92,7 @@ class ScaledMessages(MessageMaker):
         """Keep a client's state, for a step that is not made."""
         if not self._states:
             self._counted = self._counts.total
-        if not any(kept is client for kept, _ in self._states):
+        if not any(saved is client for saved, _ in self._states):
             self._states.append((client, client.state))
 
     @torch.no_grad()

@@ -98,18 +98,18 @@ def test_state_round_trip() -> None:
     averages = Averages().with_batch(squares.items(), gradient)
     state = averages.tensors()
     remaining = {**dict(reversed(state.items())), "calls_left": torch.tensor(1)}
-    restored = Averages.read(remaining)
+    restored = Averages.from_tensors(remaining)
     assert restored is not None
     assert list(remaining) == ["calls_left"]
     assert restored.knows(squares)
     assert not restored.knows(["layer.0.weight"])
     for name, tensor in averages.ratio().items():
         assert torch.equal(restored.ratio()[name], tensor)
-    assert Averages.read({}) is None
+    assert Averages.from_tensors({}) is None
     incomplete = {key: tensor for key, tensor in state.items() if not key.startswith("powers")}
     for wrong in ({"squares.w": torch.ones(2)}, incomplete):
         with pytest.raises(ValueError, match="running averages"):
-            Averages.read(dict(wrong))
+            Averages.from_tensors(dict(wrong))
 
 
 # ------------------------------------------------------------------------------- whose shape it is

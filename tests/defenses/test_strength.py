@@ -255,7 +255,7 @@ def test_the_filter_finds_the_mean(relative: float) -> None:
             norm, std = math.sqrt(power) * random.lognormal(0, 0.1), math.sqrt(variance)
             shared = norm**2 + 2 * norm * random.normal(0, std)
             shared += variance * random.chisquare(entries)
-            usual = usual.after(shared, variance * entries, variance**2 * entries)
+            usual = usual.updated(shared, variance * entries, variance**2 * entries)
         assert usual.mean == pytest.approx(power, rel=0.5)
 
 
@@ -285,7 +285,7 @@ def test_the_estimate_is_the_best_of_its_spreads(factor: float) -> None:
     usual = UsualPower.of_random_inputs(2.0)
     messages = [2.0 * factor, 2.2 * factor, 1.9 * factor, 2.1 * factor]
     for day, power in enumerate(messages, 1):
-        usual = usual.after(power + 50.0, noise_power=50.0, noise_squares=1e-12)
+        usual = usual.updated(power + 50.0, noise_power=50.0, noise_squares=1e-12)
         assert usual.mean == pytest.approx(best_estimate(2.0, messages[:day], 50.0), rel=1e-6)
     if factor == 30.0:
         assert usual.mean > 0.9 * 2.0 * factor
@@ -295,7 +295,7 @@ def test_it_never_falls_to_zero() -> None:
     usual = UsualPower.of_random_inputs(1.0)
     for _ in range(20):
         before = usual.mean
-        usual = usual.after(message_power=0.0, noise_power=5.0, noise_squares=1e-6)
+        usual = usual.updated(message_power=0.0, noise_power=5.0, noise_squares=1e-6)
         assert 0.5 * before <= usual.mean
 
 

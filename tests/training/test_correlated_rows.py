@@ -23,6 +23,7 @@ from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.defenses.factorization import make_factor
 from hf_gradguard.leakage import balls_in_bins_epsilon, balls_in_bins_power, gaussian_epsilon
 from hf_gradguard.randomness import Stream
+from hf_gradguard.training.message import Client
 from hf_gradguard.training.privacy import secret_positions
 from hf_gradguard.training.privacy.correlated_rows import CorrelatedRows
 from hf_gradguard.training.privacy.private_rows import DUMMY, rounding_of_rows
@@ -427,19 +428,20 @@ def test_noise_for_a_sum_is_shared_among_clients(
     noise_for: str, each: float, tmp_path: Path
 ) -> None:
     """Nine clients on three ranks: of a sum, what is not a rank's own has the multiplier."""
-    calibrated = [private(noise_multiplier=3.0) for _ in range(3)]
+    defense = private(noise_multiplier=3.0)
+    clients = [Client(defense) for _ in range(3)]
     args = GradGuardConfig(
         str(tmp_path), secure_aggregation=True, secure_aggregation_range=1.0, use_cpu=True,
         noise_for=noise_for, clients_per_process=3, per_device_train_batch_size=3, optim="sgd",
         max_grad_norm=0.0,
     )  # fmt: skip
-    rows = CorrelatedRows(calibrated[0], args, rows=90, rank=0, ranks=3, clients=lambda: calibrated)
+    rows = CorrelatedRows(defense, args, rows=90, rank=0, ranks=3, clients=lambda: clients)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     state = TrainerState(max_steps=8)
     rows.on_train_begin(args, state, model=model, optimizer=optimizer)
     # 2^-30 or so of a step is what ranks round
-    multipliers = {client.noise_multiplier for client in calibrated}
+    multipliers = {client.defense.noise_multiplier for client in clients}
     assert multipliers.pop() == pytest.approx(each * (1 + rounding_of_rows(1)), rel=1e-4)
     assert not multipliers
     assert rows.noise_multiplier == 3.0

@@ -20,7 +20,7 @@ from hf_gradguard.defenses import Defense, chain
 from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.gradient_map.per_sample.clipping import SampleMap
 from hf_gradguard.leakage import FisherAccountant, PrivacyAccount, dp_sgd_epsilon
-from hf_gradguard.training.message import ClientBatch
+from hf_gradguard.training.message import Client, ClientBatch
 from hf_gradguard.training.privacy import private_rows
 from hf_gradguard.training.privacy.coupling import CouplingCheck
 from hf_gradguard.training.privacy.private_rows import (
@@ -411,13 +411,14 @@ def test_noise_for_a_sum_is_shared_among_clients(noise_for: str, each: float) ->
         secure_aggregation=True, noise_for=noise_for,
     )  # fmt: skip
     defense: Any = private(noise_multiplier=3.0, delta=1e-3)
-    clients = [private(noise_multiplier=3.0) for _ in range(3)]
+    clients = [Client(private(noise_multiplier=3.0)) for _ in range(3)]
     rows = PrivateRows(defense, args, 90, 1, 3, lambda: clients)
     state = type("State", (), {"max_steps": 5, "global_step": 0})
     rows.on_train_begin(args, state, None, model=torch.nn.Linear(1, 1))
     expected = each * (1 + rounding_of_rows(2))
-    assert [client.noise_multiplier for client in clients] == [pytest.approx(expected)] * 3
-    assert [client.expected_batch_size for client in clients] == [2.0] * 3
+    planned: list[Any] = [client.defense for client in clients]
+    assert [d.noise_multiplier for d in planned] == [pytest.approx(expected)] * 3
+    assert [d.expected_batch_size for d in planned] == [2.0] * 3
     assert sorted(np.concatenate(rows.rows_of_clients)) == list(range(90))
     rows.count([])
     assert rows.epsilon == pytest.approx(dp_sgd_epsilon(3.0, 0.2, 1, 1e-3))

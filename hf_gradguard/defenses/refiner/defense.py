@@ -306,8 +306,8 @@ class Refiner(BiasedDefense):
         descent = Descent(gmap, gradient, inputs, network, settings.beta, weights)
         optimizer = OPTIMIZERS[settings.optimizer]([start], lr=settings.learning_rate)
         refined = descent.run(start, iterations, optimizer)
-        kept = self._memory.with_batch(refined.input, inputs, self.warm_start)
-        self.remember(memory=kept)
+        memory = self._memory.with_batch(refined.input, inputs, self.warm_start)
+        self.remember(memory=memory)
         return refined
 
     def _fit_synthetic(self, gmap: GradientMap, network: Any, generator: Stream) -> RobustData:
@@ -361,8 +361,8 @@ class Refiner(BiasedDefense):
                 self._loads.checked = version
         return network.to(gmap.input.device).eval().requires_grad_(False)
 
-    def parts(self) -> dict[str, Reader]:
-        return super().parts() | {"memory": Memory.read}
+    def state_readers(self) -> dict[str, Reader]:
+        return super().state_readers() | {"memory": Memory.from_tensors}
 
     def settings(self) -> dict[str, Any]:
         settings = super().settings()

@@ -300,8 +300,8 @@ class Memory:
         for row, key in enumerate(inputs.digests() if size else []):
             robust_data.pop(key, None)
             robust_data[key] = inputs.memory(x, row).cpu().clone()
-        kept = list(robust_data.items())[-size:] if size else []
-        return replace(self, robust_data=dict(kept))
+        newest = list(robust_data.items())[-size:] if size else []
+        return replace(self, robust_data=dict(newest))
 
     def tensors(self) -> Tensors:
         """Return robust data, for a checkpoint. They are private to the client."""
@@ -309,7 +309,7 @@ class Memory:
         return {f"robust.{index}.{key}": data for index, (key, data) in numbered}
 
     @classmethod
-    def read(cls, tensors: dict[str, Tensor]) -> Memory | None:
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> Memory | None:
         """Take the memory out of a checkpoint's tensors, if they hold one."""
         keys = sorted((k for k in tensors if k.startswith("robust.")),
                       key=lambda key: int(key.split(".")[1]))  # fmt: skip

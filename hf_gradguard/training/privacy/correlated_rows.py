@@ -44,8 +44,8 @@ logger = logging.get_logger(__name__)
 
 
 @dataclass
-class Transcript:
-    """Messages whose noise belongs together.
+class NoisePlan:
+    """A plan of messages whose noise belongs together, and how far it has come.
 
     Args:
         name: In the account.
@@ -68,7 +68,7 @@ class Transcript:
     lost: int = 0
 
 
-class PlacedRows(RowSampler):
+class FixedOrderSampler(RowSampler):
     """Batches in a fixed order, pass after pass.
 
     Args:
@@ -78,7 +78,8 @@ class PlacedRows(RowSampler):
         rounds: Batches of a rank in a pass.
 
     Example:
-        >>> batches = PlacedRows(lambda place: [SampledRow(place, 0, 1.0)], 0, ranks=1, rounds=2)
+        >>> row_at = lambda place: [SampledRow(place, 0, 1.0)]
+        >>> batches = FixedOrderSampler(row_at, 0, ranks=1, rounds=2)
         >>> [[sampled.row for sampled in batch] for batch in batches]
         [[0], [1]]
     """
@@ -149,7 +150,7 @@ class CorrelatedRows(PrivateRows):
         if not self.defense.per_sample:
             self.neighbors = "and all that is in its messages, whatever they are replaced by"
         self.rate = 1.0  # of the account: whoever attacks knows in which messages a row is
-        self._transcript: Transcript | None = None
+        self._transcript: NoisePlan | None = None
         self._saved_position: int | None = None
         self._is_branch = False
         self._keys: dict[int, bytes] = {}
@@ -158,8 +159,8 @@ class CorrelatedRows(PrivateRows):
         self._sampling = self.defense.sampling or "shuffle"
         self._least_rounds = self._rounds  # of all ranks
 
-    def sampler(self) -> PlacedRows:
-        return PlacedRows(self._batch_at, self._rank, self._ranks, self._rounds)
+    def sampler(self) -> FixedOrderSampler:
+        return FixedOrderSampler(self._batch_at, self._rank, self._ranks, self._rounds)
 
     def on_train_begin(
         self, args: TrainingArguments, state: Any, *_: Any, model: nn.Module, **kwargs: Any
@@ -176,7 +177,7 @@ class CorrelatedRows(PrivateRows):
         self._saved_position = None  # a second training of this process is a new transcript
         if not is_resumed:
             self._check_promise(messages)
-            self._transcript, self._keys = self._new_transcript(messages), {}
+            self._transcript, self._keys = self._new_plan(messages), {}
         plan = self._transcript
         assert plan is not None
         is_branch = torch.tensor([is_resumed and self._is_branch], device=args.device)
@@ -223,7 +224,7 @@ class CorrelatedRows(PrivateRows):
         if self._rank == 0:
             self._announce(plan.messages, plan.noise_multiplier)
 
-    def _branch_off(self, plan: Transcript, position: int) -> None:
+    def _branch_off(self, plan: NoisePlan, position: int) -> None:
         """Let a transcript of its own begin at a checkpoint, from which others may go on.
 
         Raises:
@@ -258,7 +259,7 @@ class CorrelatedRows(PrivateRows):
                 "of a pass over the data, which lie between a row's messages. Leave it out."
             )
 
-    def _new_transcript(self, messages: int) -> Transcript:
+    def _new_plan(self, messages: int) -> NoisePlan:
         multiplier = self._requested_multiplier
         if multiplier is None:
             assert self.defense.target_epsilon is not None  # one of both was asked for
@@ -268,7 +269,7 @@ class CorrelatedRows(PrivateRows):
         seed = setting(self._args, "noise_seed")
         stream = Stream() if seed is None else Stream.from_seeds(seed, self._rank, 0, 3)
         key = stream.bytes(KEY_BYTES).hex()
-        return Transcript(secrets.token_hex(4), messages, multiplier, key, 0, self._settings())
+        return NoisePlan(secrets.token_hex(4), messages, multiplier, key, 0, self._settings())
 
     def _settings(self) -> dict[str, Any]:
         """What decides in which messages a row is, and how much noise it has there."""
@@ -387,7 +388,7 @@ class CorrelatedRows(PrivateRows):
         """
         if saved is None:
             return
-        plan = Transcript(**saved)
+        plan = NoisePlan(**saved)
         requested = self._requested_multiplier
         if requested is not None and requested != plan.noise_multiplier:
             raise ValueError(
