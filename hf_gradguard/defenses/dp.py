@@ -7,7 +7,6 @@ References: Abadi et al., "Deep Learning with Differential Privacy" (2016); Ball
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -111,6 +110,9 @@ class DPSGD(NoiseDefense):
     """
 
     name: ClassVar[str] = "dp_sgd"
+    _of_samples: ClassVar[tuple[str, ...]] = (
+        *("noise_multiplier", "target_epsilon", "delta", "expected_batch_size"),
+    )
     clip: float = 1.0
     clip_by: Literal["norm", "coordinate"] = "norm"
     per_sample: bool = False
@@ -127,17 +129,18 @@ class DPSGD(NoiseDefense):
     falling_rate: bool | None = None
     sampling: Literal["shuffle", "balls_in_bins"] | None = None
 
+    def __new__(cls, *_: Any, correlated: bool = False, **__: Any) -> DPSGD:
+        """Make a `DPFTRL` where noise is to be correlated: a mechanism of its own."""
+        return object.__new__(DPFTRL if correlated and cls is DPSGD else cls)
+
     def __post_init__(self) -> None:
         _check_clip(self.clip)
         self.plan: PrivacyPlan | None = None
-        self._check_correlated()
+        self._check_noise()
         if self.clip_by not in ("norm", "coordinate"):
             raise ValueError(f"clip_by must be 'norm' or 'coordinate', but is {self.clip_by!r}.")
         if not self.per_sample:
-            private = ["noise_multiplier", "target_epsilon", "delta", "expected_batch_size"]
-            if self.correlated:  # one mechanism, whose ε is known
-                private.remove("delta")
-            if unusable := [name for name in private if getattr(self, name) is not None]:
+            if unusable := [name for name in self._of_samples if getattr(self, name) is not None]:
                 raise ValueError(f"{' and '.join(unusable)} of dp_sgd: set per_sample=True too.")
             super().__post_init__()
             return
@@ -149,31 +152,12 @@ class DPSGD(NoiseDefense):
             )
         self._check_private()
 
-    def _check_correlated(self) -> None:
-        if not self.correlated:
-            if unusable := [name for name in _CORRELATED if getattr(self, name) is not None]:
-                raise ValueError(f"{' and '.join(unusable)} of dp_sgd: set correlated=True too.")
-            return
-        if not self.per_sample and not (self.scale and self.clip_by == "norm"):
-            raise ValueError(
-                "dp_sgd with correlated=True needs per_sample=True and noise_multiplier, or scale "
-                "(above 0) and clip_by='norm' for updates as a whole: noise relative to a gradient "
-                "has no sensitivity that a factor could be planned for."
-            )
-        if self.factorization not in (None, "blt", "banded", "square_root"):
-            raise ValueError(
-                "factorization must be 'blt', 'banded' or 'square_root', but is "
-                f"{self.factorization!r}."
-            )
-        if self.falling_rate not in (None, True, False):
-            raise ValueError(f"falling_rate must be true or false, not {self.falling_rate!r}.")
-        if self.sampling not in (None, "shuffle", "balls_in_bins"):
-            raise ValueError(f"sampling must be shuffle or balls_in_bins, not {self.sampling!r}.")
-        if self.sampling == "balls_in_bins" and not self.per_sample:
-            raise ValueError("sampling='balls_in_bins' places single rows: set per_sample=True.")
-        for name in _WHOLE_NUMBERS:
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), least=1)
+    def _check_noise(self) -> None:
+        """Refuse settings of correlated noise."""
+        if self.correlated:
+            raise TypeError(f"{type(self).__name__} with correlated=True: derive it from DPFTRL.")
+        if unusable := [name for name in CORRELATED if getattr(self, name) is not None]:
+            raise ValueError(f"{' and '.join(unusable)} of dp_sgd: set correlated=True too.")
 
     def _check_private(self) -> None:
         if self.clip_by != "norm":
@@ -233,24 +217,15 @@ class DPSGD(NoiseDefense):
             super().facts,
             needs_samples=self.per_sample,
             reruns_model=self.per_sample or super().facts.reruns_model,
-            adds_gaussian_noise=not (self.per_sample or self.correlated),
-            post_processes=not (self.per_sample or self.correlated),
+            adds_gaussian_noise=not self.per_sample,
+            post_processes=not self.per_sample,
             follows_transcript=not self.per_sample and self.follows_transcript,
-            sharded_refusal=self._sharded_refusal,
+            sharded_refusal=_NO_SAMPLES if self.per_sample else None,
         )
-
-    @property
-    def _sharded_refusal(self) -> str | None:
-        if self.per_sample:
-            return _NO_SAMPLES
-        return _NO_STREAMS if self.correlated else None
 
     def _mechanism(self, message: Message) -> Mechanism | None:
         """Of a clipped gradient, or of a sum of samples' clipped gradients."""
         if not self.per_sample:
-            if self.correlated:
-                std = (self.scale or 0.0) * message.metrics.get("correlated_noise", 1.0)
-                return Mechanism(noise="gaussian", variance=std**2, **self.informed())
             mechanism = super()._mechanism(message)
             return None if mechanism is None else replace(mechanism, **self.informed())
         samples = message.metrics.get("samples", 1.0)
@@ -271,19 +246,127 @@ class DPSGD(NoiseDefense):
         Args:
             plan: As a Trainer made it.
         """
-        settings: dict[str, Any] = {}
-        if self.per_sample:  # of updates as a whole `scale` says it
-            settings = {
-                "noise_multiplier": plan.noise_multiplier,
-                "target_epsilon": None,
-                "expected_batch_size": plan.batch_size,
-            }
-        if self.correlated:
-            names = ("messages", "min_separation", "falling_rate")
-            settings |= {name: getattr(plan, name) for name in names}
-        planned = replace(self, **settings)
+        planned = replace(self, **self._settings_of(plan))
         planned.plan, planned.state = plan, self.state
         return planned
+
+    def _settings_of(self, plan: PrivacyPlan) -> dict[str, Any]:
+        """Return the settings that a plan decides."""
+        if not self.per_sample:  # of updates as a whole `scale` says it
+            return {}
+        return {
+            "noise_multiplier": plan.noise_multiplier,
+            "target_epsilon": None,
+            "expected_batch_size": plan.batch_size,
+        }
+
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
+        if not self.per_sample:
+            return self._protect_whole(gmap, generator)
+        if self.noise_multiplier is None:
+            raise ValueError(
+                "dp_sgd with target_epsilon is calibrated by a Trainer, which knows the sampling "
+                "rate and the number of steps. Elsewhere give noise_multiplier, as "
+                "hf_gradguard.leakage.dp_sgd_noise_multiplier finds it."
+            )
+        if isinstance(gmap, ZeroGradient):  # a batch that turned out empty shares noise alone
+            total, samples, metrics = wide(gmap.gradient()), 0, {}
+        else:
+            clipped = clipped_sum(gmap, self.clip)
+            total, samples = clipped.total, len(clipped.norms)
+            metrics = {
+                "clipped_samples": float((clipped.norms > self.clip).double().mean()),
+                "samples": float(samples),
+            }
+        noise_std = self.noise_multiplier * self.clip
+        noisy, facts = self._with_noise(total, noise_std, generator)
+        size = self.expected_batch_size or samples
+        shared = {name: tensor.div_(size) for name, tensor in noisy.items()}
+        return Message(cast_like(shared, gmap), metrics=metrics | facts)
+
+    def _with_noise(
+        self, total: Tensors, noise_std: float, generator: Stream
+    ) -> tuple[Tensors, dict[str, float]]:
+        """Return a clipped sum with noise of a standard deviation, and what to log of it."""
+        std = torch.tensor(noise_std, dtype=torch.float64)
+        entries = sum(tensor.numel() for tensor in total.values())
+        noisy = add_noise(total, lambda name: std.expand_as(total[name]), entries, generator)
+        return dict(noisy), {}
+
+    def _protect_whole(self, gmap: GradientMap, generator: Stream) -> Message:
+        """The client's gradient, or its update, clipped as one."""
+        message = super().protect(gmap, generator)
+        if gmap.transmitted is None:
+            message.metrics.update(self._client_metrics)
+        return message
+
+    @property
+    def _client_metrics(self) -> dict[str, float]:
+        multiplier = self.client_noise_multiplier
+        return {} if multiplier is None else {"client_noise_multiplier": multiplier}
+
+
+@dataclass
+class DPFTRL(DPSGD):
+    """`dp_sgd` with `correlated=True`: noise that is correlated over a client's messages.
+
+    Reference: Kairouz et al., "Practical and Private (Deep) Learning Without Sampling or Shuffling"
+    (2021); factors in `factorization.py`.
+
+    Example:
+        >>> private = {"per_sample": True, "noise_multiplier": 1.0, "messages": 8}
+        >>> type(make_defense("dp_sgd", correlated=True, **private)).__name__
+        'DPFTRL'
+    """
+
+    name: ClassVar[str] = "dp_sgd"
+    # one mechanism, whose ε is known
+    _of_samples: ClassVar[tuple[str, ...]] = (
+        *("noise_multiplier", "target_epsilon", "expected_batch_size"),
+    )
+    correlated: bool = True
+
+    def _check_noise(self) -> None:
+        if not self.per_sample and not (self.scale and self.clip_by == "norm"):
+            raise ValueError(
+                "dp_sgd with correlated=True needs per_sample=True and noise_multiplier, or scale "
+                "(above 0) and clip_by='norm' for updates as a whole: noise relative to a gradient "
+                "has no sensitivity that a factor could be planned for."
+            )
+        if self.factorization not in (None, "blt", "banded", "square_root"):
+            raise ValueError(
+                "factorization must be 'blt', 'banded' or 'square_root', but is "
+                f"{self.factorization!r}."
+            )
+        if self.falling_rate not in (None, True, False):
+            raise ValueError(f"falling_rate must be true or false, not {self.falling_rate!r}.")
+        if self.sampling not in (None, "shuffle", "balls_in_bins"):
+            raise ValueError(f"sampling must be shuffle or balls_in_bins, not {self.sampling!r}.")
+        if self.sampling == "balls_in_bins" and not self.per_sample:
+            raise ValueError("sampling='balls_in_bins' places single rows: set per_sample=True.")
+        for name in ("participations", "min_separation", "bands", "messages"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), least=1)
+
+    @property
+    def facts(self) -> DefenseFacts:
+        refusal = super().facts.sharded_refusal or _NO_STREAMS
+        return replace(
+            super().facts,
+            adds_gaussian_noise=False,
+            post_processes=False,
+            sharded_refusal=refusal,
+        )
+
+    def _mechanism(self, message: Message) -> Mechanism | None:
+        if self.per_sample:
+            return super()._mechanism(message)
+        std = (self.scale or 0.0) * message.metrics.get("correlated_noise", 1.0)
+        return Mechanism(noise="gaussian", variance=std**2, **self.informed())
+
+    def _settings_of(self, plan: PrivacyPlan) -> dict[str, Any]:
+        names = ("messages", "min_separation", "falling_rate")
+        return super()._settings_of(plan) | {name: getattr(plan, name) for name in names}
 
     def at_message(self, state: State, position: int, keys: Keys = lambda _: None) -> State:
         """Return a client's state before a message of the plan. Where what it remembers is of a
@@ -302,10 +385,9 @@ class DPSGD(NoiseDefense):
         from .correlated import CorrelatedNoise
         from .factorization import make_factor
 
-        remembered: CorrelatedNoise | None = state.get("noise")
-        is_of_plan = remembered is not None and remembered.messages == self.messages
-        if is_of_plan and remembered.position <= position:  # type: ignore[union-attr]
-            return remembered  # type: ignore[return-value]
+        noise: CorrelatedNoise | None = state.get("noise")
+        if noise is not None and noise.messages == self.messages and noise.position <= position:
+            return noise
         if self.messages is None:
             raise ValueError(
                 "dp_sgd with correlated=True needs messages, for how many the noise is planned. A "
@@ -318,64 +400,22 @@ class DPSGD(NoiseDefense):
         return CorrelatedNoise(factor, self.messages, position)
 
     def state_readers(self) -> dict[str, Reader]:
-        if not self.correlated:
-            return super().state_readers()
         from .correlated import CorrelatedNoise
 
         return {**super().state_readers(), "noise": CorrelatedNoise.from_tensors}
 
-    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
-        if not self.per_sample:
-            return self._protect_whole(gmap, generator)
-        if isinstance(gmap, ZeroGradient):  # a batch that turned out empty shares noise alone
-            return self._noisy(gmap, wide(gmap.gradient()), 0, generator, {})
-        clipped = clipped_sum(gmap, self.clip)
-        metrics = {
-            "clipped_samples": float((clipped.norms > self.clip).double().mean()),
-            "samples": float(len(clipped.norms)),
-        }
-        return self._noisy(gmap, clipped.total, len(clipped.norms), generator, metrics)
-
     def _protect_whole(self, gmap: GradientMap, generator: Stream) -> Message:
-        """The client's gradient, or its update, clipped as one."""
-        multiplier = self.client_noise_multiplier
-        metrics = {} if multiplier is None else {"client_noise_multiplier": multiplier}
-        if not self.correlated:
-            message = super().protect(gmap, generator)
-            if gmap.transmitted is None:
-                message.metrics.update(metrics)
-            return message
         gradient = gmap.gradient()
         if first_not_finite(gradient, gmap.shards):
             logger.warning_once(_SHARES_NOISE)
             gradient = {name: torch.zeros_like(g) for name, g in gradient.items()}
         clipped = self.clipped(wide(gradient), gmap.shards)
-        return self._correlated(gmap, clipped, self.scale or 0.0, 1.0, generator, metrics)
+        noisy, metrics = self._with_noise(clipped, self.scale or 0.0, generator)
+        return Message(cast_like(noisy, gmap), metrics=self._client_metrics | metrics)
 
-    def _noisy(
-        self, gmap: GradientMap, total: Tensors, samples: int, generator: Stream,
-        metrics: Mapping[str, float],
-    ) -> Message:  # fmt: skip
-        if self.noise_multiplier is None:
-            raise ValueError(
-                "dp_sgd with target_epsilon is calibrated by a Trainer, which knows the sampling "
-                "rate and the number of steps. Elsewhere give noise_multiplier, as "
-                "hf_gradguard.leakage.dp_sgd_noise_multiplier finds it."
-            )
-        size = self.expected_batch_size or samples
-        if self.correlated:
-            noise_std = self.noise_multiplier * self.clip
-            return self._correlated(gmap, total, noise_std, size, generator, metrics)
-        std = torch.tensor(self.noise_multiplier * self.clip, dtype=torch.float64)
-        entries = sum(tensor.numel() for tensor in total.values())
-        noisy = add_noise(total, lambda name: std.expand_as(total[name]), entries, generator)
-        shared = {name: tensor.div_(size) for name, tensor in noisy}
-        return Message(cast_like(shared, gmap), metrics=metrics)
-
-    def _correlated(
-        self, gmap: GradientMap, total: Tensors, std: float, size: float, generator: Stream,
-        metrics: Mapping[str, float],
-    ) -> Message:  # fmt: skip
+    def _with_noise(
+        self, total: Tensors, noise_std: float, generator: Stream
+    ) -> tuple[Tensors, dict[str, float]]:
         from .correlated import add_on_grid
 
         if self.sampling is not None and self.plan is None:
@@ -383,21 +423,19 @@ class DPSGD(NoiseDefense):
                 f"dp_sgd with sampling={self.sampling!r} needs a Trainer that draws its batches "
                 "itself. Elsewhere leave sampling out."
             )
-        remembered: CorrelatedNoise | None = self.state.get("noise")
-        correlated = self.noise_at(self.state, 0) if remembered is None else remembered
+        correlated: CorrelatedNoise = self.state.get("noise") or self.noise_at(self.state, 0)
         values = torch.cat([tensor.flatten() for tensor in total.values()])
         noise, next_noise = correlated.draw(len(values), values.device, generator)
         strength = correlated.sensitivity(self.participations or 1, self.min_separation)
-        noisy = add_on_grid(values, noise.mul_(std * strength), std, len(values)).div_(size)
-        sizes = [tensor.numel() for tensor in total.values()]
-        shared = {
-            name: entries.view_as(tensor)
-            for (name, tensor), entries in zip(total.items(), noisy.split(sizes), strict=True)
-        }
+        noisy = add_on_grid(values, noise.mul_(noise_std * strength), noise_std, len(values))
         self.remember(noise=next_noise)
+        sizes = [tensor.numel() for tensor in total.values()]
+        entries = zip(total.items(), noisy.split(sizes), strict=True)
         # of this message, seen by itself, in units of independent noise
         gain = strength * math.sqrt(next_noise.power())
-        return Message(cast_like(shared, gmap), metrics={**metrics, "correlated_noise": gain})
+        return {name: e.view_as(tensor) for (name, tensor), e in entries}, {
+            "correlated_noise": gain
+        }
 
 
 @dataclass
@@ -495,8 +533,15 @@ def _check_clip(clip: float) -> None:
         raise ValueError(f"clip must be a finite number above 0, but is {clip!r}.")
 
 
-_WHOLE_NUMBERS = ("participations", "min_separation", "bands", "messages")
-_CORRELATED = ("factorization", "falling_rate", "sampling", *_WHOLE_NUMBERS)
+CORRELATED = (
+    *("factorization", "falling_rate", "sampling"),
+    *("participations", "min_separation", "bands", "messages"),
+)
+"""Settings of correlated noise."""
+_NO_SAMPLES = (
+    "with per_sample=True it needs samples' gradients, which no device holds. Leave per_sample "
+    "out, or give each rank the whole model."
+)
 _NO_STREAMS = (
     "with correlated=True its noise is one stream of the whole message, which no device holds. "
     "Leave correlated out, or give each rank the whole model."
@@ -505,8 +550,4 @@ _SHARES_NOISE = (
     "The gradient of a batch is not finite, so its message is noise alone: a training that stopped "
     "would tell what is in the batch. Only this process is told. Look for labels out of range, or "
     "a learning rate that made the weights diverge."
-)
-_NO_SAMPLES = (
-    "with per_sample=True it needs samples' gradients, which no device holds. Leave per_sample "
-    "out, or give each rank the whole model."
 )
