@@ -26,7 +26,7 @@ def main() -> None:
         "dp_sgd", per_sample=True, correlated=True, target_epsilon=TARGET, delta=DELTA
     )
     rank, args = training.args.process_index, training.args
-    plan = correlated._new_transcript(6)
+    plan = correlated._new_plan(6)
     # What was spent leaves room for one transcript more where the record is missing, and none here.
     correlated.account.add(plan.noise_multiplier, 1.0, 1 + (rank == 0))
     correlated._transcript, correlated._saved_position, correlated._is_branch = plan, 3, True

@@ -130,7 +130,7 @@ def test_places_of_rows_are_uniform(tmp_path: Path) -> None:
     assert isinstance(rows, CorrelatedRows)
     counts = torch.zeros(PASS)
     for _ in range(200):
-        rows._transcript, rows._orders = rows._new_transcript(PASS), {}
+        rows._transcript, rows._orders = rows._new_plan(PASS), {}
         order = rows._order(0)
         assert sorted(row for message in order for row in message) == list(range(ROWS))
         counts += torch.tensor([len(message) for message in order])
