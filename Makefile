@@ -10,7 +10,7 @@
 # make results   figures, tables and pictures of docs/findings anew; only run X with ONLY=X (data sets: see docs/results.md)
 # make release   build dist/, and try its wheel where nothing else is installed; with TAG=v1.2.3 versions have to agree
 # make hub       stage what is published on the Hub in dist/hub: networks, the metric, the Space
-# make tables    its tables and pictures, of the figures that are there
+# make tables    its tables and pictures, README's and the package's figures, of what is there
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -89,6 +89,7 @@ results: install
 
 tables: install
 	@$(BIN)/python recipes/results.py --tables $(ONLY)
+	@$(BIN)/python recipes/figures.py
 	@$(BIN)/python scripts/overview.py docs/assets/overview.png
 
 release: install

@@ -1,28 +1,36 @@
-"""Makes the site's links work as they do in the repository.
+"""Makes pages' figures and tables of docs/results/*.json, and links work as in the repository.
 
 Pages link files outside of docs/ (`../examples/...`, `../CONTRIBUTING.md`), which MkDocs does not
 know. Each such file becomes one of the site: a Markdown file a page, anything else a file to open.
-A folder stands for its README. The pages of docs/findings/ enter the navigation by themselves.
+A folder stands for its README. A link to figures (`results/NAME.json`) opens their tables. The
+addresses that pages had before (`extra.moved` in mkdocs.yml) lead to where their text is now.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from recipes import figures  # noqa: E402
+from recipes.results import RUNS  # noqa: E402
+
 OUTSIDE = "project"  # the site's folder for what is outside of docs/
+STUB = """<!doctype html><meta charset="utf-8"><title>Moved</title>
+<link rel="canonical" href="{to}"><meta http-equiv="refresh" content="0; url={to}">
+<a href="{to}">This page moved.</a>
+"""
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)(?=[)#\s])")
 
 
 def on_config(config: Any) -> Any:
-    evidence, project = (_section(config.nav, name) for name in ("Evidence", "Project"))
-    findings = sorted(page.name for page in (ROOT / "docs/findings").glob("*.md"))
-    evidence.append({"Findings": [f"findings/{name}" for name in findings]})
+    project = _section(config.nav, "Project")
     project[:] = [f"{OUTSIDE}/{page}" for page in project]
     return config
 
@@ -43,14 +51,44 @@ def on_files(files: Files, config: Any) -> Files:
         if not path.startswith("docs/"):
             content = (ROOT / path).read_bytes()
             files.append(File.generated(config, _place(path), content=content))
+    for place, text in _result_pages().items():
+        if made := files.get_file_from_path(place):  # by `make tables`, to be read as it is
+            files.remove(made)
+        files.append(File.generated(config, place, content=text))
     return files
+
+
+def _result_pages() -> dict[str, str]:
+    """A page for each run; its further tables lead there, by the names that they had."""
+    tables, pages = figures.published(), {}
+    for run in RUNS:
+        pages[f"results/{run.output}.md"] = figures.result_page(run, tables)
+    return pages
+
+
+def on_post_build(config: Any) -> None:
+    tables = figures.published()
+    moved = {f"findings/{old}": f"findings/{new}" for old, new in config.extra["moved"].items()}
+    for run in RUNS:
+        others = [table.name for table in tables.of(run) if table.name != run.output]
+        moved |= {f"results/{name}": f"results/{run.output}#{name}" for name in others}
+    for old, new in moved.items():
+        page, _, section = new.partition("#")
+        to = f"{posixpath.relpath(page, old)}/{'#' * bool(section)}{section}"
+        stub = Path(config.site_dir) / old / "index.html"
+        stub.parent.mkdir(parents=True)
+        stub.write_text(STUB.format(to=to), encoding="utf-8")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     here = page.file.src_uri
+    if not here.startswith((f"{OUTSIDE}/", "results/")):
+        markdown = figures.render(markdown, figures.published())
 
     def moved(link: re.Match[str]) -> str:
         target = _target(link[0], _source(here))
+        if target and target.startswith("docs/results/") and target.endswith(".json"):
+            target = f"{target.removesuffix('.json')}.md"
         if target is None:  # MkDocs reports it, unless it is code and no link
             return link[0]
         return posixpath.relpath(_place(target), posixpath.dirname(here) or ".")

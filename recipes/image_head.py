@@ -51,7 +51,7 @@ class Arguments(head.Arguments):
     output_dir: str = flag("runs/image_head", "Where the head, its card and metrics.json go.")
     model_name_or_path: str | None = flag("facebook/dinov2-small", "Any encoder of images.")
 
-    # as chosen on held-out images of CIFAR-10: docs/findings/correlated_heads.md
+    # as chosen on held-out images of CIFAR-10: docs/findings/heads.md
     CORRELATED = head.Arguments.CORRELATED | {
         "per_device_train_batch_size": 64, "learning_rate": 80.0,
     }  # fmt: skip

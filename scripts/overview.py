@@ -2,7 +2,7 @@
 
     python scripts/overview.py docs/assets/overview.png
 
-Of the tables of docs/findings/text.md, heads.md and likelihood_search.md: nothing is measured here.
+Of the tables of docs/findings/text.md, heads.md and attacks_text.md: nothing is measured here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "docs/results"
+sys.path.insert(0, str(ROOT))
+from recipes.figures import published  # noqa: E402
 
 TEXT_ROWS = {
     "none": "none",
@@ -29,7 +30,7 @@ TEXT_ROWS = {
     "optimal_pruning ratio=0.97 error_feedback=True": "pruning with feedback",
     "gradient_sketch samples=16": "gradient sketch",
 }
-"""Of frontier_text.md, with what the figure calls them."""
+"""Of frontier_text, with what the figure calls them."""
 
 HEAD_ROW = "`dp_sgd` 2, last four layers whitened, 1,600 messages of 1,024"
 SEARCHED = {"gaussian_noise relative_scale=5": "5", "gaussian_noise relative_scale=20": "20"}
@@ -39,7 +40,7 @@ table calls their noise.
 
 RECONSTRUCTION = ("span", "tag", "inverting_gradients_published", "lamp")
 CHANCE_WORDS, CHANCE_MEMBERS = 0.31, 0.01
-"""Token F1 of the most frequent tokens, in likelihood_search.md; members at 1 % FPR by a blind
+"""Token F1 of the most frequent tokens, in likelihood_search; members at 1 % FPR by a blind
 draw.
 """
 
@@ -65,9 +66,8 @@ class Row:
 
 def read_table(name: str) -> list[dict[str, str]]:
     """A generated table's rows by column; the first column is `""`."""
-    lines = (RESULTS / f"{name}.md").read_text(encoding="utf-8").splitlines()
-    header, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
-    return [dict(zip(header, row, strict=True)) for row in rows]
+    table = published()[name]
+    return [dict(zip(table.header, row, strict=True)) for row in table.rows]
 
 
 def read_range(cell: str) -> Range | None:

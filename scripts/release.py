@@ -146,11 +146,14 @@ def stage_metric(target: Path) -> None:
     )
 
 
-def prices(root: Path = ROOT) -> dict[str, list[float]]:
+def prices() -> dict[str, list[float]]:
     """Points of accuracy that each defense loses on SST-2, with their interval, by the label that
     an audit knows it by: of the table of docs/findings/text.md.
     """
-    table = (root / "docs/results/frontier_text.md").read_text(encoding="utf-8")
+    sys.path.insert(0, str(ROOT))
+    from recipes.figures import published
+
+    table = published()["frontier_text"].text()
     row = r"^\| `(\w+) (\w+=[\d.]+)` \|[^|]+\| (-?[\d.]+) \[(-?[\d.]+), (-?[\d.]+)\] \|"
     return {
         f"{name}:{setting}": [round(100 * float(share), 1) for share in shares]

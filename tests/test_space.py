@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from recipes.figures import published
 from tests.helpers import save_encoder, word_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +59,7 @@ def test_no_sentence_and_a_long_one_are_refused(leak: ModuleType, sentence: str)
 
 
 def test_prices_are_those_of_the_published_table(leak: ModuleType) -> None:
-    table = (ROOT / "docs/results/frontier_text.md").read_text(encoding="utf-8")
+    table = published()["frontier_text"].text()
     assert "`gaussian_noise relative_scale=20` | 0.811 ± 0.007 | 0.025 [0.016, 0.035]" in table
     assert leak.PRICES[NOISE] == [2.5, 1.6, 3.5]
     assert leak.price(NOISE).startswith("2.5 points of accuracy, 95 % interval [1.6, 3.5]")

@@ -23,7 +23,8 @@ and see what an attack makes of both."""
 
 SITE = "https://hf-gradguard.github.io/hf-gradguard"
 NOTES = f"""A quick attack that finds no word proves nothing: a slower one
-[reconstructed words]({SITE}/findings/likelihood_search/) behind noise of 20 times the gradient.
+[reconstructed words]({SITE}/findings/attacks_text/#a-search-by-likelihood) behind noise of 20
+times the gradient.
 **Words told apart** asks what no search decides: which of two sentences that differ in one word is
 the message of? Half is chance. Only differential privacy is
 [proved]({SITE}/differential_privacy/) against every attacker. Nothing that you write is stored."""

@@ -6,7 +6,9 @@ They bound what attackers find from below, there, and say nothing of other model
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from .base import Defense
@@ -54,94 +56,52 @@ class Recovered(NamedTuple):
 Rows = Mapping[float, Recovered]
 
 UNDEFENDED = Recovered(1.0, 1.0, 30.0, 1.0)
-UNIFORM_NOISE = {  # by relative_scale
-    0.0: UNDEFENDED,
-    1.0: Recovered(0.76, 0.64, 20.0, 1.0),
-    5.0: Recovered(0.50, 0.79, 14.4, 0.95, 0.70),
-    10.0: Recovered(0.21, 0.79),
-    20.0: Recovered(0.00, 0.81, 12.1, 0.40, 0.66),
-    50.0: Recovered(0.00, 0.74),
-    100.0: Recovered(0.00, 0.71, 12.1, 0.08),
-}
-OPTIMAL_NOISE = {
-    0.0: UNDEFENDED,
-    1.0: Recovered(0.85, 0.82, 20.4, 1.0),
-    5.0: Recovered(0.50, 0.77, 14.3, 0.97),
-    10.0: Recovered(0.31, 0.81),
-    20.0: Recovered(0.00, 0.81, 12.2, 0.54),
-    50.0: Recovered(0.00, 0.80),
-    100.0: Recovered(0.00, 0.69, 12.1, 0.06),
-}
-OWN_SHAPE = {0.0: UNDEFENDED, 5.0: Recovered(0.45, 0.72), 20.0: Recovered(0.03, 0.77)}
-PRUNING = {  # by ratio
-    0.0: UNDEFENDED,
-    0.5: Recovered(0.99, 1.0, 27.3, 1.0),
-    0.9: Recovered(0.91, 1.0, 23.5, 1.0),
-    0.99: Recovered(0.48, 1.0, 15.8, 1.0),
-    0.999: Recovered(0.07, 1.0, 12.4, 0.74),
-}
-PRUNING_FED_BACK = {
-    0.0: UNDEFENDED,
-    0.99: Recovered(0.26, 0.56, 16.0, 0.47),
-    0.999: Recovered(0.13, 0.56),
-}
-OPTIMAL_PRUNING = {
-    0.0: UNDEFENDED,
-    0.5: Recovered(0.66, 1.0, 31.9, 1.0),
-    0.9: Recovered(0.04, 1.0, 22.8, 1.0),
-    0.99: Recovered(0.00, 1.0, 12.7, 1.0),
-}
-OPTIMAL_PRUNING_FED_BACK = {
-    0.0: UNDEFENDED,
-    0.9: Recovered(0.16, 0.27, 15.6, 0.47),
-    0.95: Recovered(0.16, 0.12, 13.6, 0.25),
-    0.97: Recovered(0.14, 0.03),
-    0.99: Recovered(0.10, 0.02, 12.1, 0.03),
-}
-OPTIMAL_PRUNING_OF_EIGHT = {  # min_batches=8
-    0.0: UNDEFENDED,
-    0.9: Recovered(0.16, 0.29, 14.7, 0.62),
-    0.95: Recovered(0.08, 0.10),
-    0.97: Recovered(0.08, 0.06),
-    0.99: Recovered(0.13, 0.00, 12.1, 0.04),
-}
-BITS = {  # by -bits, as more of them protect less
-    -32.0: UNDEFENDED,
-    -8.0: Recovered(1.0, 0.96, 29.0, 1.0),
-    -4.0: Recovered(0.91, 0.88, 21.1, 1.0),
-    -2.0: Recovered(0.70, 0.73, 15.0, 0.84),
-    -1.0: Recovered(0.73, 0.62, 12.7, 0.38),
-}
-SKETCH = {  # by -samples
-    -256.0: Recovered(None, None, None, 0.72),
-    -64.0: Recovered(0.00, None, 13.6, 0.26),
-    -16.0: Recovered(0.00, 0.22, 12.7, 0.10),
-    -4.0: Recovered(0.00, 0.08, 12.3, 0.03),
-}
 
+_FIGURES: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "measured.json").read_text(encoding="utf-8")
+)
+"""Of docs/results/*.json, written by `python recipes/figures.py`."""
+
+
+def _rows(family: str, sign: int = 1, weakest: float | None = 0.0) -> dict[float, Recovered]:
+    """What was recovered behind a family of defenses, by strength, which grows with `sign`."""
+    undefended = {} if weakest is None else {weakest: UNDEFENDED}
+    measured = _FIGURES["strengths"][family]
+    return undefended | {sign * float(key): Recovered(*found) for key, found in measured.items()}
+
+
+UNIFORM_NOISE = _rows("uniform_noise")  # by relative_scale
+OPTIMAL_NOISE, OWN_SHAPE = _rows("optimal_noise"), _rows("own_shape")
+PRUNING, PRUNING_FED_BACK = _rows("pruning"), _rows("pruning_fed_back")  # by ratio
+OPTIMAL_PRUNING = _rows("optimal_pruning")
+OPTIMAL_PRUNING_FED_BACK = _rows("optimal_pruning_fed_back")
+OPTIMAL_PRUNING_OF_EIGHT = _rows("optimal_pruning_of_eight")  # min_batches=8
+BITS = _rows("bits", -1, -32.0)  # by -bits, as more of them protect less
+SKETCH = _rows("sketch", -1, None)  # by -samples
+
+_SAID: dict[str, str] = _FIGURES["said"]
 _SHAPE = "the noise's own shape named the message's sentence (docs/findings/shapes.md)"
 _NOTHING = "nothing was measured at this strength: run `gradguard audit`"
-_UNPROTECTED = "every word and image came back (docs/findings/undefended_text.md)"
+_UNPROTECTED = "every word and image came back (docs/findings/attacks_text.md)"
 _LAYER = (
-    "an attacker who leaves the defended layer out found 97 % of a sentence's words and more "
-    "(docs/findings/attacks_text.md)"
-)
+    "an attacker who leaves the defended layer out found {soteria_words} of a sentence's words and "
+    "more (docs/findings/attacks_text.md)"
+).format_map(_SAID)
 _NOT_TRAINED = (
-    "of samples=16, at the start, span found no word of 10 sentences that were sent alone, and 8 "
-    "of them were found among 200 (docs/findings/membership.md). No training was attacked yet. Of "
-    "random samples that stay "
-    "(gradient_sketch) of the same number: "
-)
+    "of samples=16, at the start, span found no word of 10 sentences that were sent alone, and "
+    "{refiner_members} of them were found among 200 (docs/findings/membership.md). No training was "
+    "attacked yet. Of random samples that stay (gradient_sketch) of the same number: "
+).format_map(_SAID)
 _WEIGHTED = (
-    "of α = 0.6, span found 20 % of a sentence's words, and a candidate-set attacker 3 % of the "
-    "sentences in a message of 16 (docs/findings/synthetic.md); of α = 0.5 images came back at "
-    "15 dB (docs/findings/refiner_images.md)"
-)
+    "of α = 0.6, span found {weighted_words} of a sentence's words, and a candidate-set attacker "
+    "{weighted_members} of the sentences in a message of 16 (docs/findings/text.md); of α = 0.5 "
+    "images came back at {weighted_image} dB (docs/findings/refiner.md)"
+).format_map(_SAID)
 _PUBLISHED_PRUNING = (
-    "what is left is exact: attackers who know the defense found 99 % of a sentence's words at a "
-    "ratio of 0.9 (docs/findings/attacks_text.md), and all sentences in a message "
-    "(docs/findings/pruning.md)"
-)
+    "what is left is exact: attackers who know the defense found {published_pruning_words} of a "
+    "sentence's words at a ratio of 0.9 (docs/findings/attacks_text.md), and all sentences in a "
+    "message (docs/findings/text.md)"
+).format_map(_SAID)
 _PROVED = "every row's share is bounded by proof (docs/differential_privacy.md)"
 
 
@@ -169,7 +129,7 @@ def recovered_behind(defense: Defense, kind: str | None = None) -> str:
     if name == "refiner" and settings.objective == "weighted":
         return _WEIGHTED
     if name == "refiner":
-        return _NOT_TRAINED + _at(SKETCH, "samples", -settings.samples, "synthetic.md", kind)
+        return _NOT_TRAINED + _at(SKETCH, "samples", -settings.samples, kind)
     if defense.name == "optimal_pruning_published":
         return _PUBLISHED_PRUNING
     if name in ("gradient_sketch", "quantization", "pruning", "optimal_pruning"):
@@ -185,7 +145,7 @@ def _of_noise(name: str, settings: Any, kind: str | None) -> str:
     rows: Rows = UNIFORM_NOISE
     if name.startswith("optimal"):
         rows = OWN_SHAPE if settings.shape == "own" else OPTIMAL_NOISE
-    outcome = _at(rows, "relative_scale", settings.relative_scale, "noise.md", kind)
+    outcome = _at(rows, "relative_scale", settings.relative_scale, kind)
     if name in ("laplace_noise", "dp_sgd"):  # clipping by norm keeps the direction
         outcome = f"of Gaussian noise of equal power: {outcome}"
     return f"{outcome}; {_SHAPE}" if rows is OWN_SHAPE else outcome
@@ -195,22 +155,21 @@ def _of_selection(name: str, settings: Any, kind: str | None) -> str:
     if name == "quantization":
         if settings.sign_only or settings.error_feedback:
             return _NOTHING
-        return _at(BITS, "bits", -settings.bits, "pruning.md", kind)
+        return _at(BITS, "bits", -settings.bits, kind)
     if name == "gradient_sketch":
-        return _at(SKETCH, "samples", -(settings.samples or 4), "synthetic.md", kind)
+        return _at(SKETCH, "samples", -(settings.samples or 4), kind)
     if settings.ratio is None:
         return _NOTHING
     rows: Rows = PRUNING if name == "pruning" else OPTIMAL_PRUNING
-    page = "pruning.md"
     if settings.error_feedback:
-        page, rows = "error_feedback.md", PRUNING_FED_BACK
+        rows = PRUNING_FED_BACK
         if name == "optimal_pruning":
             many = settings.min_batches >= 8
             rows = OPTIMAL_PRUNING_OF_EIGHT if many else OPTIMAL_PRUNING_FED_BACK
-    return _at(rows, "ratio", settings.ratio, page, kind)
+    return _at(rows, "ratio", settings.ratio, kind)
 
 
-def _at(rows: Rows, setting: str, strength: float, page: str, kind: str | None) -> str:
+def _at(rows: Rows, setting: str, strength: float, kind: str | None) -> str:
     """The strongest row that is no stronger."""
     weaker = [measured for measured in rows if measured <= strength]
     if not weaker:
@@ -218,4 +177,5 @@ def _at(rows: Rows, setting: str, strength: float, page: str, kind: str | None) 
     concerned = str(rows[max(weaker)].of(kind))
     if not concerned:
         return _NOTHING
+    page = "images.md" if kind == "image" else "text.md"
     return f"at {setting}={abs(max(weaker)):g}, {concerned} (docs/findings/{page})"

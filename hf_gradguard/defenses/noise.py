@@ -59,7 +59,7 @@ STRENGTHS = ("scale", "relative_scale", "utility_budget")
 RECOMMENDED_SCALE = 20.0
 """`relative_scale` of noise named alone, as docs/choose.md recommends: span found no word behind
 it, TAG 1 to 6 %, and span behind noise of once the gradient up to 76 to 86 %
-(docs/findings/noise.md).
+(docs/findings/text.md).
 """
 _SHARED_DRAW, _SHARED_DRAW_ELSEWHERE = 2**20, 2**24
 """Numbers of small tensors in one draw, on a processor and on other devices."""

@@ -119,8 +119,8 @@ class Pruning(PruningDefense):
     """The smallest |g_i| over all tensors together are zeroed.
 
     Named alone it is at a ratio of 0.99 with error feedback: a candidate-set attacker found 56 % of
-    the sentences in a message of 16, and span 26 % of the words (docs/findings/error_feedback.md).
-    At 0.9 without feedback it found all, and 91 % of the words (docs/findings/pruning.md).
+    the sentences in a message of 16, and span 26 % of the words (docs/findings/text.md).
+    At 0.9 without feedback it found all, and 91 % of the words (docs/findings/text.md).
     """
 
     name: ClassVar[str] = "pruning"
@@ -196,7 +196,7 @@ class OptimalPruningPublished(OptimalPruning):
 
     `ratio` is 0.8, the paper's own comparison (80 % optimal against 90 % plain pruning). What is
     left is exact, so that a candidate-set attacker finds every batch member
-    (docs/findings/pruning.md). `optimal_pruning` is the form to train with.
+    (docs/findings/text.md). `optimal_pruning` is the form to train with.
 
     Reference: Chen, Gürsoy, Lei (2025), Theorem 3.6, Eq. 11, Algorithm 1, Figure 3, Appendix C.
 

@@ -38,7 +38,7 @@ class GradientSketch(BiasedDefense):
 
     The defaults are the strength that docs/choose.md recommends: of four texts training on SST-2
     lost 3.6 points [2.1, 5.1], and a candidate-set attacker found 11 of 144 batch members at its
-    end; of 16 texts 2.0 [0.9, 3.1] and 31 (docs/findings/synthetic.md).
+    end; of 16 texts 2.0 [0.9, 3.1] and 31 (docs/findings/text.md).
 
     Args:
         samples: How many are drawn, a whole number of at least 1. Default: 4 texts, or 16 images.

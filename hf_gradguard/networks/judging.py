@@ -16,7 +16,7 @@ from .text import TextEvaluationNetwork
 RATIOS = tuple(round(0.1 * step, 1) for step in range(11))
 PACKAGED = {"text": (0.0424, 0.9787), "image": (0.0334, 0.9907)}
 """Mean absolute error and rank correlation of the packaged networks, on WikiText-2 and CIFAR-10,
-which they were not trained on (docs/results/evalnets.md).
+which they were not trained on (docs/results/evalnets.json).
 """
 _ONE_IN, _LEAST, _MOST = 10, 20, 500
 

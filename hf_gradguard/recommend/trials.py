@@ -221,7 +221,7 @@ class Trials:
 
     def middle_rate(self, defense: Defense) -> float:
         """The first one to try."""
-        # Behind noise the best is 1 to 8 times the undefended one (findings/learning_rates.md).
+        # Behind noise the best is 1 to 8 times the undefended one (findings/rates.md).
         ratio = defense.facts.noise_ratio
         return self.settings.learning_rate * (2 if ratio is None or ratio >= 1 else 1)
 

@@ -80,7 +80,7 @@ class GradGuardConfig(TrainingArguments):
             each with 1/√n of it.
         scale_learning_rate: Multiply `learning_rate` by √(1 + r²), r being the noise in the mean of
             a step's messages over the gradient. Off, as no factor suits all tasks
-            (docs/findings/learning_rates.md).
+            (docs/findings/rates.md).
         private_dropout: Under a defense, draw each message's dropout from a stream of its own:
             ranks share `seed`, and would know each other's masks.
         noise_seed: Makes all noise reproducible, by anybody: no ε is stated. For tests only.

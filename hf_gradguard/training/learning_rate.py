@@ -3,7 +3,7 @@
 Adam divides a step by √v, where v averages g² + σ². Under noise of r times the gradient a step
 gains less by a factor near c r, c = ‖g‖₁/(√d ‖g‖), and moves weights at random as far as before.
 The first asks for a higher rate, the second for a lower one. No factor made of r and c fits:
-docs/findings/learning_rates.md.
+docs/findings/rates.md.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def warn_of_noise(defense: Defense) -> None:
 _FACTOR = "gradguard_noise_factor"
 _SCALED = (
     "scale_learning_rate: the learning rate is {factor:.3g} times as high, {rate:.3g}. In three of "
-    "six tasks this was too high (docs/findings/learning_rates.md)."
+    "six tasks this was too high (docs/findings/rates.md)."
 )
 _GIVEN = (
     "scale_learning_rate changes no optimizer that was passed as optimizers=. Give that one a rate "

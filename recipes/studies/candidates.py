@@ -181,7 +181,7 @@ def metrics_of(scores: list, members: list) -> dict:
 class FortyEight(CandidateStudy):
     """Which of 48 sentences are in a message of 1, 4 or 16 of SST-2?
 
-    Conditions and figures: docs/findings/candidates.md.
+    Conditions and figures: docs/findings/membership.md.
     """
 
     QUICK_DEFENSES = ("none", "gaussian_noise", "optimal_noise", "pruning", "quantization")
@@ -244,7 +244,7 @@ class Thousand(CandidateStudy):
     """Which of 1,000 sentences are in a message, and what reconstruction attacks find in it without
     a list.
 
-    Conditions and figures: docs/findings/candidates.md.
+    Conditions and figures: docs/findings/membership.md.
     """
 
     ARGUMENTS = CandidateStudy.ARGUMENTS | Study.ALL

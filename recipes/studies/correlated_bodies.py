@@ -155,7 +155,7 @@ class Bodies(heads.Texts):
     """Accuracy on SST-2 of an ordinary model, whose head and then encoder were trained by messages
     of 16 sentences, each in one of them, with correlated noise and none.
 
-    Conditions and figures: docs/findings/correlated_heads.md.
+    Conditions and figures: docs/findings/heads.md.
     """
 
     ROWS = [Row(1590, [heads.CORRELATED]), Row(4209, [heads.CORRELATED, heads.NONE])]

@@ -306,7 +306,7 @@ class Texts(Study):
     """Accuracy on SST-2 of a head on features of all layers, trained by messages of 16 sentences,
     each in one of them, with correlated noise, independent noise and none.
 
-    Conditions and figures: docs/findings/correlated_heads.md.
+    Conditions and figures: docs/findings/heads.md.
     """
 
     ARGUMENTS = (
@@ -399,7 +399,7 @@ class Choice(Texts):
     """What the settings of such heads were chosen by: simulated trainings on SST-2, judged on whole
     sentences that are held out with all of their phrases.
 
-    Conditions and figures: docs/findings/correlated_heads.md.
+    Conditions and figures: docs/findings/heads.md.
     """
 
     OTHERS: dict[str, dict[str, float]] = {
@@ -431,7 +431,7 @@ class Choice(Texts):
 class Images(Texts):
     """The same on CIFAR-10, by features of patches.
 
-    Conditions and figures: docs/findings/correlated_heads.md.
+    Conditions and figures: docs/findings/heads.md.
     """
 
     ARGUMENTS = Study.ALL | {

@@ -343,7 +343,7 @@ Interval = list[float]  # mean, and the ends of its interval
 class Knowing(Study):
     """Does it matter that an attacker knows the defense?
 
-    Conditions and figures: docs/findings/knowing.md.
+    Conditions and figures: docs/findings/attacks_text.md.
     """
 
     # The study that each part is of, the score and its format

@@ -46,7 +46,7 @@ class Networks(Study):
     """What networks trained by private SGD leak of each image, by two accounts: Guo et al. (2022),
     Section 7.3, Figures 5 and 6.
 
-    Conditions and figures: docs/findings/fil.md.
+    Conditions and figures: docs/findings/estimators.md.
     """
 
     ARGUMENTS = SINGLE_IMAGES | {

@@ -371,7 +371,7 @@ class Images(Texts):
     """Accuracy on CIFAR-10 where nothing but a linear head is shared, each sample clipped, and what
     attackers recover at the start, in the middle and at the end of training.
 
-    Conditions and figures: docs/findings/image_heads.md.
+    Conditions and figures: docs/findings/heads.md.
     """
 
     ARGUMENTS = clients.IMAGE_FLAGS | plan.FOLDER | {

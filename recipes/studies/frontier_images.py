@@ -60,6 +60,23 @@ def search_of(results: Results, defense: str, strength: dict, sizes: dict) -> di
     )
 
 
+START, END = (tables.place_of(plan.INVERTING, stage) for stage in ("start", "end"))
+ALIKE = [
+    (f"optimal_noise relative_scale={r}", f"gaussian_noise relative_scale={r}") for r in (1, 5, 20)
+]
+OTHERS = [
+    ("gaussian_noise relative_scale=5", "pruning ratio=0.99 error_feedback=True"),
+    ("gradient_sketch", "gaussian_noise relative_scale=20"),
+]
+GROWING = (*ALIKE[0], "gaussian_noise relative_scale=5", "pruning ratio=0.99")
+PAIRS: list[tuple[str, ...]] = [
+    *ALIKE, *OTHERS, *((*rows, END, END) for rows in (*ALIKE, OTHERS[0])),
+    (*ALIKE[0], tables.place_of(plan.UNAWARE, "end"), END),
+    *((row, row, END, START) for row in GROWING),
+]  # fmt: skip
+"""Rows whose difference docs/findings/images.md speaks of."""
+
+
 class Images(Study):
     """Accuracy on CIFAR-10 of each defense at its own best learning rate, and what attackers
     recover at the start, in the middle and at the end of its own training.
@@ -92,6 +109,7 @@ class Images(Study):
         columns = {"rates (held out)": tables.pop_rates(metrics)}
         tables.write_frontier(metrics, plan.IMAGE_ATTACKS, self.output, columns)
         tables.write_lists(metrics, plan.IMAGE_ATTACKS, self.output)
+        tables.write_pairs(metrics, PAIRS, self.output)
         tables.picture(metrics, self.output, self.LOOK)
 
 
@@ -176,13 +194,14 @@ class ElsewhereTask(clients.ImageTask):
 class Elsewhere(Study):
     """The frontier on images once more, by other networks and on other images.
 
-    Conditions and figures: docs/findings/elsewhere.md.
+    Conditions and figures: docs/findings/images.md.
     """
 
     ARGUMENTS = clients.IMAGE_FLAGS | plan.FOLDER | {
         "--mnist": "npz with x_train, y_train, x_test and y_test",
         "--tiny_imagenet": "npz with x_train, y_train, x_val and y_val",
     } | Study.ALL  # fmt: skip
+    PAIRS = [("gradient_sketch", "gaussian_noise relative_scale=20")]
     LABEL = "TPR at 1 % FPR of members of 16 (candidate set; less is better)"
     QUICK_ROWS = plan.QUICK_ROWS
 
@@ -221,6 +240,7 @@ class Elsewhere(Study):
             columns = {"rates (held out)": tables.pop_rates(rows)}
             ending = "_" + name.lower().replace(" ", "_")
             tables.write_frontier(rows, plan.IMAGE_ATTACKS, named(self.output, ending), columns)
+            tables.write_pairs(rows, self.PAIRS, named(self.output, ending))
             runs = [
                 places[tables.ACCURACY] for places in rows.values() if tables.ACCURACY in places
             ]

@@ -203,6 +203,40 @@ def write_lists(metrics: dict, attacks: Mapping, output) -> None:
     write_table(named(output, "_lists"), header, rows)
 
 
+def write_pairs(metrics: dict, pairs: Sequence[Sequence[str]], output) -> None:
+    """OUTPUT_pairs: how two rows differ, or two stages of one, seed by seed and sample by sample.
+
+    Args:
+        metrics: By row, place and seed.
+        pairs: Two rows each, of accuracy; with a place for each row, of what is recovered.
+        output: Where it goes.
+    """
+    rows = []
+    for first, second, *places in pairs:
+        place, other = places or (ACCURACY, ACCURACY)
+        runs = metrics.get(first, {}).get(place, {})
+        against = metrics.get(second, {}).get(other, {})
+        if not runs.keys() & against.keys():
+            continue
+        shown = [f"`{first}`", f"`{second}`"]
+        if places:
+            at, reference = title_of(place), title_of(other)
+            at = at if at == reference else f"{at} less {reference}"
+            difference = paired(_scores(runs, against) - _scores(against, runs)).text(2)
+        else:
+            at, difference = "accuracy lost", lost(runs, against)
+        rows.append([*shown, at, difference])
+    if rows:
+        write_table(named(output, "_pairs"), ["first", "second", "of", "first less second"], rows)
+
+
+def _scores(runs: dict, others: dict) -> np.ndarray:
+    """By seed and sample, of the seeds that both have."""
+    seeds = sorted(runs.keys() & others.keys())
+    (score,) = [name for name in SCORES if name in runs[seeds[0]]]
+    return np.stack([runs[seed][score] for seed in seeds])
+
+
 def _places(attacks: Mapping) -> list[str]:
     return [place_of(attack, stage) for attack in attacks for stage in STAGES]
 

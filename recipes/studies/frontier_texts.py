@@ -36,7 +36,7 @@ class Rates(Study):
     """The learning rate of each defense at each strength, chosen on a held-out part of SST-2's
     training set.
 
-    Conditions and figures: docs/findings/noise.md.
+    Conditions and figures: docs/findings/text.md.
     """
 
     ARGUMENTS = clients.TEXT_FLAGS | Study.ALL
@@ -105,6 +105,17 @@ class Texts(TextStudy):
     """
 
     ARGUMENTS = TextStudy.ARGUMENTS | TextStudy.RATES | Study.ALL
+    PAIRS = [
+        ("gaussian_noise relative_scale=100", "optimal_noise relative_scale=100"),
+        (
+            "optimal_pruning ratio=0.9 error_feedback=True min_batches=8",
+            "optimal_pruning ratio=0.9 error_feedback=True",
+        ),
+        (
+            "optimal_pruning ratio=0.99 error_feedback=True min_batches=8",
+            "optimal_pruning ratio=0.99 error_feedback=True",
+        ),
+    ]
     LOOK = tables.Look(
         "token_f1",
         "words that the best of the quick attacks recovers at any stage (token F1)",
@@ -143,6 +154,7 @@ class Texts(TextStudy):
     def report(self, metrics: dict) -> None:
         tables.write_frontier(metrics, plan.ATTACKS, self.output, {})
         tables.write_lists(metrics, plan.ATTACKS, self.output)
+        tables.write_pairs(metrics, self.PAIRS, self.output)
         tables.picture(metrics, self.output, self.LOOK)
         messages_of_several = f", {(plan.QUICK_CANDIDATES if self.quick else plan.CANDIDATES)[1]}, "
         lists = {
@@ -307,7 +319,7 @@ def usual_sentences(path: str | Path) -> list[str]:
 class Batches(TextStudy):
     """How many batches must an entry hold before a pruning with error feedback sends it?
 
-    Conditions and figures: docs/findings/error_feedback.md.
+    Conditions and figures: docs/findings/text.md.
     """
 
     ARGUMENTS = clients.TEXT_FLAGS

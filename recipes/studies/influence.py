@@ -44,7 +44,7 @@ def invert_dlg(
 class PredictsAttacks(Study):
     """Whether the influence's lower bound says how well an attack will do: Figures 2, 4 and 16.
 
-    Conditions and figures: docs/findings/i2f.md.
+    Conditions and figures: docs/findings/estimators.md.
     """
 
     ARGUMENTS = SINGLE_IMAGES | {"--sst2": "folder with dev.tsv", "--tokenizer": "folder or name"}
@@ -197,7 +197,7 @@ class Directions(Study):
     """A perturbation of one size along four eigenvectors of J Jᵀ, and what DLG makes of it: Figure
     6.
 
-    Conditions and figures: docs/findings/i2f.md.
+    Conditions and figures: docs/findings/estimators.md.
     """
 
     ARGUMENTS = SINGLE_IMAGES
@@ -292,7 +292,7 @@ class SmallDirections(Study):
     """Is noise along the smallest eigenvectors of J Jᵀ a defense, as I² has it? Against uniform
     noise of the same power, with a list of candidates.
 
-    Conditions and figures: docs/findings/i2f.md.
+    Conditions and figures: docs/findings/estimators.md.
     """
 
     ARGUMENTS = {"--cifar10": "an npz"}
@@ -388,7 +388,7 @@ class SmallDirections(Study):
 class Initializations(Study):
     """Four initializations under the same noise: Figures 5 and 8.
 
-    Conditions and figures: docs/findings/i2f.md.
+    Conditions and figures: docs/findings/estimators.md.
     """
 
     ARGUMENTS = SINGLE_IMAGES

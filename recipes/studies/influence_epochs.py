@@ -85,7 +85,7 @@ def trained_lenet(path: str, side: int, steps: int) -> LeakageLeNetForImageClass
 class Epochs(Study):
     """Whether gradients leak less as training goes on: Zhang et al. (2023), Figure 18.
 
-    Conditions and figures: docs/findings/i2f.md.
+    Conditions and figures: docs/findings/estimators.md.
     """
 
     ARGUMENTS = SINGLE_IMAGES | {"--train": "CIFAR-10 as a parquet with img and label, to train on"}
@@ -211,7 +211,7 @@ class Epochs(Study):
 class Unfairness(Study):
     """The same noise protects some samples and classes and not others: Figure 7.
 
-    Conditions and figures: docs/findings/i2f.md.
+    Conditions and figures: docs/findings/estimators.md.
     """
 
     ARGUMENTS = {

@@ -21,7 +21,7 @@ WITHHELD = "head withheld"
 class Labels(Study):
     """Labels found in messages of one image, with and without protection, and test accuracy.
 
-    Conditions and figures: docs/findings/labels.md.
+    Conditions and figures: docs/findings/attacks_images.md.
     """
 
     ARGUMENTS = {"--data": "npz with x_train, y_train, x_test, y_test in uint8"}

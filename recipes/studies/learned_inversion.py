@@ -37,7 +37,7 @@ class LearnedInversion(Study):
     """Single SST-2 sentences. A classifier says of each token whether a message has it. It was
     trained on messages of public phrases through the same model and defense.
 
-    Conditions and figures: docs/findings/attributes.md.
+    Conditions and figures: docs/findings/attacks_text.md.
     """
 
     ARGUMENTS: dict[str, Any] = Study.ALL | {

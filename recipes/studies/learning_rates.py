@@ -104,7 +104,7 @@ class LearningRates(Study):
     moment is corrected, against the best of a grid, in six places.
 
     The grids, and three trainings at the best rates, are the frontiers'. Conditions and verdict:
-    docs/findings/learning_rates.md.
+    docs/findings/rates.md.
     """
 
     ARGUMENTS = clients.TEXT_FLAGS | plan.FOLDER | Study.ALL | {

@@ -39,7 +39,7 @@ TRAINING = {"rows": 8000, "batch": 16, "learning_rate": 5e-5}
 class LikelihoodSearches(Study):
     """One cell a sentence, so that a study that was stopped goes on.
 
-    Conditions and figures: docs/findings/likelihood_search.md.
+    Conditions and figures: docs/findings/attacks_text.md.
     """
 
     ARGUMENTS: dict[str, Any] = Study.ALL | {

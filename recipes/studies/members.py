@@ -160,7 +160,7 @@ class Owner(ImageTask):
 class Members(Study):
     """Which images a network was trained on, told from its last weights, behind each defense.
 
-    Conditions and figures: docs/findings/membership_weights.md.
+    Conditions and figures: docs/findings/membership.md.
     """
 
     ARGUMENTS = {flag: IMAGE_FLAGS[flag] for flag in ("--train", "--test")} | FOLDER

@@ -270,7 +270,7 @@ TRAINED_ON, BATCH, WINDOW, SPLITS = 4096, 16, 8, ("train", "test")
 class Training(Study):
     """What a network learns of MNIST with them, and where the noise goes.
 
-    Conditions and figures: docs/findings/optimal.md.
+    Conditions and figures: docs/findings/reproductions.md.
     """
 
     ARGUMENTS = {"--data": "npz with x_train, y_train, x_test, y_test in uint8"}

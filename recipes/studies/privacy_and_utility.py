@@ -83,7 +83,7 @@ class SpanAttack(Study):
     """What the span attack recovers from MiniLM's and GPT-2's gradients: undefended, under noise,
     and behind defenses.
 
-    Conditions and figures: docs/findings/span.md.
+    Conditions and figures: docs/findings/attacks_text.md.
     """
 
     ARGUMENTS = {
@@ -349,7 +349,7 @@ PAIRS = {
 class PrivacyAndUtility(Study):
     """One picture: what each defense leaves to the span attack, and what it costs in accuracy.
 
-    Conditions and figures: docs/findings/span.md.
+    Conditions and figures: docs/findings/attacks_text.md.
     """
 
     ARGUMENTS = {

@@ -42,7 +42,7 @@ PRETRAINED, TRAINED = "pretrained", "tiny, trained"
 class Malicious(Study):
     """Misses: nine constructions that make gradients leak, each shown to leak.
 
-    Conditions and figures: docs/findings/received.md.
+    Conditions and figures: docs/findings/attacks_images.md.
     """
 
     ARGUMENTS = {"--cifar10": "npz with x_train in uint8"}
@@ -113,7 +113,7 @@ class Malicious(Study):
 class Alarms(Study):
     """False alarms: ordinary models of 43 families of Transformers, none of which was made to leak.
 
-    Conditions and figures: docs/findings/received.md.
+    Conditions and figures: docs/findings/attacks_images.md.
     """
 
     ARGUMENTS = {"--model": "a pretrained encoder"}

@@ -64,7 +64,7 @@ class Recommendations(Study):
     """Does `gradguard recommend` choose the same defense twice, and never a leaky one? It is fed
     with the frontier's cells: messages, judged samples and trainings are drawn again and again.
 
-    Conditions and verdict: docs/findings/recommendations.md.
+    Conditions and verdict: docs/findings/rates.md.
     """
 
     COLUMNS: ClassVar = [

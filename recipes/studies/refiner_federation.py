@@ -245,7 +245,7 @@ class Frontier(Federation):
     """Refiner against the other defenses on CIFAR-10: what each strength costs in accuracy, and
     what it hides.
 
-    Conditions and figures: docs/findings/refiner_images.md.
+    Conditions and figures: docs/findings/refiner.md.
     """
 
     def cells(self) -> dict:

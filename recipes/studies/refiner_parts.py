@@ -51,7 +51,7 @@ class RefinerParts(Study):
     """Sketches of 4 and 16 texts, and what each part gives: one is left out, or done otherwise, as
     where samples are refined.
 
-    Conditions and figures: docs/findings/synthetic.md.
+    Conditions and figures: docs/findings/text.md.
     """
 
     ARGUMENTS = clients.TEXT_FLAGS | plan.FOLDER | Study.ALL
@@ -182,11 +182,20 @@ WARM_TRIED = {  # rates, and how they do on what was held out
 COSINE, MEMBERS, TRIED = "cosine", "TPR at 1 % FPR, end", "held out at"
 
 
+AGAINST = (("10 iterations", "noise of five times"), ("5 iterations", "noise of five times"))
+WARM_PAIRS: list[tuple[str, ...]] = [
+    *AGAINST, ("5 iterations", "10 iterations"),
+    ("10 iterations, 5 of what was seen before", "10 iterations"),
+    *((*rows, place, place) for rows in AGAINST for place in ("PSNR, start", "PSNR, end")),
+]  # fmt: skip
+"""Rows whose difference docs/findings/refiner.md speaks of."""
+
+
 class Warm(Study):
     """What a warm start brings to Refiner as published: half the iterations where an image was
     refined before, from what they led to then.
 
-    Conditions and figures: docs/findings/refiner_images.md.
+    Conditions and figures: docs/findings/refiner.md.
     """
 
     ARGUMENTS = plan.FOLDER | {
@@ -257,6 +266,7 @@ class Warm(Study):
         header = ["", "rates (held out)", "accuracy", "less than none"]
         header += ["PSNR, start", "PSNR, end", MEMBERS, "cosine"]
         write_table(self.output, header, rows)
+        tables.write_pairs(metrics, WARM_PAIRS, self.output)
 
 
 class FewImages(clients.ImageTask):

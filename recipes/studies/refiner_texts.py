@@ -91,7 +91,7 @@ class Sentences(RefinerStudy):
     """Does Refiner do what its equation says, sentence by sentence? What do α and the learning rate
     trade, and what does ε do?
 
-    Conditions and figures: docs/findings/refiner_learning.md.
+    Conditions and figures: docs/findings/refiner.md.
     """
 
     def cells(self) -> dict:
@@ -166,7 +166,7 @@ class InTraining(RefinerStudy):
     """Does Refiner's gradient still point the right way once a model has begun to learn, and what
     does refining add?
 
-    Conditions and figures: docs/findings/refiner_learning.md.
+    Conditions and figures: docs/findings/refiner.md.
     """
 
     def cells(self) -> dict:
@@ -259,7 +259,7 @@ class Texts(RefinerStudy):
     """What TAG and Inverting Gradients recover of sentences behind pruning, Gaussian noise and
     Refiner: Refiner paper (2025), Table 13.
 
-    Conditions and figures: docs/findings/refiner_text.md.
+    Conditions and figures: docs/findings/refiner.md.
     """
 
     ARGUMENTS = RefinerStudy.ARGUMENTS | {
@@ -320,7 +320,7 @@ class FineTuned(Study):
     """What pruning, Gaussian noise and Refiner hide of a model that is fine-tuned already, and what
     they cost it: Refiner paper (2025), Table 13, at its operating point.
 
-    Conditions and figures: docs/findings/refiner_text.md.
+    Conditions and figures: docs/findings/refiner.md.
     """
 
     ARGUMENTS = TEXT_FLAGS | FOLDER | Study.ALL | {"--evaluation_network": NETWORK}

@@ -117,7 +117,7 @@ class Quality(ShapeStudy):
 
     Tr J_F·|U₂| does not depend on the noise's strength; its least value, (Σ s|g|)², needs s and |g|
     of the very batch. The last row has the averages of the evaluated batches themselves, entry by
-    entry. Conditions and figures: docs/findings/shape_cost.md.
+    entry. Conditions and figures: docs/findings/shapes.md.
     """
 
     ARGUMENTS = ShapeStudy.ARGUMENTS | {"--cifar10": "npz with x, y in uint8"}
@@ -216,7 +216,7 @@ ESTIMATES = {  # probes, and whether they are squared sample by sample
 class Estimates(ShapeStudy):
     """How near do estimates of s² come to the optimum, and how old may averages grow?
 
-    Conditions and figures: docs/findings/shape_cost.md.
+    Conditions and figures: docs/findings/shapes.md.
     """
 
     PROBES = {16: 24, 1: 96}

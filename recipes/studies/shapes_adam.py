@@ -22,7 +22,7 @@ class Adam(ShapeStudy):
     Σ_i ḡ_i²/√(p_i + Σ_ii). Each shape is scaled until that is a given share of what it is without
     noise; then Tr J_F is compared with uniform noise's. Shapes follow s² and p of other batches, of
     which a matrix keeps rows and columns; every 20th coordinate counts. Conditions and figures:
-    docs/findings/adam_noise.md.
+    docs/findings/shapes.md.
     """
 
     SHARES = (0.5, 0.2, 0.05)  # of the progress without noise

@@ -92,7 +92,7 @@ def write_scores(metrics: dict, scores: tuple[str, ...], output) -> None:
 class Batches(Study):
     """Images in batches, on networks of other kinds.
 
-    Conditions and figures: docs/findings/undefended_images.md.
+    Conditions and figures: docs/findings/attacks_images.md.
     """
 
     ARGUMENTS = CIFAR10
@@ -175,7 +175,7 @@ def network_of(name: str, batch: dict) -> torch.nn.Module:
 class DeepPrior(Study):
     """Images drawn by an untrained network, against images that are smooth.
 
-    Conditions and figures: docs/findings/undefended_images.md.
+    Conditions and figures: docs/findings/attacks_images.md.
     """
 
     ARGUMENTS = CIFAR10

@@ -140,7 +140,7 @@ def build(family: str, task: str, tokenizer, **settings: Any) -> nn.Module:
 class Sentences(Study):
     """Sentences on an encoder.
 
-    Conditions and figures: docs/findings/undefended_text.md.
+    Conditions and figures: docs/findings/attacks_text.md.
     """
 
     ARGUMENTS = {"--model": "an encoder", "--data_dir": "folder with dev.tsv"}
@@ -212,7 +212,7 @@ class SpanStudy(Study):
 class Families(SpanStudy):
     """The span attack on one text or several, over the architectures that people fine-tune.
 
-    Conditions and figures: docs/findings/undefended_text.md.
+    Conditions and figures: docs/findings/attacks_text.md.
     """
 
     ARGUMENTS = SpanStudy.ARGUMENTS | Study.ALL
@@ -329,7 +329,7 @@ def tokens_text(cell: dict) -> str:
 class Lengths(SpanStudy):
     """The span attack on one long text, on wider models, and on weights of half precision.
 
-    Conditions and figures: docs/findings/undefended_text.md.
+    Conditions and figures: docs/findings/attacks_text.md.
     """
 
     ARGUMENTS = SpanStudy.ARGUMENTS | Study.ALL
@@ -377,7 +377,7 @@ class Lengths(SpanStudy):
 class Lora(SpanStudy):
     """The span attack on messages of LoRA adapters, in the first step and after ten.
 
-    Conditions and figures: docs/findings/undefended_text.md.
+    Conditions and figures: docs/findings/attacks_text.md.
     """
 
     ADAPTED = {  # fused layers as they are

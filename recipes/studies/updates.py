@@ -81,7 +81,7 @@ def observed(
 class Words(Study):
     """What the span attack recovers from the change of MiniLM's weights after several local steps.
 
-    Conditions and figures: docs/findings/updates.md.
+    Conditions and figures: docs/findings/attacks_text.md.
     """
 
     ARGUMENTS = {"--model": "an encoder", "--data_dir": "folder with dev.tsv"}
@@ -131,7 +131,7 @@ class Images(Study):
     """What gradient matching recovers from the change of a network's weights after several local
     steps, with and without going through them.
 
-    Conditions and figures: docs/findings/updates.md.
+    Conditions and figures: docs/findings/attacks_text.md.
     """
 
     ARGUMENTS = {"--cifar10": "npz with x (N, 32, 32, 3) and y"}
@@ -232,7 +232,7 @@ class Rounds(Study):
     """Twenty rounds of a federation of four clients in Flower: accuracy and time behind each
     defense.
 
-    Conditions and figures: docs/findings/updates.md.
+    Conditions and figures: docs/findings/attacks_text.md.
     """
 
     ARGUMENTS = {

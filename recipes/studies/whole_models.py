@@ -29,7 +29,7 @@ SHARE = 0.98  # of the accuracy: what protection should keep
 class WholeModels(Study):
     """Accuracy on SST-2 of an undefended encoder, all of whose weights are trained.
 
-    Conditions and figures: docs/findings/correlated_heads.md.
+    Conditions and figures: docs/findings/heads.md.
     """
 
     ARGUMENTS: dict[str, Any] = clients.TEXT_FLAGS | {"--models": "folder that keeps trainings"}
@@ -140,7 +140,7 @@ class Parts(Study):
     """Accuracy on SST-2 of LoRA and of the whole encoder by messages of 16 phrases, each in one of
     them, with correlated noise and none.
 
-    Conditions and figures: docs/findings/correlated_heads.md.
+    Conditions and figures: docs/findings/heads.md.
     """
 
     ARGUMENTS: dict[str, Any] = clients.TEXT_FLAGS

@@ -88,6 +88,7 @@ def test_a_wheel_holds_the_package_and_its_networks(tmp_path: Path) -> None:
     assert {name.split("/")[0] for name in names if "dist-info" not in name} == {"hf_gradguard"}
     for network in packaged_networks():
         assert f"hf_gradguard/model_cards/{network}/model.safetensors" in names
+    assert "hf_gradguard/defenses/measured.json" in names
     assert f"Version: {hf_gradguard.__version__}\n" in described
     assert "Project-URL: Source" in described
 

@@ -1,5 +1,5 @@
-"""docs/results.md and docs/findings: what they link is there, their tables are those of the
-figures, and `recipes/results.py` runs what they name.
+"""docs/results.md and docs/findings: what they link is there, each run's tables are made of its
+figures and shown, and old addresses lead to where their text is now.
 """
 
 from __future__ import annotations
@@ -8,38 +8,54 @@ import importlib
 import inspect
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
+import yaml
 
-from recipes import results
+from recipes import figures, results
 from recipes.studies.evaluation_networks import IMAGE, TEXT
 from recipes.study import Study
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "docs" / "results"
+MOVED = yaml.load(
+    (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("plugins:")[0], yaml.SafeLoader
+)["extra"]["moved"]
 PAGES = [ROOT / "docs" / "results.md", *sorted((ROOT / "docs" / "findings").glob("*.md"))]
 
 
 @pytest.mark.parametrize("run", results.RUNS, ids=lambda run: run.output)
-def test_tables_are_those_of_the_figures(run, tmp_path):
+def test_tables_and_pictures_are_made_of_the_figures(run, tmp_path):
     family = run.output.split("_")[0]  # a part may read what another one found
-    for figures in PUBLISHED.glob(f"{family}*.json"):
-        shutil.copy(figures, tmp_path)
+    for found in PUBLISHED.glob(f"{family}*.json"):
+        shutil.copy(found, tmp_path)
     run.make_tables(tmp_path)
     plt.close("all")
-    tables = list(tmp_path.glob("*.md"))
-    assert tables
-    for table in tables:
-        assert table.read_text() == (PUBLISHED / table.name).read_text(), table.name
+    made = list(tmp_path.glob("*.md"))
+    assert made
+    for file in made:
+        table = figures.Table.parse(file.stem, file.read_text(encoding="utf-8"))
+        assert figures.run_of(file.stem) is run
+        assert table.rows
+        assert {len(row) for row in table.rows} == {len(table.header)}
     assert (tmp_path / f"{run.output}.png").exists() == (PUBLISHED / f"{run.output}.png").exists()
 
 
 def test_cards_hold_the_tables_of_their_networks():
     for network in (IMAGE, TEXT):
         card = (ROOT / "model_cards" / network / "README.md").read_text()
-        assert (PUBLISHED / f"evalnets_{network}.md").read_text() in card
+        assert figures.published()[f"evalnets_{network}"].text() in card
+
+
+def test_no_table_is_committed():
+    tracked = subprocess.run(
+        ["git", "ls-files", "docs/results"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert tracked
+    assert [name for name in tracked if name.endswith(".md")] == []
 
 
 def test_every_study_and_benchmark_is_run():
@@ -57,19 +73,19 @@ def test_every_study_and_benchmark_is_run():
     assert targets == found
 
 
-def test_every_run_table_and_picture_is_on_a_page():
+def test_every_run_and_picture_is_on_a_page():
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
-    named = [name for text in texts for name in re.findall(r"make results ONLY=(\w+)", text)]
-    assert {*named} - {"NAME"} == {run.output for run in results.RUNS}
+    assert [
+        run.output for run in results.RUNS if not any(figures.shows(text, run) for text in texts)
+    ] == []
     links = {
         (page.parent / link).resolve()
         for page, text in zip(PAGES, texts, strict=True)
         for link in re.findall(r"\]\(([^#)]+?)(?:#[^)]*)?\)", text)
+        if not link.startswith("http")
     }
     assert not [link for link in links if not link.exists()]
-    files = {*PUBLISHED.glob("*.md"), *PUBLISHED.glob("*.png")}
-    cards = {PUBLISHED / f"evalnets_{network}.md" for network in (IMAGE, TEXT)}  # on their cards
-    assert files - cards <= links
+    assert {*PUBLISHED.glob("*.png")} <= links
     assert {*PAGES[1:]} <= links
 
 
@@ -88,12 +104,24 @@ def prose(text: str) -> str:
     return re.sub(r"\]\([^)]*\)", "]", text)
 
 
+def test_there_are_few_pages_and_each_has_its_subject():
+    assert len(PAGES[1:]) <= 14
+
+
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
-def test_a_page_asks_one_question_in_one_sitting(page):
+def test_a_page_answers_questions_a_section_each(page):
     text = page.read_text(encoding="utf-8")
     assert text.splitlines()[0].endswith("?")
-    assert len(prose(text).split()) <= 600
-    assert re.search(r"^make results ONLY=", text, flags=re.M)
+    assert text.splitlines()[2].startswith("**")  # the answer first
+    for section in re.split(r"^## ", text, flags=re.M):
+        assert len(prose(section).split()) <= 300, section.splitlines()[0]
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_an_old_address_leads_to_where_its_text_is(old):
+    page, _, section = MOVED[old].partition("#")
+    assert not (ROOT / "docs" / "findings" / f"{old}.md").exists()
+    assert not section or section in headings(ROOT / "docs" / "findings" / f"{page}.md")
 
 
 LINKING = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]

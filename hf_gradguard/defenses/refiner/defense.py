@@ -381,8 +381,8 @@ class RefinerPublished(Refiner):
 
     The paper varies its strength by ε (0.01 to 0.9; 0.1 in its ablations) and names no default, so
     `epsilon` is left to you. It needs an evaluation network. Attackers recovered 15 dB of an image
-    at these α, β and τ (docs/findings/refiner_images.md), and on text it hardly learns
-    (docs/findings/refiner_learning.md). `refiner` is the form to train with.
+    at these α, β and τ (docs/findings/refiner.md), and on text it hardly learns
+    (docs/findings/refiner.md). `refiner` is the form to train with.
 
     Reference: "Refiner" (2025), Eq. 2 to 5, Section 5.1, Figure 5 (rate), Appendix J.
 
