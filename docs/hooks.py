@@ -51,19 +51,18 @@ def on_files(files: Files, config: Any) -> Files:
         if not path.startswith("docs/"):
             content = (ROOT / path).read_bytes()
             files.append(File.generated(config, _place(path), content=content))
-    for place, text in _result_pages().items():
-        if made := files.get_file_from_path(place):  # by `make tables`, to be read as it is
+    for made in [page for page in files if page.src_uri.startswith("results/")]:
+        if made.src_uri.endswith(".md"):  # by `make tables`, from older figures perhaps
             files.remove(made)
+    for place, text in _result_pages().items():
         files.append(File.generated(config, place, content=text))
     return files
 
 
 def _result_pages() -> dict[str, str]:
-    """A page for each run; its further tables lead there, by the names that they had."""
-    tables, pages = figures.published(), {}
-    for run in RUNS:
-        pages[f"results/{run.output}.md"] = figures.result_page(run, tables)
-    return pages
+    """A page for each run, with all of its tables."""
+    tables = figures.published()
+    return {f"results/{run.output}.md": figures.result_page(run, tables) for run in RUNS}
 
 
 def on_post_build(config: Any) -> None:

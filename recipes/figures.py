@@ -315,9 +315,16 @@ def render(text: str, tables: Tables) -> str:
     for fence in _FENCE.finditer(text):
         parts += [_filled(text[end : fence.start()], tables)]
         made = {"table": selection, "runs": runs}.get(fence[1])
-        parts += [fence[0] if made is None else f"{made(fence[2], tables)}\n"]
+        parts += [fence[0] if made is None else _unbroken(f"{made(fence[2], tables)}\n")]
         end = fence.end()
     return "".join([*parts, _filled(text[end:], tables)])
+
+
+def _unbroken(table: str) -> str:
+    """A table whose intervals stand on one line each."""
+    space = "\N{NO-BREAK SPACE}"
+    table = re.sub(rf"(?<=\d) \[({NUMBER}), ", rf"{space}[\1,{space}", table)
+    return table.replace(" ± ", f"{space}±{space}").replace(" % ", f"{space}% ")
 
 
 def _filled(text: str, tables: Tables) -> str:
