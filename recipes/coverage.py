@@ -3,15 +3,17 @@ docs/coverage.md from coverage.yaml.
 
     python recipes/coverage.py
 
-A verdict rests on figures that docs/findings has, with their intervals, or on tests. One whose
-interval is wider than the effect is "cannot tell". A verdict on an experiment stands beside its
-conditions, the paper's and ours; "reproduced" is refused where they differ.
+A verdict rests on figures that docs/findings has, with their intervals, or on tests. What was
+`found` looks figures up as pages do, by `recipes/figures.py`. A verdict whose interval is wider
+than the effect is "cannot tell". One on an experiment stands beside its conditions, the paper's and
+ours; "reproduced" is refused where they differ.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +21,11 @@ from typing import Any
 
 import scipy.stats
 import yaml
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from recipes import figures
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coverage.md"
 DATA = Path(__file__).with_suffix(".yaml")
@@ -57,6 +64,8 @@ def papers(source: Path = DATA) -> list[dict]:
     for paper in read["papers"]:
         for item in paper["items"]:
             item.setdefault("state", NOT_ATTEMPTED)
+            if "found" in item:
+                item["found"] = figures.filled(item["found"], figures.published())
             tests = item.get("tests", [])
             item["tests"] = [tests] if isinstance(tests, str) else tests
             for side in ("paper", "ours"):

@@ -41,7 +41,7 @@ PACKAGE = ROOT / "hf_gradguard" / "defenses" / "measured.json"
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 _INTERVAL = re.compile(rf"\[({NUMBER})%?, ({NUMBER})%?\]")
 _HALF = re.compile(rf"± ({NUMBER})")
-_COUNT = re.compile(r"(\d[\d,]*)(?: \((\d+)\))? of (\d[\d,]*)")
+_COUNT = re.compile(r"(\d+(?:,\d{3})*)(?: \((\d+)\))? of (\d+(?:,\d{3})*)")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 _NAME = re.compile(r"{{ (.+?) }}")
 
@@ -127,19 +127,33 @@ class Figure(float):
     @property
     def interval(self) -> str:
         """The interval as `[low, high]`, in the figure's form."""
+        if not self.form and (found := _INTERVAL.search(self.cell)):
+            return found[0]
         low, high = (self._bare(end) for end in self.ends)
         return f"[{low}, {high}]"
 
     @property
+    def turned(self) -> Figure:
+        """The figure with the other sign: how much less, of how much more."""
+        if _INTERVAL.search(self.cell):
+            low, high = self.ends
+            return Figure(f"{-float(self)!r} [{-high!r}, {-low!r}]", self.form)
+        found = _HALF.search(self.cell)
+        half = f" ± {found[1]}" if found else ""
+        number = str(self) if not self.form else repr(float(self))
+        return Figure((number[1:] if number.startswith("-") else f"-{number}") + half, self.form)
+
+    @property
     def full(self) -> str:
         """The figure with its interval or its half-width, if the cell has one."""
-        if not self.form or self.form in COUNTS:
+        if self.form in COUNTS:
             return str(self)
         if _INTERVAL.search(self.cell):
             return f"{self} {self.interval}"
         if found := _HALF.search(self.cell):
             unit = " %" * (self.form in ("percent", "percent1"))
-            return f"{str(self).removesuffix(unit)} ± {self._bare(_number(found[1]))}{unit}"
+            half = self._bare(_number(found[1])) if self.form else found[1]
+            return f"{str(self).removesuffix(unit)} ± {half}{unit}"
         return str(self)
 
     def _bare(self, value: float) -> str:
@@ -313,11 +327,11 @@ def render(text: str, tables: Tables) -> str:
     """
     parts, end = [], 0
     for fence in _FENCE.finditer(text):
-        parts += [_filled(text[end : fence.start()], tables)]
+        parts += [filled(text[end : fence.start()], tables)]
         made = {"table": selection, "runs": runs}.get(fence[1])
         parts += [fence[0] if made is None else _unbroken(f"{made(fence[2], tables)}\n")]
         end = fence.end()
-    return "".join([*parts, _filled(text[end:], tables)])
+    return "".join([*parts, filled(text[end:], tables)])
 
 
 def _unbroken(table: str) -> str:
@@ -327,19 +341,26 @@ def _unbroken(table: str) -> str:
     return table.replace(" ± ", f"{space}±{space}").replace(" % ", f"{space}% ")
 
 
-def _filled(text: str, tables: Tables) -> str:
+def filled(text: str, tables: Tables) -> str:
+    """A text with its figures in place of their names."""
     return _NAME.sub(lambda name: evaluate(name[1], tables), text)
 
 
 def evaluate(expression: str, tables: Tables) -> str:
     """An expression of named figures as text, such as `text.cost` or `points(a.one - a.two)`.
-    `members_bound(σ)` is the most members that any test finds at 1 % FPR, by proof;
-    `rows(table, column, entry)` how many rows have that entry.
+
+    `at("TABLE | ROW | COLUMN")` is one without a name. `members_bound(σ)` is the most members that
+    any test finds at 1 % FPR, by proof. `rows(table, column, entry)` is how many rows have that
+    entry.
     """
     names: dict[str, Any] = {
         group: Group(group, entries, tables) for group, entries in specifications().items()
     }
-    names |= {"members_bound": membership_power, "rows": functools.partial(count_rows, tables)}
+    names |= {
+        "at": lambda where: look_up(where, tables),
+        "members_bound": membership_power,
+        "rows": functools.partial(count_rows, tables),
+    }
     try:
         value = Environment().compile_expression(expression, undefined_to_none=False)(names | FORMS)
         if isinstance(value, Undefined):

@@ -222,7 +222,7 @@ def write_pairs(metrics: dict, pairs: Sequence[Sequence[str]], output) -> None:
         if places:
             at, reference = title_of(place), title_of(other)
             at = at if at == reference else f"{at} less {reference}"
-            difference = paired(_scores(runs, against) - _scores(against, runs)).text(2)
+            difference = paired(_scores(runs, against) - _scores(against, runs)).text(3)
         else:
             at, difference = "accuracy lost", lost(runs, against)
         rows.append([*shown, at, difference])

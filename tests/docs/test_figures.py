@@ -69,6 +69,17 @@ def test_no_measurement_on_another_page_is_typed(page: Path) -> None:
     assert typed(page.read_text(encoding="utf-8"), name_of(page), MEASURED) == []
 
 
+def test_no_interval_of_a_published_claim_is_typed() -> None:
+    read = yaml.safe_load((ROOT / "recipes" / "coverage.yaml").read_text(encoding="utf-8"))
+    found = [item.get("found", "") for paper in read["papers"] for item in paper["items"]]
+    text = " ".join(re.sub(r"{{.+?}}|{seeds.+?}", "", " | ".join(found)).split())
+    for words in SETTINGS["coverage"]:
+        assert words in text
+        text = text.replace(words, "")
+    intervals = r"-?\d[\d.]* ± [\d.]+|\[-?\d[\d.]*, -?\d[\d.]*\]"
+    assert re.findall(rf".{{40}}{intervals}", text) == []
+
+
 def test_a_typed_figure_is_noticed() -> None:
     for words in ("It costs 3.6 points.", "In 33 of 40 pairs.", "[0.2, 0.7]", "reaches 83.6 %"):
         assert typed(words, "findings/text", r"\d")
