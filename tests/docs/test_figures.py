@@ -69,6 +69,11 @@ def test_no_measurement_on_another_page_is_typed(page: Path) -> None:
     assert typed(page.read_text(encoding="utf-8"), name_of(page), MEASURED) == []
 
 
+def test_no_measurement_in_readme_is_typed() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert typed(re.sub(r"<!-- figure: .+? -->.*?<!-- -->", "", text), "README", MEASURED) == []
+
+
 def test_no_interval_of_a_published_claim_is_typed() -> None:
     read = yaml.safe_load((ROOT / "recipes" / "coverage.yaml").read_text(encoding="utf-8"))
     found = [item.get("found", "") for paper in read["papers"] for item in paper["items"]]
