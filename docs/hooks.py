@@ -19,7 +19,6 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from recipes import figures  # noqa: E402
-from recipes.results import RUNS  # noqa: E402
 
 OUTSIDE = "project"  # the site's folder for what is outside of docs/
 STUB = """<!doctype html><meta charset="utf-8"><title>Moved</title>
@@ -62,13 +61,16 @@ def on_files(files: Files, config: Any) -> Files:
 def _result_pages() -> dict[str, str]:
     """A page for each run, with all of its tables."""
     tables = figures.published()
-    return {f"results/{run.output}.md": figures.result_page(run, tables) for run in RUNS}
+    return {
+        f"results/{run.output}.md": figures.result_page(run, tables)
+        for run in figures.published_runs()
+    }
 
 
 def on_post_build(config: Any) -> None:
     tables = figures.published()
     moved = {f"findings/{old}": f"findings/{new}" for old, new in config.extra["moved"].items()}
-    for run in RUNS:
+    for run in figures.published_runs():
         others = [table.name for table in tables.of(run) if table.name != run.output]
         moved |= {f"results/{name}": f"results/{run.output}#{name}" for name in others}
     for old, new in moved.items():

@@ -38,6 +38,9 @@ DOCS = ROOT / "docs"
 PUBLISHED = DOCS / "results"
 PACKAGE = ROOT / "hf_gradguard" / "defenses" / "measured.json"
 
+DERIVED = ("hiding_and_learning", "knowing", "recommendations")
+"""Runs whose tables are made of the figures of others."""
+
 RECORDED = ("recommend_once",)
 """Tables that were written down by hand, since no study measures them: the file says of what."""
 
@@ -255,7 +258,7 @@ class Tables(Mapping[str, Table]):
         return Table.parse(name, file.read_text(encoding="utf-8"))
 
     def __iter__(self) -> Iterator[str]:
-        for run in RUNS:
+        for run in published_runs(self.folder):
             self.make(run)
         return iter(sorted(file.stem for file in self.folder.glob("*.md")))
 
@@ -276,6 +279,13 @@ class Tables(Mapping[str, Table]):
         self.make(run)
         names = sorted(file.stem for file in self.folder.glob(f"{run.output}*.md"))
         return [self[name] for name in names if run_of(name) is run]
+
+
+def published_runs(folder: Path = PUBLISHED) -> list[Run]:
+    """The runs that have figures; one may be new."""
+    return [
+        run for run in RUNS if run.output in DERIVED or (folder / f"{run.output}.json").exists()
+    ]
 
 
 def run_of(name: str) -> Run:
@@ -382,7 +392,7 @@ def runs(_: str, tables: Tables) -> str:
         page.name: page.read_text(encoding="utf-8") for page in (DOCS / "findings").glob("*.md")
     }
     rows = []
-    for run in RUNS:
+    for run in published_runs():
         shown = [
             f"[{name[:-3]}](findings/{name})" for name in sorted(pages) if shows(pages[name], run)
         ]

@@ -17,7 +17,6 @@ import pytest
 import yaml
 
 from recipes import figures
-from recipes.results import RUNS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -185,7 +184,7 @@ def test_the_package_says_what_was_found_last() -> None:
 
 
 def test_every_run_has_a_page_with_its_tables(tables: figures.Tables) -> None:
-    for run in RUNS:
+    for run in figures.published_runs():
         shown = figures.result_page(run, tables)
         assert shown.count("|---") >= 1, run.output
         assert f"make results ONLY={run.output}`" in shown
