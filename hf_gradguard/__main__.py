@@ -1,4 +1,4 @@
-"""`python -m hf_gradguard`, the same as `gradguard`."""
+"""The entry point of `python -m hf_gradguard`, which is the same as `gradguard`."""
 
 import sys
 

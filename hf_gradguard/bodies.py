@@ -1,25 +1,25 @@
-"""What an encoder under a trained head still has to learn, by differentially private gradients of
-few samples a message.
+"""Encoders under a trained head that learn by differentially private gradients.
 
-Noise is as large as the square root of how many numbers are shared, so an encoder's millions do not
-learn under it. Its linear layers move in public directions instead, W + P S Qᵀ: P are the
-directions in which public samples' scores depend on a layer's outputs, Q those in which its inputs
-vary. All entries of all S move together in the directions in which public samples' gradients vary,
-closer to each other in size (half-whitened, as a head's features are). What is trained is one
-number for each of these directions, and what comes out is an ordinary model: `merged()`.
+Noise is as large as the square root of how many numbers are shared, so an encoder's millions of
+weights do not learn under it. Its linear layers move in public directions instead: W + P S Qᵀ. P
+holds the directions in which public samples' scores depend on a layer's outputs, Q those in which
+its inputs vary. All entries of all S move together, in the directions in which public samples'
+gradients vary. These directions are half-whitened, as a head's features are, so that they are
+closer to each other in size. One number is trained for each direction, and `merged()` returns an
+ordinary model.
 
-The training is that of a linear model: a sample's row is how fast its scores change with each
-number, made once. So noise on the way, which is far larger than in the last weights, does not
-change what gradients are taken of.
+The training is that of a linear model. A sample's row says how fast its scores change with each
+number, and it is computed once. Noise during training is far larger than in the last weights, but
+it does not change the point at which gradients are taken.
 
-Which way a score depends on the body is known once there is a head, so a head is trained first, on
-samples that this training does not see: then one bound holds for every sample (parallel
+How a score depends on the body is known only once there is a head. So a head is trained first, on
+samples that this training does not see; then one bound holds for every sample (parallel
 composition).
 
 References: Yu, Zhang, Chen, Yin and Liu, "Do not let privacy overbill utility: gradient embedding
-perturbation for private learning" (2021), where public gradients give directions to project on;
-Mu, Liang and Li, "Gradients as features for deep representation learning" (2020): linear models on
-a trained network's gradients.
+perturbation for private learning" (2021), where public gradients give directions to project on; Mu,
+Liang and Li, "Gradients as features for deep representation learning" (2020): linear models on a
+trained network's gradients.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _LEAST_SHARE = 1e-10  # of the largest second moment: below it there is rounding
 
 
 class LayerPass(NamedTuple):
-    """One linear layer in a pass.
+    """The inputs and outputs of one linear layer in one pass.
 
     Args:
-        inputs: `(B, ..., in)`.
-        outputs: `(B, ..., out)`, which slopes are taken by.
+        inputs: The layer's inputs, `(B, ..., in)`.
+        outputs: The layer's outputs, `(B, ..., out)`; slopes are derivatives by them.
     """
 
     inputs: Tensor
@@ -54,15 +54,16 @@ class LayerPass(NamedTuple):
 
 
 class SketchedBody(nn.Module):
-    """A head whose encoder moves in public directions, to the first order. `moves` alone is
-    trained, on rows that are made once.
+    """A head whose encoder moves in public directions, to the first order.
+
+    Only `moves` is trained, on rows that are computed once.
 
     Args:
-        head: Trained, on other samples. It stays as it is.
-        outputs: Directions of each linear layer's outputs, `(out, p)`, by its name in the head's
-            encoder.
-        inputs: The same of its inputs, `(in, q)`.
-        mixing: `(directions, Σ p·q)`: the directions of all layers' S together.
+        head: A head that was trained on other samples. It does not change.
+        outputs: Directions of each linear layer's outputs, `(out, p)`, by the layer's name in the
+            head's encoder.
+        inputs: Directions of each linear layer's inputs, `(in, q)`, by the same names.
+        mixing: The directions of all layers' S together, `(directions, Σ p·q)`.
 
     Attributes:
         layers: Names of the layers, in the order of `mixing`.
@@ -103,27 +104,29 @@ class SketchedBody(nn.Module):
     def forward(
         self, scores: Tensor, tangents: Tensor, labels: Tensor | None = None
     ) -> SequenceClassifierOutput:
-        """The class scores of rows, linear in `moves`.
+        """Compute the class scores of rows, which are linear in `moves`.
 
         Args:
-            scores: `(B, classes)`.
-            tangents: `(B, classes - 1, directions)`.
-            labels: `(B,)` class ids.
+            scores: The head's scores before anything moves, `(B, classes)`.
+            tangents: How fast scores change with each direction, `(B, classes - 1, directions)`.
+            labels: Class ids, `(B,)`; without them there is no loss.
         """
         logits = scores + nn.functional.pad(self.moves(tangents)[..., 0], (0, 1))
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     def rows_of(self, samples: Sequence[Any]) -> dict[str, Tensor]:
-        """What this is trained on: one pass of the encoder for a sample, and one back for each
-        class but the last.
+        """Compute the rows that this model is trained on.
+
+        The encoder runs once forward for each sample, and once backward for each class but the
+        last.
 
         Args:
             samples: Texts or images.
 
         Returns:
-            `scores` `(N, classes)` of the head before anything moves, and `tangents`
-            `(N, classes - 1, directions)`: how fast each class gets ahead of the last one.
+            `scores` `(N, classes)` of the head before anything moves, and `tangents` `(N, classes -
+                1, directions)`: how fast each class gets ahead of the last one.
         """
         scores, tangents = [], []
         outputs, inputs = self._directions()
@@ -143,8 +146,9 @@ class SketchedBody(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> FeatureHead:
-        """The head with its encoder's weights moved: an ordinary model, whose scores are this one's
-        to the first order.
+        """Return the head with its encoder's weights moved: an ordinary model.
+
+        Its scores are those of this model, to the first order.
         """
         moved = copy.deepcopy(self._start)
         layers = dict(moved.encoder.named_modules())
@@ -158,7 +162,7 @@ class SketchedBody(nn.Module):
         return moved
 
     def _directions(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """P and Q of each layer."""
+        """Return P and Q of each layer, by its name."""
         outputs, inputs = (
             {name: self.get_buffer(f"{kind}_{place}") for place, name in enumerate(self.layers)}
             for kind in ("outputs", "inputs")
@@ -173,20 +177,20 @@ def sketched_body(
     outputs: int = 8,
     inputs: int = 48,
 ) -> SketchedBody:
-    """The encoder of a head, to be trained by `dp_sgd(per_sample=True, correlated=True)`.
+    """Return a head's encoder, ready to be trained by `dp_sgd(per_sample=True, correlated=True)`.
 
     Args:
-        head: Trained by some hundred messages, by the same defense, of samples that this training
-            does not see.
-        public: Texts or images that are nobody's secret, better thousands. Default: the sentences
-            that come with this package, for texts.
-        directions: In how many the encoder moves, at most as many as there are public samples.
-        outputs: Directions of each linear layer's outputs.
-        inputs: Directions of its inputs.
+        head: A head that the same defense trained in some hundred messages, on samples that this
+            training does not see.
+        public: Texts or images that are nobody's secret, preferably thousands. Default: the
+            sentences that come with this package, for texts.
+        directions: The number of directions in which the encoder moves, at most the number of
+            public samples.
+        outputs: The number of directions of each linear layer's outputs.
+        inputs: The number of directions of each linear layer's inputs.
 
     Returns:
-        The model, with the head's scores at the start, and nothing else in it that depends on
-        private data.
+        The model. It starts with the head's scores, and nothing else in it depends on private data.
 
     Raises:
         ValueError: If the encoder has no linear layers inside, or the scores do not depend on them
@@ -218,7 +222,7 @@ def sketched_body(
 def _layers_directions(
     head: FeatureHead, samples: Sequence[Any], outputs: int, inputs: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Of each layer's outputs and inputs."""
+    """Return the directions of each layer's outputs and inputs, by the layer's name."""
     layers = [name for name, part in head.encoder.named_modules() if isinstance(part, nn.Linear)]
     moments: dict[str, tuple[Tensor, Tensor]] = {}
     some = samples[:: -(-len(samples) // _SAMPLES_OF_LAYERS)]
@@ -239,11 +243,11 @@ def _layers_directions(
 
 
 def sketch(inputs: Tensor, slopes: Tensor) -> Tensor:
-    """Each sample's sum over positions of what goes in times what comes back, `(B, p·q)`.
+    """Return each sample's sum over positions of outer products of slopes and inputs, `(B, p·q)`.
 
     Args:
-        inputs: `(B, ..., q)`.
-        slopes: `(B, ..., p)`.
+        inputs: What goes into the layer, `(B, ..., q)`.
+        slopes: Derivatives by the layer's outputs, `(B, ..., p)`.
 
     Example:
         >>> sketch(torch.tensor([[[1.0, 2]]]), torch.tensor([[[3.0]]]))
@@ -263,7 +267,14 @@ def sketches(
     outputs: Mapping[str, Tensor],
     inputs: Mapping[str, Tensor],
 ) -> Tensor:
-    """Each sample's gradient by all layers' S, `(B, Σ p·q)`, of slopes in the order of layers."""
+    """Return each sample's gradient by all layers' S, `(B, Σ p·q)`, in the order of `slopes`.
+
+    Args:
+        passes: Each layer's inputs and outputs, by its name.
+        slopes: Derivatives by each layer's outputs, `(B, ..., out)`.
+        outputs: Directions P of each layer's outputs, `(out, p)`.
+        inputs: Directions Q of each layer's inputs, `(in, q)`.
+    """
     parts = [
         sketch(passes[name].inputs @ inputs[name], slope @ outputs[name])
         for name, slope in slopes.items()
@@ -272,8 +283,13 @@ def sketches(
 
 
 def scaled_directions(moment: Tensor, count: int) -> Tensor:
-    """The first eigenvectors of a second moment `(n, n)`, each divided by the fourth root of its
-    value, `(n, count)`.
+    """Return the first eigenvectors of a second moment, scaled, `(n, count)`.
+
+    Each is divided by the fourth root of its eigenvalue.
+
+    Args:
+        moment: A second moment, `(n, n)`.
+        count: The number of eigenvectors, those of the largest eigenvalues first.
     """
     values, vectors = torch.linalg.eigh(moment.double())
     values, vectors = values.flip(0)[:count], vectors.flip(1)[:, :count]
@@ -282,7 +298,15 @@ def scaled_directions(moment: Tensor, count: int) -> Tensor:
 
 @contextmanager
 def passes_of(encoder: nn.Module, names: Sequence[str]) -> Iterator[dict[str, LayerPass]]:
-    """What goes into these layers and comes out of them in a pass, by their names."""
+    """Record the inputs and outputs of these layers during a pass, by their names.
+
+    Args:
+        encoder: The module that runs inside the context.
+        names: Names of its linear layers.
+
+    Raises:
+        ValueError: If the encoder uses a layer twice in a pass.
+    """
     passes: dict[str, LayerPass] = {}
     modules = dict(encoder.named_modules())
 
@@ -308,8 +332,9 @@ def passes_of(encoder: nn.Module, names: Sequence[str]) -> Iterator[dict[str, La
 def _public_passes(
     head: FeatureHead, samples: Sequence[Any], names: Sequence[str]
 ) -> Iterator[tuple[dict[str, LayerPass], dict[str, Tensor]]]:
-    """Of how far the class of the highest score is ahead of the next, the slopes by those layers
-    that it depends on.
+    """Yield passes over public samples, with slopes of the highest score's lead over the next one.
+
+    The slopes are derivatives by the outputs of those layers on which the lead depends.
     """
     for inputs in head.batches_of(samples):
         with torch.enable_grad(), passes_of(head.encoder, names) as passes:

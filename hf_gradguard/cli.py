@@ -1,4 +1,4 @@
-"""The command line: `gradguard`."""
+"""The command line `gradguard`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .registry import ATTACKS, DEFENSES, Registry
 
 @dataclass(frozen=True)
 class Command:
-    """A command, of which help imports nothing but its settings.
+    """A command of `gradguard`; its help imports nothing but its settings.
 
     Args:
-        summary: What it does.
-        example: A line that runs, behind its name.
-        run: `"module:function"`, called with the flags that are used, by name.
-        settings: `"module:dataclass"` each, of which the flags are made.
+        summary: What the command does, in one line.
+        example: Arguments that run, to be typed behind the command's name.
+        run: `"module:function"`, which is called with the flags that are used, by name.
+        settings: Dataclasses as `"module:dataclass"`, whose fields are the flags.
     """
 
     summary: str
@@ -35,7 +35,7 @@ class Command:
 
 @dataclass(kw_only=True)
 class DemoSettings:
-    """What `gradguard demo` takes."""
+    """The settings of `gradguard demo`."""
 
     _argument_group_name: ClassVar[str] = "settings"
 
@@ -50,7 +50,7 @@ class DemoSettings:
 
 @dataclass(kw_only=True)
 class EvalnetSettings:
-    """What `gradguard evalnet train` takes."""
+    """The settings of `gradguard evalnet train`."""
 
     _argument_group_name: ClassVar[str] = "settings"
 
@@ -77,7 +77,7 @@ class EvalnetSettings:
 
 @dataclass(kw_only=True)
 class PushSettings:
-    """What `gradguard evalnet push` takes."""
+    """The settings of `gradguard evalnet push`."""
 
     _argument_group_name: ClassVar[str] = "settings"
 
@@ -121,7 +121,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of `gradguard`. Returns the exit status."""
+    """Run `gradguard` with these arguments and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     words = next((n for n in (1, 2) if " ".join(argv[:n]) in COMMANDS), None)
     if words is None:
@@ -165,7 +165,10 @@ def _one_line(error: Exception) -> str:
 
 
 def _parser(group: str) -> argparse.ArgumentParser:
-    """For what is no command: help, the version, or an error that names the commands of a group."""
+    """Return a parser for what is no command.
+
+    It prints help, the version, or an error that names the commands of a group.
+    """
     commands = {
         n.removeprefix(group).lstrip(): c for n, c in COMMANDS.items() if n[: len(group)] == group
     }
@@ -203,7 +206,7 @@ def _list_attacks(_: Mapping[str, Any]) -> None:
 
 
 def describe(registry: Registry[Any]) -> str:
-    """One paragraph for each name: what it does, its settings, and the package that brings it."""
+    """Return one paragraph for each name: its summary, its settings, and its package."""
     paragraphs = []
     for name in registry:
         package = registry.package(name)
@@ -250,7 +253,7 @@ def _train_evalnet(flags: Mapping[str, Any]) -> None:
 
 
 def _train_text(args: EvalnetSettings, source: dict[str, Any], settings: dict[str, Any]) -> Any:
-    """The network, and how it does on texts that it was not trained on; `None` where all were."""
+    """Return the network and its metrics on held-out texts, `None` where all were trained on."""
     import torch
     from transformers import AutoModel
 
@@ -279,7 +282,7 @@ def _train_text(args: EvalnetSettings, source: dict[str, Any], settings: dict[st
 
 
 def _train_images(args: EvalnetSettings, source: dict[str, Any], settings: dict[str, Any]) -> Any:
-    """The same for images."""
+    """Return the network and its metrics on held-out images, `None` where all were trained on."""
     from .data.samples import load_images
     from .networks import train_image_network
     from .networks.judging import evaluate_image_network, hold_out
@@ -295,7 +298,7 @@ def _train_images(args: EvalnetSettings, source: dict[str, Any], settings: dict[
 
 
 def _check_output(output: str) -> None:
-    """Before a training, and not after it."""
+    """Refuse an output folder that cannot be written to, before a training and not after it."""
     path = Path(output)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{output} is a file. Give a folder.")

@@ -1,5 +1,6 @@
-"""`gradguard demo`: a real encoder trained with and without protection, and attacked, in two
-minutes on two cores.
+"""The command `gradguard demo`: train a real encoder with and without protection, and attack it.
+
+It takes two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .recommend.trials import quiet_arguments, right_shares, train
 from .training.trainer import GradGuardTrainer
 
 DEFENSES = ("none", "gaussian_noise:relative_scale=20")
-"""Of the whole model: undefended, and noise as docs/choose.md recommends it."""
+"""Defenses of the whole model: none, and noise as docs/choose.md recommends it."""
 
 HEAD = "head+dp_sgd"
 """A linear head under differential privacy of each sentence, by noise that cancels in the weights:
@@ -61,16 +62,18 @@ LEARNING_RATE, DECOYS = 2e-4, 16
 
 
 def run_demo(model: str | None, output: str, steps: int, attacked: int, seed: int) -> None:
-    """Train under each defense, attack each, and print one table, three sentences beside what was
-    reconstructed of each, and the path of the report.
+    """Train under each defense, attack each, and print the results.
+
+    It prints one table, three sentences beside what was reconstructed of each, and the path of the
+    report.
 
     Args:
         model: A text encoder with its tokenizer, a folder or on the Hub. Default: the one that the
             extra `demo` installs.
-        output: Folder of the audit.
+        output: The folder of the audit.
         steps: Optimizer steps of each training, of messages of 16 sentences.
-        attacked: Sentences that are attacked, each the only one of its message.
-        seed: Of trainings and attacks.
+        attacked: The number of sentences that are attacked, each the only one of its message.
+        seed: The seed of trainings and attacks.
 
     Raises:
         ImportError: If no model is named, and the packaged encoder is not installed.
@@ -111,7 +114,7 @@ def run_demo(model: str | None, output: str, steps: int, attacked: int, seed: in
 
 
 class _Steps(TrainerCallback):
-    """Shows the steps of all trainings in one bar."""
+    """A callback that shows the steps of all trainings in one bar."""
 
     def __init__(self, total: int) -> None:
         self.bar = logging.tqdm(total=total, desc="training, step by step")
@@ -121,7 +124,7 @@ class _Steps(TrainerCallback):
 
 
 def packaged_encoder() -> str:
-    """The folder of the encoder that the extra `demo` installs.
+    """Return the folder of the encoder that the extra `demo` installs.
 
     Raises:
         ImportError: If it is not installed.
@@ -136,10 +139,10 @@ def packaged_encoder() -> str:
 
 
 def sentences(split: str) -> list[Row]:
-    """Sentences on everyday things with their sentiment, which come with the package.
+    """Return sentences on everyday things with their sentiment, which come with the package.
 
     Args:
-        split: `"train"` (440) or `"dev"` (120).
+        split: `"train"` (440 sentences) or `"dev"` (120).
 
     Example:
         >>> sentences("train")[0]
@@ -153,7 +156,7 @@ def sentences(split: str) -> list[Row]:
 def _train_head(
     model: nn.Module, tokenizer: Any, training: list[Row], held_out: list[Row], seed: int
 ) -> float:
-    """How many held-out sentences a head gets right that was trained under differential privacy."""
+    """Return how many held-out sentences a head classifies correctly after private training."""
     public = [text for text, _ in training[:PUBLIC]]
     head = head_of(copy.deepcopy(model), public, DIRECTIONS, 2, tokenizer)
     private = training[PUBLIC:]
@@ -177,14 +180,14 @@ def _train_head(
 
 
 def _bound() -> str:
-    """The share of members that anybody finds at 1 % FPR, of all messages together."""
+    """Return the bound on membership inference's power at 1 % FPR, over all messages together."""
     return f"≤ {membership_power(NOISE_MULTIPLIER):.0%}, proved"
 
 
 def _table(
     summary: Summary, right: Mapping[str, float], count: int, seconds: Mapping[str, float]
 ) -> str:
-    """One row for each defense, in columns of equal width."""
+    """Return a table with one row for each defense, in columns of equal width."""
     strongest, rows = strongest_attacks(summary), [HEADER]
     for label in right:
         interval = binomtest(round(right[label]), count).proportion_ci(method="wilson")
@@ -214,7 +217,7 @@ def _table(
 
 
 def _beside(result: Audit, summary: Summary, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Three sentences, each above what the best attack reconstructed of it by defense."""
+    """Return three sentences, each above its best reconstruction under each defense."""
     strongest, lines = strongest_attacks(summary), list[str]()
     for number, message in enumerate(result.messages[:3]):
         lines.append(f"sent:  {tokenizer.decode(message['ids'][0], skip_special_tokens=True)}")

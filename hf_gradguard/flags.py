@@ -1,7 +1,7 @@
 """One parser for the flags of all commands: fields of dataclasses, typed or in files.
 
 Transformers' `HfArgumentParser` fills in defaults, so that a flag that was used could not be told
-from one that was left out, and takes seconds to import for a page of help.
+from one that was left out. It also takes seconds to import for a page of help.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 def option(default: Any, text: str, **metadata: Any) -> Any:
-    """A field with its sentence of help, which the command line shows.
+    """Return a dataclass field with the sentence of help that the command line shows.
 
     Args:
-        default: Where the flag is left out.
-        text: The sentence.
+        default: The value where the flag is left out.
+        text: The sentence of help.
         **metadata: `required=True`; `aliases`, other names of the flag; `is_positional=True`; or
             keywords of `add_argument`.
     """
@@ -31,7 +31,7 @@ def option(default: Any, text: str, **metadata: Any) -> Any:
 
 @dataclass(kw_only=True)
 class SourceSettings:
-    """Which model and data a command loads."""
+    """The settings that say which model and data a command loads."""
 
     _argument_group_name: ClassVar[str] = "model and data"
 
@@ -58,17 +58,17 @@ class SourceSettings:
 
 
 class FlagError(ValueError):
-    """A flag, or a key of a file, that cannot be meant."""
+    """A flag, or a key of a file, cannot be meant."""
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A flag for each field, in groups by the class that declares it, and `--config` for files.
+    """A parser with a flag for each field, in groups by class, and `--config` for files.
 
     Args:
-        command: As it is typed.
-        summary: What it does.
+        command: The command as it is typed.
+        summary: What the command does, in one line.
         example: A line that runs.
-        *settings: Dataclasses. Of fields of one name the first makes the flag.
+        *settings: Dataclasses. If several have a field of one name, the first makes the flag.
 
     Example:
         >>> parser = FlagParser("train", "Train.", "train --model M", SourceSettings)
@@ -146,14 +146,14 @@ class FlagParser(argparse.ArgumentParser):
         self._known += names
 
     def values(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
-        """The flags that are used, over those of the files.
+        """Return the flags that are used, which take precedence over those of the files.
 
         Args:
             argv: The command line without the command. Default: the program's.
 
         Raises:
-            FlagError: For an unknown flag or key, with the nearest one; for a value of another
-                kind; or if a required flag is missing.
+            FlagError: If a flag or key is unknown (the message names the nearest one), a value has
+                the wrong type, or a required flag is missing.
             OSError: If a file cannot be read.
         """
         flags, unknown = self._parse(argv)
@@ -168,7 +168,12 @@ class FlagParser(argparse.ArgumentParser):
         return values
 
     def instances(self, argv: Sequence[str] | None, *settings: type[Any]) -> tuple[Any, ...]:
-        """The same, as one object for each dataclass."""
+        """Return the flags that are used as one object for each dataclass.
+
+        Args:
+            argv: The command line without the command. Default: the program's.
+            *settings: The dataclasses.
+        """
         values = self.values(argv)
         return tuple(fill(kind, values) for kind in settings)
 
@@ -198,12 +203,16 @@ class FlagParser(argparse.ArgumentParser):
         return f" Did you mean {near[0]}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
-        """One line, where argparse prints all flags first."""
+        """Raise an error of one line; argparse would print all flags first.
+
+        Raises:
+            FlagError: Always.
+        """
         raise FlagError(f"{message[:1].upper()}{message[1:]}.")
 
 
 def fill(settings: type[T], values: Mapping[str, Any]) -> T:
-    """A dataclass's object of those values that are its fields.
+    """Return a dataclass's object made of those values that are its fields.
 
     Example:
         >>> fill(SourceSettings, {"model": "bert", "seed": 1}).model
@@ -214,11 +223,11 @@ def fill(settings: type[T], values: Mapping[str, Any]) -> T:
 
 
 def read_mapping(path: str) -> dict[str, Any]:
-    """What a YAML or JSON file holds.
+    """Read the mapping that a YAML or JSON file holds.
 
     Raises:
-        OSError: If it cannot be read.
-        ValueError: If it is neither, or no mapping, with the line.
+        OSError: If the file cannot be read.
+        FlagError: If it is neither YAML nor JSON (the message names the line), or no mapping.
     """
     import yaml  # not for help
 
@@ -239,7 +248,7 @@ def read_mapping(path: str) -> dict[str, Any]:
 
 
 def _tokens(flag: str, value: Any, is_repeated: bool) -> list[str]:
-    """A file's entry as it would be typed."""
+    """Return a file's entry as it would be typed."""
     if value is None:
         return []
     if isinstance(value, list) and is_repeated:
@@ -251,7 +260,7 @@ def _tokens(flag: str, value: Any, is_repeated: bool) -> list[str]:
 
 
 def _underscored(token: str) -> str:
-    """`--learning-rate=1` as `--learning_rate=1`."""
+    """Return `--learning-rate=1` as `--learning_rate=1`."""
     name, equals, value = token.partition("=")
     return name[:2] + name[2:].replace("-", "_") + equals + value if token[:2] == "--" else token
 

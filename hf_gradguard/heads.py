@@ -1,11 +1,10 @@
-"""Linear heads on features of a frozen encoder, for training by differentially private gradients
-of few samples a message.
+"""Linear heads on features of a frozen encoder, for differentially private training.
 
-What noise costs a head is decided by how many directions it has, and how well they are aligned
-with what differs between samples. So features come from all layers, public samples say in which
-directions they vary, these are brought closer to each other in size (half-whitened: divided by the
-fourth root of their variance), the rest is cut off, and every sample has norm 1. A constant is one
-of the features: a bias beside them would be half of every clipped gradient.
+What noise costs a head depends on how many directions it has, and how well they are aligned with
+what differs between samples. So features come from all layers, and public samples say in which
+directions they vary. These directions are half-whitened (divided by the fourth root of their
+variance), the others are cut off, and every sample has norm 1. A constant is one of the features: a
+bias beside them would be half of every clipped gradient.
 
 Reference: Tramèr and Boneh, "Differentially Private Learning Needs Better Features (or Much More
 Data)" (2021).
@@ -36,12 +35,14 @@ _CONSTANT = 0.3  # the feature in a bias's place; chosen on held-out sentences o
 
 
 class LayerFeatures(nn.Module):
-    """What all layers of an encoder say of a sample: means of hidden states over attended
-    positions, the states of the first position, and means of activations inside the layers.
+    """A frozen encoder that returns features from all of its layers.
+
+    The features are means of hidden states over attended positions, the states of the first
+    position, and means of activations inside the layers.
 
     Args:
-        encoder: A model of Transformers that takes texts or images. Of any other module what it
-            returns are the features. Its weights stay as they are.
+        encoder: A model of Transformers that takes texts or images. The features of any other
+            module are what it returns. Its weights do not change.
 
     Example:
         >>> inputs = {name: entry for name, entry in batch.items() if name != "labels"}
@@ -54,16 +55,19 @@ class LayerFeatures(nn.Module):
         self.encoder = encoder.requires_grad_(False).eval()
 
     def train(self, mode: bool = True) -> LayerFeatures:
-        """Features stay the same: no dropout, no statistics of a batch."""
+        """Keep eval mode, so that features have no dropout and no statistics of a batch."""
         return super().train(False)
 
     @torch.no_grad()
     def forward(self, *inputs: Any, **named_inputs: Any) -> Tensor:
-        """`(B, width)` in float32, of an encoder in float64 in that."""
+        """Return the features, `(B, width)`, without derivatives.
+
+        They are in float32, or in float64 if the encoder is.
+        """
         return self.differentiable(*inputs, **named_inputs)
 
     def differentiable(self, *inputs: Any, **named_inputs: Any) -> Tensor:
-        """The same, with derivatives where they are asked for."""
+        """Return the features, `(B, width)`, with derivatives where gradients are enabled."""
         if not hasattr(self.encoder, "config"):
             features: Tensor = self.encoder(*inputs, **named_inputs)
             return _precise(features.flatten(1))
@@ -78,14 +82,15 @@ class LayerFeatures(nn.Module):
 
 
 class FeatureHead(nn.Module):
-    """A linear head on public directions of an encoder's features and a constant. `head` alone is
-    trained, and it starts at zero.
+    """A linear head on public directions of an encoder's features and a constant.
+
+    Only `head` is trained, and it starts at zero.
 
     Args:
-        encoder: Gives features of samples.
-        directions: Maps features to the directions, before samples get norm 1.
-        classes: How many.
-        process: Makes the encoder's inputs of texts or images.
+        encoder: The module that gives features of samples.
+        directions: The map from features to directions, before samples get norm 1.
+        classes: The number of classes.
+        process: The function that makes the encoder's inputs of texts or images.
 
     Example:
         >>> public = ["a good film", "a bad one", "a joke"]
@@ -114,13 +119,13 @@ class FeatureHead(nn.Module):
         labels: Tensor | None = None,
         **inputs: Any,
     ) -> SequenceClassifierOutput:
-        """The class scores of samples.
+        """Compute the class scores of samples.
 
         Args:
-            features: `(B, directions + 1)`, as `features_of` makes them once, so that a training
-                need not.
-            labels: `(B,)` class ids.
-            **inputs: Of the encoder, in the place of `features`.
+            features: Features that `features_of` computed once, `(B, directions + 1)`, so that a
+                training need not compute them again.
+            labels: Class ids, `(B,)`; without them there is no loss.
+            **inputs: The encoder's inputs, in the place of `features`.
         """
         if features is None:
             features = self.encode(**inputs)
@@ -130,22 +135,23 @@ class FeatureHead(nn.Module):
 
     @torch.no_grad()
     def encode(self, **inputs: Any) -> Tensor:
-        """Features of an encoder's inputs, `(B, directions + 1)`, each of norm 1."""
+        """Return features of an encoder's inputs, `(B, directions + 1)`, each row of norm 1."""
         return self.differentiable(**inputs)
 
     def differentiable(self, **inputs: Any) -> Tensor:
-        """The same, with derivatives where they are asked for."""
+        """Return what `encode` returns, with derivatives where gradients are enabled."""
         return self._with_constant(self.encoder.differentiable(**inputs))
 
     def features_of(self, samples: Sequence[Any] | Tensor) -> Tensor:
-        """Features of texts or images, `(N, directions + 1)`, each of norm 1, the last of them a
-        constant: what is to be trained on, made once.
+        """Return features of texts or images, `(N, directions + 1)`, to train on.
+
+        Each row has norm 1, and its last entry is a constant.
         """
         features = _features(self.encoder, samples, self._process)
         return torch.cat([self._with_constant(batch).cpu() for batch in features])
 
     def batches_of(self, samples: Sequence[Any]) -> Iterator[Any]:
-        """The encoder's inputs of texts or images.
+        """Yield the encoder's inputs for texts or images, a batch at a time.
 
         Raises:
             ValueError: If the encoder is no model of Transformers.
@@ -170,19 +176,19 @@ def head_of(
     processing_class: Any = None,
     max_length: int = 128,
 ) -> FeatureHead:
-    """A head to train in the place of a model, by `dp_sgd(per_sample=True, correlated=True)`.
+    """Return a head to train in place of a model, by `dp_sgd(per_sample=True, correlated=True)`.
 
     Args:
-        model: An encoder of Transformers, or a classifier, whose encoder is taken. Of any other
-            module what it returns for a batch of samples are the features.
-        public: Texts or images that are nobody's secret, better thousands: what is learned of them
-            is shared. Default: the 562 sentences that come with this package, for texts.
-        directions: How many to keep, at most one less than there are public samples. More keep more
-            of what differs between samples, and take more noise: one for every 16 private samples
-            is enough.
-        classes: How many. Default: the model's labels.
-        processing_class: Its tokenizer or image processor. Default: of the model's name.
-        max_length: Tokens of a text.
+        model: An encoder of Transformers, or a classifier, whose encoder is taken. The features of
+            any other module are what it returns for a batch of samples.
+        public: Texts or images that are nobody's secret, preferably thousands: what is learned from
+            them is shared. Default: the 562 sentences that come with this package, for texts.
+        directions: The number of directions to keep, at most one less than there are public
+            samples. More keep more of what differs between samples, and take more noise: one for
+            every 16 private samples is enough.
+        classes: The number of classes. Default: the number of the model's labels.
+        processing_class: The tokenizer or image processor. Default: the one of the model's name.
+        max_length: The most tokens of a text.
 
     Returns:
         The head, with nothing in it that depends on private data.
@@ -215,15 +221,16 @@ def head_of(
 
 
 def whitened_directions(features: Tensor, count: int) -> nn.Linear:
-    """The directions of largest variance, each divided by the fourth root of it, after the mean is
-    taken away.
+    """Return the centered map onto the directions of largest variance, half-whitened.
+
+    Each direction is divided by the fourth root of its variance, after the mean is subtracted.
 
     Args:
-        features: `(N, width)`, of public samples.
-        count: How many to keep at most.
+        features: Features of public samples, `(N, width)`.
+        count: The most directions to keep.
 
     Raises:
-        ValueError: If there is no direction.
+        ValueError: If the samples do not differ in any direction.
 
     Example:
         >>> map = whitened_directions(torch.tensor([[4.0, 0], [-4, 0], [0, 1], [0, -1]]), 2)
@@ -241,11 +248,16 @@ def whitened_directions(features: Tensor, count: int) -> nn.Linear:
 
 
 def half_whitened(rows: Tensor, count: int) -> Tensor:
-    """The directions in which rows `(N, width)` differ most from zero, each divided by the fourth
-    root of its second moment, `(count, width)`.
+    """Return the directions in which rows differ most from zero, half-whitened, `(count, width)`.
+
+    Each direction is divided by the fourth root of its second moment.
+
+    Args:
+        rows: The rows, `(N, width)`.
+        count: The most directions to keep.
 
     Raises:
-        ValueError: If there is no direction.
+        ValueError: If the rows do not differ in any direction.
     """
     rows = rows.double()
     is_wide = len(rows) <= rows.shape[1]
@@ -272,7 +284,7 @@ def _features(
     samples: Sequence[Any] | Tensor,
     process: Callable[[Sequence[Any]], Any] | None,
 ) -> Iterator[Tensor]:
-    """A batch at a time, on the CPU."""
+    """Yield the features of samples on the CPU, a batch at a time."""
     parameter = next(encoder.parameters(), None)
     device = "cpu" if parameter is None else parameter.device
     for chunk in _chunks(samples):
@@ -286,7 +298,7 @@ def _features(
 def _processing(
     model: Any, processing_class: Any, max_length: int
 ) -> Callable[[Sequence[Any]], Any]:
-    """What makes inputs of texts, or of images."""
+    """Return the function that makes the encoder's inputs of texts or images."""
     takes_images = domain_of_model(model).name == "image"
     if processing_class is None:
         name = model.config.name_or_path
@@ -313,7 +325,7 @@ def packaged_sentences() -> list[str]:
 
 @contextmanager
 def _activations_of(encoder: nn.Module) -> Iterator[list[Tensor]]:
-    """What the activation functions of its layers return inside, in order."""
+    """Collect what the activation functions inside an encoder's layers return, in order."""
     activations: list[Tensor] = []
     hooks = [
         module.register_forward_hook(lambda _module, _inputs, output: activations.append(output))
@@ -333,7 +345,7 @@ def _precise(features: Tensor) -> Tensor:
 
 
 def _mean(state: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Over attended positions of `(B, T, width)`, or all places of `(B, width, rows, columns)`."""
+    """Return means over attended positions of `(B, T, width)`, or over all places of an image."""
     if state.ndim == 4:
         return state.mean((2, 3))
     if attention_mask is None or attention_mask.shape != state.shape[:2]:

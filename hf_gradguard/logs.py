@@ -1,4 +1,4 @@
-"""What is logged while others' code runs: no notices that are of no use to who reads."""
+"""Helpers that keep notices of other libraries out of the logs where they are of no use."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NAMED = 3  # weights
 
 @contextlib.contextmanager
 def errors_alone(*names: str) -> Iterator[None]:
-    """Within it, loggers of these names, and those below them, log errors alone.
+    """Let loggers of these names, and those below them, log only errors inside the context.
 
     Args:
-        names: Of loggers.
+        *names: Names of loggers.
 
     Example:
         >>> with errors_alone("transformers"):
@@ -38,14 +38,15 @@ def errors_alone(*names: str) -> Iterator[None]:
 
 
 def load_weights(auto_class: Any, name: str, head: Mapping[str, Any]) -> Any:
-    """`auto_class.from_pretrained`, with one line for weights that the folder lacks, and none where
-    these are a new head's, as was asked for.
+    """Load a model by `auto_class.from_pretrained`, and warn of weights that the folder lacks.
+
+    Weights of a new head that was asked for are not named.
 
     Args:
-        auto_class: Such as `AutoModelForSequenceClassification`.
+        auto_class: An Auto class, such as `AutoModelForSequenceClassification`.
         name: A folder, or a name on the Hub.
         head: Settings of a new head, or of one that adapters bring; empty where the folder's own
-            is meant.
+            head is meant.
 
     Example:
         >>> from transformers import AutoModel

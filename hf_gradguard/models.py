@@ -1,7 +1,7 @@
-"""Models by name, and what a model's head is for.
+"""Models by name, and the task that a model's head is for.
 
-A name is a folder here or a name on the Hub. A model gets the class that its configuration asks
-for, and with that says what a label is.
+A name is a local folder or a name on the Hub. The configuration decides the model's class, and the
+class decides what a label is.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 class ModelError(ValueError):
-    """A model that cannot be loaded, in one line with the way out."""
+    """A model cannot be loaded; the message is one line that names the way out."""
 
 
 def is_written_as_path(name: str) -> bool:
-    """Whether a name cannot be one on the Hub: it begins like a path, ends like a file, holds
-    what no name there does, or begins with a folder that is here.
+    """Return whether a name is written as a path, so that it cannot be one on the Hub.
+
+    Such a name begins like a path, ends like a file, holds characters that no name on the Hub does,
+    or begins with a folder that exists here.
 
     Example:
         >>> is_written_as_path("./runs/model"), is_written_as_path("my/train.CSV")
@@ -73,7 +75,7 @@ def is_written_as_path(name: str) -> bool:
 
 
 def check_name(name: str | os.PathLike[str]) -> None:
-    """Refuse a path that leads nowhere. What could be a name on the Hub passes.
+    """Refuse a path that leads nowhere; what could be a name on the Hub passes.
 
     Raises:
         FileNotFoundError: If the name is written like a path, and no folder is there.
@@ -99,10 +101,10 @@ def check_name(name: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def explain_missing_model(name: str | os.PathLike[str]) -> Iterator[None]:
-    """Around what loads a model, or its tokenizer, by name: says in one line what is missing.
+    """Explain in one line why a model or tokenizer cannot be loaded inside the context.
 
-    Transformers takes what is no folder for a name on the Hub, and says of a mistyped folder that
-    the Hub cannot be reached.
+    Transformers takes any name that is no folder for a name on the Hub, and reports for a mistyped
+    folder that the Hub cannot be reached.
 
     Raises:
         FileNotFoundError: If there is no such folder, and the Hub gave no such model.
@@ -151,7 +153,7 @@ def explain_missing_model(name: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _damaged_file(folder: str) -> str | None:
-    """A file in a folder that cannot be read to its end."""
+    """Return the path of a file in a folder that cannot be read to its end, or `None`."""
     for file in sorted(Path(folder).glob("*")):
         try:
             if file.suffix == ".json":
@@ -167,15 +169,15 @@ def _damaged_file(folder: str) -> str | None:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of head.
+    """A task, which decides the kind of head that a model has.
 
     Args:
-        name: As on the Hub.
-        auto: The Auto class that loads such a model.
-        models: Its model classes by model type.
+        name: The task's name on the Hub.
+        auto: The name of the Auto class that loads such a model.
+        models: Names of model classes by model type.
         own_labels: Whether the labels are made of the text itself, so that they are as private as
             the text.
-        peft: What PEFT calls it.
+        peft: The task's name in PEFT.
     """
 
     name: str
@@ -186,17 +188,17 @@ class Task:
 
     @property
     def auto_class(self) -> Any:
-        """The class itself."""
+        """The Auto class that loads such a model."""
         return getattr(transformers, self.auto)
 
     @property
     def classifies(self) -> bool:
-        """Whether a label is one or several classes, or numbers."""
+        """Whether a label of this task is one class, several classes, or numbers."""
         return self.name.endswith("-classification")
 
     @functools.cached_property
     def classes(self) -> frozenset[str]:
-        """The names of all model classes."""
+        """The names of all model classes of this task."""
         return frozenset(
             name
             for names in self.models.values()
@@ -233,11 +235,11 @@ TASKS = {
         ),
     )
 }  # fmt: skip
-"""By name. A class that is in two lists (BART) counts for the first."""
+"""The tasks by name. A class that is in two lists (BART) counts for the first."""
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """The model that PEFT wrapped, or the model itself.
+    """Return the model that PEFT wrapped, or the model itself.
 
     Example:
         >>> without_adapters(model) is model
@@ -249,7 +251,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 
 def task_of(model: nn.Module) -> Task | None:
-    """What a model's head is for, by its class; `None` for a class that is in no list.
+    """Return the task of a model's head by the model's class, or `None` if the class is in no list.
 
     Example:
         >>> task_of(model).name
@@ -260,8 +262,10 @@ def task_of(model: nn.Module) -> Task | None:
 
 
 def label_kind(model: nn.Module) -> str:
-    """What one label is: `"class"`, `"several"` classes, a `"number"` or several, a class a
-    `"token"`, or the `"text"` itself.
+    """Return what one label of a model is.
+
+    It is `"class"`; `"several"` classes; one `"number"` or several; `"token"`, where each token has
+    a class; or `"text"`, where the text is its own label.
 
     Example:
         >>> label_kind(model)
@@ -285,13 +289,13 @@ def _label_kind(task: Task | None, config: Any) -> str:
 
 @dataclass(frozen=True)
 class Head:
-    """What a named model is trained for, before its weights are loaded.
+    """The head that a named model will be trained with, as known before its weights are loaded.
 
     Args:
-        task: What its head is for.
-        is_saved: Whether the model comes with it. A classifier's head may be missing.
-        labels: What one label is; see `label_kind`. `None`: no column holds any, as the text is its
-            own label.
+        task: The head's task.
+        is_saved: Whether the model comes with the head. A classifier's may be missing.
+        labels: What one label is; see `label_kind`. `None` if no column holds labels, since the
+            text is its own label.
     """
 
     task: Task
@@ -300,26 +304,26 @@ class Head:
 
     @property
     def domain(self) -> str:
-        """The name of the inputs' domain."""
+        """The name of the inputs' domain, `"image"` or `"text"`."""
         return "image" if self.task.name == "image-classification" else "text"
 
 
 def load_model(
     name: str, task: str | None = None, head: Mapping[str, Any] | None = None
 ) -> tuple[nn.Module, Any]:
-    """A model with its own head, in eval mode, with its tokenizer or image processor.
+    """Load a model with its own head, in eval mode, and its tokenizer or image processor.
 
     Args:
         name: A folder or a Hub name; a checkpoint in the middle of training, or a folder of PEFT
             adapters, whose base model is loaded below them and stays frozen.
-        task: One of `TASKS`. Default: that of the class which the configuration names, and for a
-            model without a head a classifier's, with a head at random.
-        head: Settings of that new head, such as those that `classifier_head` makes of classes. A
-            head of other classes gives way to it.
+        task: One of `TASKS`. Default: that of the class which the configuration names; a model
+            without a head gets a classifier's, at random.
+        head: Settings of that new head, such as those that `classifier_head` returns. They replace
+            a head of other classes.
 
     Returns:
         The model, and its tokenizer, its image processor, or `None` for an image model that comes
-        without one.
+            without one.
 
     Raises:
         ValueError: If there is no such task, no class of the model's type for it, or no tokenizer.
@@ -339,7 +343,7 @@ def load_model(
 
 
 def classifier_head(classes: Sequence[str]) -> dict[str, Any]:
-    """Settings of a model's configuration for a head of classes with names.
+    """Return settings of a model's configuration for a head of named classes.
 
     Example:
         >>> classifier_head(["bad", "good"])["label2id"]
@@ -354,15 +358,15 @@ def classifier_head(classes: Sequence[str]) -> dict[str, Any]:
 
 
 def find_head(name: str, task: str | None = None) -> Head:
-    """The head of a named model. Only the model's configuration is read.
+    """Return the head of a named model, from the model's configuration alone.
 
     Args:
-        name: As for `load_model`.
-        task: Likewise.
+        name: A folder or a Hub name, as for `load_model`.
+        task: One of `TASKS`. Default: that of the class which the configuration names.
 
     Raises:
-        ValueError: Likewise.
-        FileNotFoundError: Likewise.
+        ValueError: If there is no such task, or no class of the model's type for it.
+        FileNotFoundError: If neither a folder nor the Hub has the model.
 
     Example:
         >>> model.base_model.save_pretrained("encoder")
@@ -402,7 +406,7 @@ def _load(name: str, task: Task, **head: Any) -> tuple[nn.Module, Any]:
 
 
 def _own_task(config: Any, name: str) -> Task:
-    """That of the class which a configuration names, or of a classifier on top of a bare model."""
+    """Return the task of the class that a configuration names; a bare model's is a classifier's."""
     architecture = _architecture(config)
     by_head = [task for task in TASKS.values() if architecture in task.classes]
     usual = TASKS["text-classification"], TASKS["image-classification"]
@@ -422,7 +426,7 @@ def _own_task(config: Any, name: str) -> Task:
 
 
 def _adapted(name: str, task: Task) -> tuple[nn.Module, Any]:
-    """A base model with trainable adapters, for the task that these name."""
+    """Load a base model with trainable adapters, for the task that the adapters name."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -440,7 +444,7 @@ def _adapted(name: str, task: Task) -> tuple[nn.Module, Any]:
 
 
 def _base_of(folder: str) -> tuple[str, str | None]:
-    """The model that a folder's adapters are for, and what PEFT calls its task."""
+    """Return the model that a folder's adapters are for, and the task's name in PEFT."""
     with explain_missing_model(folder), open(os.path.join(folder, ADAPTER), "rb") as file:
         adapter = json.load(file)
     base: str | None = adapter.get("base_model_name_or_path")
@@ -456,7 +460,7 @@ _HEADS = ("classifier", "score", "out_proj")  # not `pre_classifier`, which PEFT
 
 
 def _classes_of(folder: str, peft_type: str | None) -> dict[str, int]:
-    """How many classes the head has that was trained beside the adapters: its base need not."""
+    """Return how many classes the head has that was trained beside the adapters, as a setting."""
     path = os.path.join(folder, "adapter_model.safetensors")
     if peft_type not in ("SEQ_CLS", "TOKEN_CLS") or not os.path.exists(path):
         return {}
@@ -478,10 +482,11 @@ def _processing(name: str, task: Task) -> Any:
 
 
 def load_tokenizer(name: str) -> Any:
-    """A model's tokenizer, with a token to pad with.
+    """Load a model's tokenizer, and make sure that it has a token to pad with.
 
     Raises:
-        ModelError: If there is none: Transformers makes an empty one, to which all is unknown.
+        ModelError: If the model has no tokenizer: Transformers makes an empty one, which knows no
+            token.
 
     Example:
         >>> _ = tokenizer.save_pretrained("folder")

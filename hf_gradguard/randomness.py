@@ -43,19 +43,20 @@ Distribution = Literal["gaussian", "laplace"]
 _Draw = tuple[bytes, bytes]
 _Maker = Callable[[Tensor], tuple[Tensor, ...]]
 _FEWEST = 2.0**-16
-"""Of the largest deviation: smaller ones have a grid that is coarser for them, so that all whole
-numbers fit into a float64.
+"""The smallest deviation relative to the largest. Smaller ones have a grid that is coarser for
+them, so that all whole numbers fit into a float64.
 """
 
 
 class Stream:
-    """Numbers from the keystream of ChaCha20.
+    """Random numbers from the keystream of ChaCha20.
 
-    Every draw has a nonce of its own, counted up; its blocks are counted from 0. One key serves
-    2⁹⁶ draws of up to 256 GiB each. A process that was forked gets a new key.
+    Every draw has a nonce of its own, counted up, and counts its blocks from 0. One key serves 2⁹⁶
+    draws of up to 256 GiB each. A process that was forked gets a new key.
 
     Args:
-        key: 32 bytes. Default: from the operating system. Whoever knows them knows all the numbers.
+        key: 32 bytes. Default: drawn from the operating system. Whoever knows the key knows all the
+            numbers.
 
     Raises:
         ValueError: If the key has another length.
@@ -82,12 +83,13 @@ class Stream:
 
     @classmethod
     def from_seeds(cls, *seeds: int) -> Stream:
-        """The stream that whole numbers of at least 0 determine. For tests: whoever knows them
-        knows the noise.
+        """Return the stream that whole numbers of at least 0 determine.
+
+        It is meant for tests: whoever knows the seeds knows the noise.
 
         Raises:
             ValueError: If a seed is below 0.
-            TypeError: If one is no whole number.
+            TypeError: If a seed is no whole number.
         """
         seeds = tuple(map(index, seeds))
         if any(seed < 0 for seed in seeds):
@@ -97,13 +99,13 @@ class Stream:
         return cls(kdf.derive(written))
 
     def spawn(self) -> Stream:
-        """A stream with a key of its own, drawn from this one."""
+        """Return a stream with a key of its own, drawn from this one."""
         child = Stream(self.bytes(KEY_BYTES))
         child._private = self._private
         return child
 
     def bytes(self, count: int) -> bytes:
-        """So many bytes."""
+        """Draw `count` bytes."""
         word_chunks = self.words((count + 3) // 4)
         return b"".join(words.numpy().tobytes() for words in word_chunks)[:count]
 
@@ -114,10 +116,10 @@ class Stream:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Standard normal numbers, by Box and Muller's method.
+        """Draw standard normal numbers, by Box and Muller's method.
 
-        The radius is from 64 bits and computed in float64, so that tails reach 9.4 σ; the angle is
-        from 32 bits, for float64 from 64.
+        The radius is made of 64 bits and computed in float64, so that tails reach 9.4 σ. The angle
+        is made of 32 bits, or of 64 for float64.
         """
         is_wide = dtype == torch.float64
         make, words_per_pair = (_wide_normal, 4) if is_wide else (_narrow_normal, 3)
@@ -130,7 +132,7 @@ class Stream:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """1 or -1, from a bit each: a float's sign before the bits of 1."""
+        """Draw numbers that are 1 or -1 with equal odds, from one bit each."""
 
         def make(words: Tensor) -> tuple[Tensor, ...]:
             shifts: Iterable[Tensor] = (words.bitwise_left_shift(bit) for bit in range(32))
@@ -150,7 +152,7 @@ class Stream:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Exponential numbers of mean 1, from 64 bits each."""
+        """Draw exponential numbers of mean 1, from 64 bits each."""
         return self._draw_numbers(
             2, shape, device, dtype, lambda w: (_log_uniform(w.view(torch.int64)).neg_(),)
         )
@@ -162,7 +164,7 @@ class Stream:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Uniform numbers in [0, 1): of 24 bits, or in float64 of 53."""
+        """Draw uniform numbers in [0, 1), of 24 bits each, or of 53 in float64."""
         if dtype == torch.float64:
             return self._draw_numbers(
                 2, shape, device, dtype, lambda w: (shifted(w.view(torch.int64), 11) * 2.0**-53,)
@@ -174,7 +176,9 @@ class Stream:
     def integers(
         self, high: int, shape: Sequence[int], *, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """Whole numbers from 0 to `high` - 1, as int64. Their odds differ by less than high/2⁶³.
+        """Draw whole numbers from 0 to `high` - 1, as int64.
+
+        Their odds differ by less than high/2⁶³.
 
         Raises:
             ValueError: If `high` is below 1 or above 2³².
@@ -186,7 +190,10 @@ class Stream:
         )
 
     def words(self, count: int, *, device: torch.device | str = "cpu") -> Iterator[Tensor]:
-        """Uniform int32, alike on all devices; use each chunk before asking for the next one."""
+        """Draw `count` uniform int32 by chunks, the same on all devices.
+
+        Use each chunk before asking for the next one: they share a buffer.
+        """
         return _words(*self._next_draw(), 1, 0, count, torch.device(device))
 
     def __getstate__(self) -> object:
@@ -198,20 +205,20 @@ class Stream:
     def noisy(
         self, values: Tensor, deviation: Tensor, entries: int, noise: Distribution = "gaussian"
     ) -> Tensor:
-        """Values with independent noise, both in whole multiples of a grid's spacing.
+        """Add independent noise to values, both as whole multiples of a grid's spacing.
 
-        A sum of floats shows in its low bits what was added: only few floats are g plus a multiple
+        The low bits of a sum of floats show what was added: only few floats are g plus a multiple
         of a float. So values and noise, drawn in float64, are each rounded to the grid and added up
         there, exactly. Noise on the grid is the same whatever it is added to, and all that follows,
         such as rounding to float32, sees only the sum. Rounding moves two sets of values apart by
         at most GRID of the least deviation, over all entries together.
 
         Args:
-            values: `(n,)` floats.
-            deviation: Standard deviation of each, `(n,)` or `()`: known without the values. Where
-                it is 0 the value stays as it is.
-            entries: Of the whole message, of which `values` may be a part.
-            noise: Its distribution.
+            values: The values, `(n,)` floats.
+            deviation: The standard deviation of each entry's noise, `(n,)` or `()`, which must be
+                known without the values. An entry whose deviation is 0 does not change.
+            entries: The number of entries of the whole message, of which `values` may be a part.
+            noise: The distribution of the noise.
         """
         noisy, deviation = torch.empty_like(values), deviation.to(values.device)
         least, most = deviation.aminmax() if deviation.numel() else (deviation, 0)
@@ -241,7 +248,10 @@ class Stream:
         make: _Maker,
         per: int = 1,
     ) -> Tensor:
-        """One draw. Of n · `words_per_number` words, `make` makes `per` tensors of n numbers."""
+        """Draw numbers once.
+
+        `make` turns n · `words_per_number` words into `per` tensors of n numbers.
+        """
         drawn = torch.empty(math.prod(shape), device=device, dtype=dtype)
 
         def write(start: int, numbers: Tensor) -> None:
@@ -259,7 +269,7 @@ class Stream:
         device: torch.device,
         write: Callable[[int, Tensor], None],
     ) -> None:
-        """One draw, whose chunks `write` gets with the place of their first number."""
+        """Draw numbers once, and call `write` with each chunk and the place of its first number."""
         draw, count = self._next_draw(), -(-size // per)
 
         def fill(start: int, end: int) -> None:
@@ -278,7 +288,7 @@ class Stream:
                 list(threads.map(fill, [0, *ends[:-1]], ends))
 
     def _next_draw(self) -> _Draw:
-        """Key and nonce."""
+        """Return the key and the nonce of the next draw."""
         if self._private and os.getpid() != self._process:  # a fork would draw what its parent does
             self._key, self._process = urandom(KEY_BYTES), os.getpid()
         nonce = self._draws.to_bytes(12, "little")
@@ -294,9 +304,7 @@ def _words(
     end: int,
     device: torch.device,
 ) -> Iterator[Tensor]:
-    """`words_per_number` 32-bit words for each of the numbers from `start` to `end`, a chunk of
-    them at a time.
-    """
+    """Yield `words_per_number` 32-bit words for each number from `start` to `end`, by chunks."""
     chunk = _chunk(device)
     chunk_sizes = [min(chunk, end - k) * words_per_number for k in range(start, end, chunk)]
     make = keystream if _on_cpu(device) else functools.partial(_keystream_elsewhere, device)
@@ -306,7 +314,7 @@ def _words(
 def _keystream_elsewhere(
     device: torch.device, key: bytes, nonce: bytes, chunk_sizes: Sequence[int], block: int
 ) -> Iterator[Tensor]:
-    """As `keystream`, on another device."""
+    """Yield what `keystream` does, on another device."""
     for size in chunk_sizes:
         blocks = -(-size // BLOCK_WORDS)
         yield chacha20_words(key, nonce, block, blocks, device)[:size]
@@ -314,13 +322,21 @@ def _keystream_elsewhere(
 
 
 def grid_spacing(least: float, most: float, entries: int) -> float:
-    """Of the grid for noise of these deviations: a power of two, so that scaling rounds nothing."""
+    """Return the spacing of the grid for noise of these deviations.
+
+    It is a power of two, so that scaling rounds nothing.
+
+    Args:
+        least: The smallest standard deviation that is not 0.
+        most: The largest standard deviation.
+        entries: The number of entries of the message.
+    """
     fineness = GRID / 2 ** math.ceil(math.log2(max(entries, 1)) / 2)
     return 2.0 ** (math.frexp(max(least, _FEWEST * most))[1] - 1) * fineness
 
 
 def _shares(count: int, device: torch.device) -> list[int]:
-    """Where the shares of threads end, in whole chunks."""
+    """Return where each thread's numbers end, in whole chunks."""
     chunk = _chunk(device)
     chunks = count // chunk
     threads = min(torch.get_num_threads(), chunks) if _on_cpu(device) else 1
@@ -328,7 +344,7 @@ def _shares(count: int, device: torch.device) -> list[int]:
 
 
 def _narrow_normal(words: Tensor) -> tuple[Tensor, ...]:
-    """Normal pairs from 3 words each: a radius of 64 bits and an angle of 32."""
+    """Return normal pairs, each from 3 words: a radius of 64 bits and an angle of 32."""
     pairs = len(words) // 3
     radius = _log_uniform(words[: 2 * pairs].view(torch.int64)).mul_(-2).float().sqrt_()
     angle = words[2 * pairs :].float().mul_(math.pi * 2.0**-31)
@@ -336,7 +352,7 @@ def _narrow_normal(words: Tensor) -> tuple[Tensor, ...]:
 
 
 def _wide_normal(words: Tensor) -> tuple[Tensor, ...]:
-    """Normal pairs in float64 from 4 words each."""
+    """Return normal pairs in float64, each from 4 words."""
     pairs = len(words) // 4
     radius = _log_uniform(words[: 2 * pairs].view(torch.int64)).mul_(-2).sqrt_()
     angle = words[2 * pairs :].view(torch.int64).double().mul_(math.pi * 2.0**-63)
@@ -344,8 +360,9 @@ def _wide_normal(words: Tensor) -> tuple[Tensor, ...]:
 
 
 def _laplace(words: Tensor) -> tuple[Tensor, ...]:
-    """Laplace numbers of variance 1 in float64 from 4 words each: the difference of two exponential
-    numbers has variance 2.
+    """Return Laplace numbers of variance 1 in float64, each from 4 words.
+
+    The difference of two exponential numbers has variance 2.
     """
     upward, downward = _log_uniform(words.view(torch.int64)).chunk(2)
     return (downward.sub_(upward).mul_(math.sqrt(0.5)),)
@@ -355,11 +372,13 @@ _MAKERS: dict[Distribution, tuple[_Maker, int, int]] = {
     "gaussian": (_wide_normal, 4, 2),
     "laplace": (_laplace, 4, 1),
 }
-"""What makes numbers of a distribution, of how many words, and how many at a time."""
+"""For each distribution the function that makes its numbers, of how many words, and how many at a
+time.
+"""
 
 
 def _log_uniform(words: Tensor) -> Tensor:
-    """ln u in float64 for u uniform in (0, 1] from 64-bit words; u is at least 2⁻⁶⁴."""
+    """Return ln u in float64 for u uniform in (0, 1] from 64-bit words; u is at least 2⁻⁶⁴."""
     # Sizes, not values: floats near 0 are dense, so that tails have no gaps.
     return words.double().abs_().mul_(2.0**-63).add_(2.0**-64).log_()
 
@@ -378,13 +397,13 @@ def normal(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Standard normal numbers for an estimate that is not shared, from either kind of generator.
+    """Draw standard normal numbers from either kind of generator, for what is not shared.
 
     Args:
-        generator: `None` makes a `Stream`.
-        shape: Of the result.
-        device: Of the result.
-        dtype: Of the result.
+        generator: A `Stream` or a generator of torch's; `None` makes a new `Stream`.
+        shape: The result's shape.
+        device: The result's device.
+        dtype: The result's type.
 
     Example:
         >>> normal(None, (2, 3), torch.device("cpu"), torch.float32).shape
@@ -401,7 +420,7 @@ def signs(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """1 or -1 with equal odds, for an estimate that is not shared; see `normal`.
+    """Draw numbers that are 1 or -1 with equal odds, for what is not shared; see `normal`.
 
     Example:
         >>> drawn = signs(torch.Generator(), (9,), torch.device("cpu"), torch.float32)
@@ -417,12 +436,12 @@ def signs(
 def torch_generator(
     generator: Stream | torch.Generator | None, device: torch.device | str
 ) -> torch.Generator:
-    """A generator of torch's for what hides nothing, such as attacks, from either kind.
+    """Return a generator of torch's for what hides nothing, such as attacks, from either kind.
 
     Args:
-        generator: One of torch's is returned as it is; a `Stream`, or `None` for a new one, gives
-            the seed.
-        device: Of the result.
+        generator: A generator of torch's, which is returned as it is; or a `Stream`, or `None` for
+            a new one, which gives the seed.
+        device: The result's device.
 
     Example:
         >>> generator = torch.Generator()
@@ -438,14 +457,14 @@ def torch_generator(
 def chacha20_words(
     key: bytes, nonce: bytes, first_block: int, blocks: int, device: torch.device | str
 ) -> Tensor:
-    """Blocks of ChaCha20's keystream in torch's integer operations, on any device.
+    """Compute blocks of ChaCha20's keystream in torch's integer operations, on any device.
 
     Args:
         key: 32 bytes.
         nonce: 12 bytes.
-        first_block: Its number.
-        blocks: How many.
-        device: Where to compute.
+        first_block: The number of the first block.
+        blocks: The number of blocks.
+        device: The device to compute on.
 
     Returns:
         `(16 * blocks,)` words as int32, as little-endian bytes give them.
@@ -478,8 +497,15 @@ def chacha20_words(
 def keystream(
     key: bytes, nonce: bytes, chunk_sizes: Sequence[int], block: int = 0
 ) -> Iterator[Tensor]:
-    """So many words at a time of the keystream from a block, on the CPU. Use each chunk before
-    asking for the next one: they share a buffer.
+    """Yield chunks of words of the keystream from a block on, computed on the CPU.
+
+    Use each chunk before asking for the next one: they share a buffer.
+
+    Args:
+        key: 32 bytes.
+        nonce: 12 bytes.
+        chunk_sizes: The number of words of each chunk.
+        block: The number of the first block.
     """
     cipher = algorithms.ChaCha20(key, block.to_bytes(4, "little") + nonce)
     encryptor, most = Cipher(cipher, mode=None).encryptor(), 4 * max(chunk_sizes, default=0)
@@ -491,7 +517,7 @@ def keystream(
 
 
 def shifted(words: Tensor, bits: int) -> Tensor:
-    """Words shifted right as if they were unsigned."""
+    """Return words shifted right as if they were unsigned."""
     width = 8 * words.element_size()
     return (words >> bits) & ((1 << (width - bits)) - 1)
 

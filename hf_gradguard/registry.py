@@ -1,4 +1,4 @@
-"""Names of defenses, attacks and estimators, also of other packages, and what they stand for.
+"""Registries of defenses, attacks and estimators by name, also those of other packages.
 
 A name stands for a class as `"module:Class"`, so that listing names imports nothing. What other
 packages install under an entry point group is found beside the built-in names:
@@ -24,15 +24,15 @@ T = TypeVar("T")
 
 
 def need(room: str, extra: str, *modules: str) -> None:
-    """Say what to install where something is missing that a room of the package cannot do without.
+    """Raise an error with the install command if modules that a room needs are missing.
 
     Args:
-        room: Of the package.
-        extra: Of the package's installation, which brings the modules.
-        *modules: As they are imported.
+        room: The room of the package that needs them.
+        extra: The extra of the package's installation that brings the modules.
+        *modules: Names of the modules, as they are imported.
 
     Raises:
-        ImportError: With what is missing, and the command.
+        ImportError: If a module is missing; the message names it, and the command.
 
     Example:
         >>> need("attacks", "attacks", "numpy", "no_such_module")
@@ -49,18 +49,18 @@ def need(room: str, extra: str, *modules: str) -> None:
 
 
 class UnknownNameError(ValueError, KeyError):
-    """A name that nothing is registered under."""
+    """An error: nothing is registered under this name."""
 
     __str__ = Exception.__str__  # KeyError's would put the sentence in quotes
 
 
 class Registry(MutableMapping[str, T]):
-    """Names and what they stand for, which is imported when it is first asked for.
+    """A mapping of names to what they stand for, which is imported when it is first asked for.
 
     Args:
-        kind: What they are, for errors: "defense", "attack" or "estimator".
-        builtin: `{name: "module:attribute"}` of this package.
-        refused: Settings that some of them do not have for a reason, with the reason.
+        kind: The word for an entry in errors: "defense", "attack" or "estimator".
+        builtin: This package's entries, `{name: "module:attribute"}`.
+        refused: Settings that some entries lack for a reason, with the reason.
 
     Example:
         >>> from hf_gradguard import DEFENSES
@@ -83,11 +83,12 @@ class Registry(MutableMapping[str, T]):
         return own | {p.name: p for p in entry_points(group=self.group) if p.name not in own}
 
     def __getitem__(self, name: str) -> T:
-        """What a name stands for.
+        """Return what a name stands for.
 
         Raises:
-            UnknownNameError: A `ValueError` that lists the names.
-            ImportError: If another package's cannot be imported, naming that package.
+            UnknownNameError: If nothing is registered under the name; the message lists the names.
+            ImportError: If another package's entry cannot be imported; the message names that
+                package.
         """
         if name in self._added:
             return self._added[name]
@@ -122,12 +123,12 @@ class Registry(MutableMapping[str, T]):
         return len(self._points | self._added)
 
     def package(self, name: str) -> str | None:
-        """The distribution that brings a name; `None` if it is this one, or this process."""
+        """Return the distribution that brings a name; `None` for this one, or this process."""
         point = self._points.get(name)
         return point.dist.name if point is not None and point.dist is not None else None
 
     def describe(self, name: str) -> Description:
-        """A summary and the settings of a class, read from its source: nothing is imported."""
+        """Return a summary and the settings of a class, read from its source without an import."""
         if name in self._added:
             value = self._added[name]
             return describe(f"{value.__module__}:{value.__qualname__}")  # type: ignore[attr-defined]
@@ -135,16 +136,16 @@ class Registry(MutableMapping[str, T]):
 
 
 def make(registry: Registry[type[T]], name: str, settings: Mapping[str, Any]) -> T:
-    """`registry[name](**settings)`, with errors that list what there is.
+    """Return `registry[name](**settings)`, with errors that list the names and the settings.
 
     Args:
-        registry: Of classes, dataclasses of their settings.
+        registry: A registry of dataclasses, whose fields are their settings.
         name: One of its names.
-        settings: Fields of that class.
+        settings: Values of that class's fields.
 
     Raises:
-        ValueError: For an unknown name.
-        TypeError: For an unknown setting.
+        ValueError: If the name is unknown.
+        TypeError: If a setting is unknown.
     """
     kind = registry[name]
     settings_of_kind = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
@@ -162,11 +163,12 @@ def make(registry: Registry[type[T]], name: str, settings: Mapping[str, Any]) ->
 
 @dataclass(frozen=True)
 class Description:
-    """What the source of a class says of it.
+    """A description of a class, read from its source.
 
     Args:
         summary: The first paragraph of its docstring.
-        settings: Its dataclass fields with their defaults as they are written; `None` without one.
+        settings: Its dataclass fields with their defaults as they are written; `None` for a field
+            without a default.
     """
 
     summary: str
@@ -174,7 +176,7 @@ class Description:
 
 
 def describe(value: str) -> Description:
-    """Of a class, by `"module:Class"`.
+    """Return the description of a class that is named by `"module:Class"`.
 
     Example:
         >>> describe("hf_gradguard.defenses.base:NoDefense").settings
@@ -193,8 +195,9 @@ def describe(value: str) -> Description:
 
 
 def source_file(module: str) -> Path | None:
-    """The source of a module, found without importing the packages that it is in; `None` if there
-    is none.
+    """Return the source file of a module, or `None` if there is none.
+
+    The packages that hold the module are not imported.
 
     Example:
         >>> source_file("hf_gradguard.registry").name
@@ -219,7 +222,7 @@ def _inner_file(origin: str, inner: str) -> Path | None:
 
 
 def _definition(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
-    """The module that defines a class, and its source; `None` if it is not of the same package."""
+    """Return the module that defines a class, and its source; `None` for an unrelated package."""
     path = source_file(module)
     if path is None:
         raise ImportError(f"There is no module {module}.")
@@ -239,7 +242,7 @@ def _definition(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
 
 
 def _written_settings(module: str, node: ast.ClassDef) -> dict[str, str | None]:
-    """Annotated class variables of a class and its bases, in a dataclass's order."""
+    """Return the annotated class variables of a class and its bases, in a dataclass's order."""
     settings: dict[str, str | None] = {}
     for base in reversed(node.bases):
         if isinstance(base, ast.Name) and (definition := _definition(module, base.id)):

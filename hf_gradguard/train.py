@@ -1,5 +1,7 @@
-"""`gradguard train`: from flags or a YAML file to a trained model on disk, with its card and
-`metrics.json`. On one process, or under `accelerate launch -m hf_gradguard train ...`.
+"""The command `gradguard train`: from flags or a YAML file to a trained model on disk.
+
+It also writes the model's card and `metrics.json`. It runs on one process, or under `accelerate
+launch -m hf_gradguard train ...`.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ _TASKS = ("text-classification", _IMAGES, "text-generation")
 
 @dataclass(kw_only=True)
 class TrainSettings(SourceSettings):
-    """What `gradguard train` takes beside training arguments."""
+    """The settings of `gradguard train` beside training arguments."""
 
     _argument_group_name: ClassVar[str] = "this training"
 
@@ -78,7 +80,7 @@ class TrainSettings(SourceSettings):
 
 @dataclass
 class TrainArguments(GradGuardConfig):
-    """Training arguments with other defaults."""
+    """The training arguments of `gradguard train`, which have defaults of their own."""
 
     _argument_group_name: ClassVar[str] = "training: of Transformers, with other defaults"
 
@@ -93,11 +95,11 @@ def run_train(flags: Mapping[str, Any]) -> None:
     """Train under a defense, evaluate, and save the model, its card and `metrics.json`.
 
     Args:
-        flags: Those that were used, by name.
+        flags: The flags that were used, by name.
 
     Raises:
-        ValueError: For settings, data or a model that cannot be meant.
-        OSError: If a file cannot be read or the output folder not be written to.
+        ValueError: If settings, data and model do not fit together.
+        OSError: If a file cannot be read, or the output folder cannot be written to.
     """
     settings = fill(TrainSettings, flags)
     args = fill(TrainArguments, {**flags, "output_dir": settings.output})
@@ -131,7 +133,7 @@ def run_train(flags: Mapping[str, Any]) -> None:
 
 
 def _check(settings: TrainSettings, args: TrainArguments) -> None:
-    """Before anything is loaded."""
+    """Refuse settings that cannot work, before anything is loaded."""
     if Path(settings.output).is_file():
         raise ValueError(f"{settings.output} is a file: give a folder as --output.")
     defense = resolve_defense(None, args)
@@ -154,8 +156,12 @@ def _check(settings: TrainSettings, args: TrainArguments) -> None:
 def check_ranks(state: PartialState, expected: int | None) -> None:
     """Stop unless exactly this many ranks were started.
 
+    Args:
+        state: The state of this process, which knows the number of ranks.
+        expected: The number that was asked for; `None` accepts any.
+
     Raises:
-        ValueError: With both numbers.
+        ValueError: If the numbers differ; the message has both.
     """
     state.print(f"ranks: {state.num_processes}")
     if expected is not None and state.num_processes != expected:
@@ -171,8 +177,9 @@ def check_ranks(state: PartialState, expected: int | None) -> None:
 def _read_data(
     settings: TrainSettings, seed: int, state: PartialState
 ) -> tuple[Head, dict[str, Any], dict[str, Labeled]]:
-    """What the model's head is for, settings of one for the data's classes, and the splits `train`
-    and `validation`.
+    """Return the model's head, settings of a head for the data's classes, and the splits.
+
+    The splits are `train` and `validation`.
     """
     is_new = settings.from_scratch is not None
     head = Head(_new_task(settings), False, "class") if is_new else None
@@ -210,7 +217,7 @@ def _read_data(
 
 
 def _dataset(labeled: Labeled, model: nn.Module, processing_class: Any, max_length: int) -> Any:
-    """Rows of inputs that are made when they are read, and of `labels`."""
+    """Return rows of `labels` and of inputs that are made when they are read."""
     column, rows = labeled.input_column, labeled.rows.select_columns([labeled.input_column])
     config: Any = model.config
     if labeled.labels is not None:
@@ -242,7 +249,7 @@ def _pixels(
 
 
 def mode_of(config: Any) -> str:
-    """Of the images that a model takes."""
+    """Return the mode of the images that a model takes, `"L"` or `"RGB"`."""
     return "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
 
 
@@ -265,7 +272,7 @@ def _model_for(
     labeled: Labeled,
     state: PartialState,
 ) -> tuple[nn.Module, Any]:
-    """The model with a head for the data's classes, and its tokenizer or image processor."""
+    """Return the model with a head for the data's classes, and its tokenizer or image processor."""
     set_seed(args.seed)
     if settings.from_scratch:
         model, processing_class = _new_model(settings, head, new_head, labeled, state)
@@ -284,7 +291,7 @@ def _model_for(
 
 
 def _is_of(model: nn.Module, names: Mapping[str, int]) -> bool:
-    """Whether a model's classes are those of the data, each once."""
+    """Return whether a model's classes are those of the data, each once."""
     classes: Any = model.config.label2id  # type: ignore[union-attr]
     try:
         return {find_class(name, classes) for name in names} == set(classes.values())
@@ -293,7 +300,7 @@ def _is_of(model: nn.Module, names: Mapping[str, int]) -> bool:
 
 
 def _new_task(settings: TrainSettings) -> Task:
-    """What a model is for that is made from nothing."""
+    """Return the task of a model that is made from nothing."""
     reads_texts = settings.from_scratch in TASKS["text-classification"].models
     name = settings.task or ("text-classification" if reads_texts else _IMAGES)
     if name not in TASKS:
@@ -308,8 +315,9 @@ def _new_model(
     labeled: Labeled,
     state: PartialState,
 ) -> tuple[nn.Module, Any]:
-    """A model at random, and a tokenizer that is learned from the texts, by rank 0, or a processor
-    of images to [-1, 1].
+    """Return a model at random and its tokenizer or image processor.
+
+    Rank 0 learns the tokenizer from the texts. The processor maps images to [-1, 1].
     """
     sizes: dict[str, Any] = {}
     processing_class: Any
@@ -362,18 +370,20 @@ def _with_adapters(model: nn.Module, settings: TrainSettings, task: Task) -> nn.
 
 
 def _predicted(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    """Classes in the place of scores, which would fill the memory for a vocabulary."""
+    """Return predicted classes; scores of a whole vocabulary would fill the memory."""
     scores: torch.Tensor = logits[0] if isinstance(logits, tuple) else logits
     return scores.argmax(-1)
 
 
 def accuracy_of(evaluated: Any, shifted: bool = False) -> dict[str, float]:
-    """For `compute_metrics`: the share of classes that are predicted right, or the mean over texts
-    of the share of their tokens.
+    """Return the accuracy, as `compute_metrics` of a Trainer.
+
+    It is the fraction of samples whose class is predicted correctly, or the mean over texts of that
+    fraction of their tokens.
 
     Args:
         evaluated: The predicted classes or tokens, or the scores of classes, with the labels.
-        shifted: As for `share_right`.
+        shifted: Whether a place predicts the label of the next one.
     """
     predicted, labels = np.asarray(evaluated.predictions), np.asarray(evaluated.label_ids)
     predicted = predicted.argmax(-1) if predicted.ndim > labels.ndim else predicted
@@ -382,11 +392,11 @@ def accuracy_of(evaluated: Any, shifted: bool = False) -> dict[str, float]:
 
 
 def share_right(predicted: torch.Tensor, labels: torch.Tensor, shifted: bool) -> list[float]:
-    """Of each sample 0 or 1, or which share of those of its tokens that have a label.
+    """Return each sample's accuracy: 0 or 1, or the fraction of labeled tokens that are correct.
 
     Args:
-        predicted: `(B,)` or `(B, T)` class or token ids.
-        labels: Likewise, -100 where there is none.
+        predicted: Class ids, `(B,)`, or token ids, `(B, T)`.
+        labels: The true ids in the same shape, -100 where there is none.
         shifted: Whether a place predicts the label of the next one.
 
     Example:
@@ -403,7 +413,7 @@ def share_right(predicted: torch.Tensor, labels: torch.Tensor, shifted: bool) ->
 
 
 def train_and_save(trainer: GradGuardTrainer, card: dict[str, str]) -> dict[str, float]:
-    """The metrics. The model and its card are in the output folder then."""
+    """Train and evaluate, save the model and its card, and return the metrics."""
     trained = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     metrics = {**trained.metrics, **trainer.evaluate()}
     trainer.save_model()
@@ -415,12 +425,12 @@ def report_run(
     trainer: GradGuardTrainer, metrics: Mapping[str, float], counted: str,
     claim: str | None = None, **entries: Any,
 ) -> None:  # fmt: skip
-    """Write `metrics.json`, print one line, and end.
+    """Write `metrics.json`, print one line, and end the training.
 
     Args:
-        trainer: After training.
-        metrics: What `train_and_save` returns.
-        counted: As for `write_metrics`.
+        trainer: The trainer, after training.
+        metrics: What `train_and_save` returned.
+        counted: The file's name for the number of evaluated rows, such as `"eval_sentences"`.
         claim: The line's end. Default: the seconds of a step.
         **entries: Further entries of the file.
     """
@@ -434,21 +444,22 @@ def report_run(
 def write_metrics(
     trainer: GradGuardTrainer, metrics: Mapping[str, float], counted: str, **entries: Any
 ) -> tuple[dict[str, Any], str]:
-    """Write `metrics.json` into the output folder, which `recipes/compare.py` and `gradguard audit
-    --metrics` read.
+    """Write `metrics.json` into the output folder.
+
+    `recipes/compare.py` and `gradguard audit --metrics` read it.
 
     Args:
-        trainer: After training.
-        metrics: What `train` and `evaluate` say, with `eval_accuracy` and `train_steps_per_second`.
-        counted: What the number of rows that were judged on is called, such as
-            `"eval_sentences"`.
+        trainer: The trainer, after training.
+        metrics: What `train` and `evaluate` return, with `eval_accuracy` and
+            `train_steps_per_second`.
+        counted: The file's name for the number of evaluated rows, such as `"eval_sentences"`.
         **entries: Further entries.
 
     Returns:
-        What was written, and where.
+        What was written, and the file's path.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If the file cannot be written.
 
     Example:
         >>> import tempfile
