@@ -1,6 +1,6 @@
-"""Averages over ranks of which nobody sees a single rank's part, by masks that cancel.
+"""Averages over ranks in which nobody sees a single rank's contribution, by masks that cancel.
 
-`secure_aggregation=True` imports this room, and so does who makes a `SecureAggregation` for
+`secure_aggregation=True` imports this room, and so does code that makes a `SecureAggregation` for
 `hf_gradguard.protect`; nothing else does.
 """
 

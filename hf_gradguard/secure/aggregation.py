@@ -1,7 +1,7 @@
-"""Sums over ranks of which no rank, and nobody who carries messages, sees another's part.
+"""Sums over ranks in which no rank, and nobody who carries messages, sees another's contribution.
 
 Numbers become whole ones (a fixed point), and every two ranks add and subtract the same random
-mask: what leaves a rank is uniform, and in the sum, modulo 2³² or 2⁶⁴, all masks are gone.
+mask. What leaves a rank is uniform, and all masks cancel in the sum, modulo 2³² or 2⁶⁴.
 
 Reference: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning"
 (2017), without its recovery of clients that drop out: a rank that dies stops the step.
@@ -24,8 +24,8 @@ from .key_agreement import KEY_BYTES, agree, load_identity
 
 Bits = Literal[32, 64]
 FIGURES = 2.0**32
-"""Largest size of what is no gradient: losses, counts, statistics. Their unit is below 4e-9 on
-up to four ranks.
+"""The largest size of numbers that are no gradients: losses, counts, statistics. Their unit is
+below 4e-9 on up to four ranks.
 """
 
 
@@ -38,12 +38,12 @@ def _chunks(tensor: Tensor) -> Sequence[Tensor]:
 
 
 class FixedPoint(NamedTuple):
-    """Whole numbers that stand for fractions.
+    """A fixed-point format: whole numbers that stand for fractions and can be summed over ranks.
 
     Args:
-        bound: Largest |x| of a rank.
-        ranks: How many are added up.
-        bits: Of a word.
+        bound: The largest |x| of a rank.
+        ranks: The number of ranks whose numbers are added up.
+        bits: The number of bits of a word.
 
     Example:
         >>> point = FixedPoint(bound=1.0, ranks=3, bits=32)
@@ -57,20 +57,22 @@ class FixedPoint(NamedTuple):
 
     @property
     def word(self) -> torch.dtype:
-        """The type of a word."""
+        """The type of a word, `torch.int32` or `torch.int64`."""
         return torch.int32 if self.bits == 32 else torch.int64
 
     @property
     def unit(self) -> float:
-        """What 1 stands for: a power of two, so that scaling by it rounds nothing. The sum stays
-        within 99 % of a word's range, which leaves room for rounding.
+        """The number that the word 1 stands for.
+
+        It is a power of two, so that scaling by it rounds nothing. The sum stays within 99 % of a
+        word's range, which leaves room for rounding.
         """
         return 2.0 ** math.ceil(
             math.log2(self.ranks * self.bound / (0.99 * 2.0 ** (self.bits - 1)))
         )
 
     def encode(self, values: Tensor) -> Tensor:
-        """To the nearest whole number of units."""
+        """Round values to the nearest whole number of units, and return these as words."""
         words = torch.empty(values.shape, dtype=self.word, device=values.device)
         wide = torch.promote_types(values.dtype, self._wide)
         for word, value in zip(_chunks(words), _chunks(values), strict=True):
@@ -78,7 +80,7 @@ class FixedPoint(NamedTuple):
         return words
 
     def mean(self, words: Tensor) -> Tensor:
-        """Of a sum over ranks."""
+        """Return the mean over ranks that a sum of their words stands for."""
         values = torch.empty(words.shape, dtype=self._wide, device=words.device)
         for value, word in zip(_chunks(values), _chunks(words), strict=True):
             value.copy_(word).mul_(self.unit).div_(self.ranks)
@@ -89,7 +91,7 @@ class FixedPoint(NamedTuple):
         return torch.float32 if self.bits == 32 else torch.float64
 
     def largest(self, tensors: Sequence[Tensor]) -> float:
-        """Of all |x|; NaN if one is."""
+        """Return the largest |x| of all entries, or NaN if one is NaN."""
         ends = [end for tensor in tensors if tensor.numel() for end in tensor.aminmax()]
         return float(torch.stack([end.double().abs() for end in ends]).max()) if ends else 0.0
 
@@ -98,7 +100,8 @@ class Masks(NamedTuple):
     """The masks of one rank in one exchange.
 
     Args:
-        streams: Of each other rank, and whether it is added: the lower rank of two adds.
+        streams: A stream for each other rank, and whether it is added: of two ranks the lower one
+            adds.
 
     Example:
         >>> key, words = bytes(32), torch.tensor([1, 2])
@@ -112,7 +115,7 @@ class Masks(NamedTuple):
     streams: Sequence[tuple[Stream, bool]]
 
     def hide(self, words: Tensor) -> None:
-        """Add and subtract the next masks, in place."""
+        """Add or subtract the next masks, in place."""
         words_per_entry = words.element_size() // 4
         for stream, adds in self.streams:
             done = 0
@@ -124,21 +127,22 @@ class Masks(NamedTuple):
 
 
 class SecureAggregation:
-    """The keys of this rank, and new masks for every exchange.
+    """The keys of this rank, which give new masks for every exchange.
 
-    Keys are agreed upon in the first exchange of a training, a resumed one too, and never stored.
-    An exchange makes its masks of them, and then replaces each by one derived from it: no mask
-    comes twice, and whoever reads a rank's memory later cannot take masks off what was sent before.
+    Keys are agreed upon in the first exchange of a training, also of a resumed one, and never
+    stored. An exchange makes its masks from them, and then replaces each key by one derived from
+    it. So no mask is used twice, and whoever reads a rank's memory later cannot take masks off what
+    was sent before.
 
     Args:
-        accelerator: Of the training.
-        bound: Largest size of an entry of a gradient.
-        keys: Folder of identity keys, see `load_identity`.
+        accelerator: The training's accelerator, which carries the messages.
+        bound: The largest size of an entry of a gradient.
+        keys: The folder of identity keys, see `load_identity`.
 
     Raises:
-        NotImplementedError: For fewer than three ranks.
-        FileNotFoundError: As for `load_identity`.
-        ValueError: As for `load_identity`.
+        NotImplementedError: If there are fewer than three ranks.
+        FileNotFoundError: If an identity key is missing, see `load_identity`.
+        ValueError: If an identity key is unusable, see `load_identity`.
 
     Example:
         >>> SecureAggregation(Accelerator(cpu=True))
@@ -163,10 +167,10 @@ class SecureAggregation:
         self._keys: dict[int, bytes] = {}
 
     def check_carrier(self, accelerator: object) -> None:
-        """Refuse another accelerator than its own.
+        """Refuse another accelerator than the one that these keys were made with.
 
         Raises:
-            NotImplementedError: With the way out.
+            NotImplementedError: If it is another one; the message names the way out.
         """
         if accelerator is not self._accelerator:
             raise NotImplementedError(
@@ -175,20 +179,24 @@ class SecureAggregation:
             )
 
     def agree(self) -> None:
-        """New keys. All ranks must call it.
+        """Agree on new keys with the other ranks; all ranks must call it.
 
         Raises:
-            ValueError: As for `agree`.
+            ValueError: If a signature or a key is refused, see
+                `hf_gradguard.secure.key_agreement.agree`.
         """
         self._keys = agree(self._accelerator, self._identity)
 
     def point(self, bits: Bits) -> FixedPoint:
-        """For gradients (32) or figures (64)."""
+        """Return the fixed-point format for gradients (32 bits) or figures (64 bits)."""
         bound = self.bound if bits == 32 else FIGURES
         return FixedPoint(bound, self._accelerator.num_processes, bits)
 
     def masks(self, layout: str) -> Masks:
-        """Of the next exchange. They cancel only if all ranks describe it alike."""
+        """Return the masks of the next exchange.
+
+        They cancel only if all ranks give the same `layout`.
+        """
         if not self._keys:
             self.agree()
         # Keys move on at once, so that an exchange that fails half way has used up its masks.
@@ -202,20 +210,20 @@ class SecureAggregation:
     def agreed(
         self, tensors: Sequence[Tensor], bits: Bits, add_up: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor], Tensor]:
-        """Takes means of tensors' entries, in an exchange that all ranks are ready for.
+        """Return a function that averages tensors over ranks, once all are ready for this exchange.
 
-        Ranks first add up, hidden likewise, how many of them have an entry too large. So no rank
-        waits for one that refuses, none learns which one it is, and nothing of a message has left
-        any. The sum is a small number only if all masks are gone from it: if every rank is at the
-        same exchange of the same tensors, and the sum wraps.
+        Ranks first add up, also masked, how many of them have an entry that is too large. So no
+        rank waits for one that refuses, none learns which one it is, and nothing of a message has
+        left any rank. That sum is a small number only if all masks cancel in it: if every rank is
+        at the same exchange of the same tensors.
 
         Args:
-            tensors: All that the exchange is of.
-            bits: Of a word.
-            add_up: Over ranks.
+            tensors: All tensors of the exchange.
+            bits: The number of bits of a word.
+            add_up: The function that adds up words over ranks.
 
         Raises:
-            OverflowError: On all ranks, if there is no room for an entry of one of them.
+            OverflowError: On all ranks, if an entry of one of them does not fit.
             RuntimeError: If ranks differ in what they exchange.
         """
         point = self.point(bits)
@@ -233,7 +241,7 @@ class SecureAggregation:
     def _vote(
         self, point: FixedPoint, masks: Masks, largest: float, add_up: Callable[[Tensor], Tensor]
     ) -> None:
-        """Go on only if every rank's entries fit."""
+        """Raise an error on all ranks unless every rank's entries fit."""
         refuses = not largest <= point.bound  # NaN is not
         device = self._accelerator.device
         # The zeros' masks cancel like the vote's: what is left of them shows that ranks differ.

@@ -1,7 +1,7 @@
-"""Every two ranks agree on a key that no other rank, and nobody who carries messages, knows.
+"""Key agreement: every two ranks share a key that no other rank, and no carrier of messages, knows.
 
-X25519 (RFC 7748) on fresh keys, all of them signed with Ed25519 (RFC 8032) if users gave their
-ranks identities, and HKDF-SHA256 (RFC 5869). All of it is the `cryptography` package's.
+It is X25519 (RFC 7748) on fresh keys, all of them signed with Ed25519 (RFC 8032) if users gave
+their ranks identities, and HKDF-SHA256 (RFC 5869). All of it is the `cryptography` package's.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _MAKE = (
 
 
 class Identity(NamedTuple):
-    """Who a rank is, and who it knows the others to be.
+    """The signing key of a rank, and the public keys of all ranks.
 
     Args:
-        private_key: Signs this rank's part of an agreement.
+        private_key: The key that signs this rank's messages of an agreement.
         public_keys: Every rank's public key, this one's among them.
     """
 
@@ -47,12 +47,12 @@ class Identity(NamedTuple):
 
 
 def load_identity(folder: str, rank: int, ranks: int) -> Identity:
-    """Read `rankR.pem`, this rank's private key, and `rank0.pub`, `rank1.pub`, and so on.
+    """Read this rank's private key, `rankR.pem`, and all public keys, `rank0.pub`, `rank1.pub`, ...
 
     Raises:
         FileNotFoundError: If a key is missing.
-        ValueError: If a file holds no Ed25519 key, if others can read the private one, or if it is
-            not the private one to this rank's public one.
+        ValueError: If a file holds no Ed25519 key, if others can read the private one, or if it
+            does not belong to this rank's public one.
 
     Example:
         >>> load_identity(".", rank=0, ranks=3)
@@ -76,13 +76,13 @@ def load_identity(folder: str, rank: int, ranks: int) -> Identity:
 
 
 def agree(accelerator: Accelerator, identity: Identity | None) -> dict[int, bytes]:
-    """A new key of 32 bytes with each other rank. All ranks must call it.
+    """Agree on a new key of 32 bytes with each other rank; all ranks must call it.
 
-    A rank's signature is over everybody's fresh keys, so an older agreement cannot be played back.
+    A rank signs everybody's fresh keys, so an older agreement cannot be played back.
 
     Args:
-        accelerator: Carries 32 + 64 bytes of each rank to all.
-        identity: Without one, keys are taken as they come, with a warning.
+        accelerator: The accelerator that carries 32 + 64 bytes of each rank to all.
+        identity: The identity keys. Without them, fresh keys are accepted unsigned, with a warning.
 
     Returns:
         The keys, by rank.
@@ -122,7 +122,7 @@ def agree(accelerator: Accelerator, identity: Identity | None) -> dict[int, byte
 
 
 def transcript_of(publics: Sequence[bytes]) -> bytes:
-    """SHA-256 of all ranks' fresh public keys, in their order.
+    """Return the SHA-256 of all ranks' fresh public keys, in their order.
 
     Example:
         >>> len(transcript_of([bytes(32), bytes(32)]))
@@ -132,7 +132,7 @@ def transcript_of(publics: Sequence[bytes]) -> bytes:
 
 
 def signed(rank: int, transcript: bytes) -> bytes:
-    """What a rank puts its name to.
+    """Return the bytes that a rank signs.
 
     Example:
         >>> signed(2, b"...")
@@ -144,10 +144,10 @@ def signed(rank: int, transcript: bytes) -> bytes:
 def check_signatures(
     signatures: Sequence[bytes], public_keys: Sequence[Ed25519PublicKey], transcript: bytes
 ) -> None:
-    """Refuse an agreement that not every rank has put its name to.
+    """Refuse an agreement that not every rank has signed.
 
     Raises:
-        ValueError: With the rank.
+        ValueError: If a signature is missing or wrong; the message names the rank.
     """
     for rank, (signature, key) in enumerate(zip(signatures, public_keys, strict=True)):
         try:
@@ -162,16 +162,16 @@ def check_signatures(
 def pair_key(
     private: X25519PrivateKey, public: bytes, pair: tuple[int, int], transcript: bytes
 ) -> bytes:
-    """The key of two ranks: HKDF-SHA256 of their X25519 secret, salted with the transcript.
+    """Return the key of two ranks: HKDF-SHA256 of their X25519 secret, salted with the transcript.
 
     Args:
-        private: One rank's fresh key.
-        public: The other's.
+        private: The fresh private key of one rank.
+        public: The fresh public key of the other.
         pair: The two ranks, in either order.
-        transcript: Of the agreement.
+        transcript: The hash of the agreement, see `transcript_of`.
 
     Raises:
-        ValueError: For a public key that gives everybody the same secret.
+        ValueError: If the public key gives everybody the same secret.
 
     Example:
         >>> one, two = X25519PrivateKey.generate(), X25519PrivateKey.generate()
@@ -185,7 +185,7 @@ def pair_key(
 
 
 def _gathered(payload: bytes, accelerator: Accelerator) -> list[bytes]:
-    """Every rank's bytes, in their order."""
+    """Return every rank's bytes, in their order."""
     everyone = gather(torch.tensor(list(payload), dtype=torch.uint8).to(accelerator.device))
     return [bytes(row.tolist()) for row in everyone.cpu().view(-1, len(payload))]
 

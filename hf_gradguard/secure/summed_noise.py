@@ -1,4 +1,4 @@
-"""Noise whose strength is stated for the sum of all clients' messages."""
+"""Noise whose scale is stated for the sum of all clients' messages."""
 
 from __future__ import annotations
 
@@ -17,19 +17,26 @@ from .aggregation import FixedPoint
 logger = logging.get_logger(__name__)
 
 LEAST_STEPS = 4.0
-"""Deviation of a message's noise, in steps of the grid that messages are rounded to on their way.
-What is rounded then has the same law on the grid, whatever was added to the noise, up to exp(-2π²
-4²) of it.
+"""The least deviation of a message's noise, in steps of the grid that messages are rounded to on
+their way. Rounded noise then has the same distribution on the grid, whatever was added to it, up to
+exp(-2π² 4²) of it.
 """
 
 
 def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Defense:
-    """The defense of one message with `noise_for="sum"`: each of the n messages that are exchanged
-    at a time gets 1/√n of `scale`, so that their sum has noise of `scale`.
+    """Return the defense of a single message whose noise is stated for the sum of n messages.
+
+    With `noise_for="sum"`, each of the n messages that are exchanged at a time gets 1/√n of
+    `scale`, so that their sum has noise of `scale`.
+
+    Args:
+        defense: The defense as it was asked for.
+        args: The training arguments.
+        ranks: The number of ranks.
 
     Raises:
-        NotImplementedError: For a defense without Gaussian noise of a
-            stated `scale`, or a limit that would keep messages, and so their noise, back.
+        NotImplementedError: If the defense has no Gaussian noise of a stated `scale`, or a limit
+            could keep messages, and so their noise, back.
         ValueError: If there are more clients than rows of a batch, or the noise is finer than the
             grid of secure aggregation.
 
@@ -76,12 +83,12 @@ def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Def
 
 
 def check_resolution(args: Any, ranks: int, deviation: float) -> float:
-    """The step of the grid that all ranks round to before they add up: a power of two.
+    """Return the step of the grid that all ranks round to before they add up: a power of two.
 
     Args:
-        args: Training arguments.
-        ranks: How many there are.
-        deviation: Of the noise in what a rank sends, of one message.
+        args: The training arguments.
+        ranks: The number of ranks.
+        deviation: The standard deviation of the noise of one message that a rank sends.
 
     Raises:
         ValueError: If the grid is too coarse for such noise.
@@ -97,13 +104,13 @@ def check_resolution(args: Any, ranks: int, deviation: float) -> float:
 
 
 def rounding_of_sum(args: Any, model: nn.Module, ranks: int, deviation: float) -> float:
-    """How far that rounding moves two of a rank's sums apart at most, over all entries: √d steps.
+    """Return how far rounding moves two of a rank's sums apart at most: √d steps of the grid.
 
     Args:
-        args: As for `check_resolution`, and so on.
-        model: Whose parameters are trained.
-        ranks: Likewise.
-        deviation: Likewise.
+        args: The training arguments.
+        model: The model whose d parameter entries are trained.
+        ranks: The number of ranks.
+        deviation: The standard deviation of the noise of one message that a rank sends.
     """
     entries = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return check_resolution(args, ranks, deviation) * math.sqrt(entries)
