@@ -1,4 +1,4 @@
-"""Clients × shards: averages over clients, each of which may be on several devices."""
+"""Averages over clients, each of which may have several devices."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from ..gradient_map.types import Shards
 
 
 class ClientRanks:
-    """Devices of the same place in several clients, by the names that Accelerate has for the same
-    things.
+    """The devices with the same shard in several clients, with the interface of an `Accelerator`.
 
     Args:
         clients: The process group of one device of each client.
-        shards: The devices of this client; `None` if it is one.
-        device: That they exchange from.
+        shards: The devices of this client; `None` if it has only one.
+        device: The device to exchange from.
 
     Raises:
-        ValueError: If the group also holds other devices of this client, or if devices in it have
-            other shards: averages would be of unlike things. All devices must call it.
+        ValueError: If the group also holds other devices of this client, or devices with other
+            shards, which cannot be averaged. All devices must call it.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class ClientRanks:
         self._check(shards)
 
     def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
-        """As `Accelerator.reduce`."""
+        """Return the sum or the mean of a tensor over clients, as `Accelerator.reduce` does."""
         dist.all_reduce(tensor, group=self._group)
         return tensor / self.num_processes if reduction == "mean" else tensor
 

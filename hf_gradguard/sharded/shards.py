@@ -1,7 +1,8 @@
-"""The devices of one client, and what is computed over all of them. Nothing here leaves the client.
+"""The devices of one client, and what is computed over all of them; nothing leaves the client.
 
 The backward pass of `fully_shard` averages gradients over the devices of its mesh and leaves each
-with the rows that it holds. The mesh has to be of one client: what it averages is not protected.
+with the rows that it holds. All devices of the mesh must belong to one client: what the mesh
+averages is not protected.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ..randomness import KEY_BYTES, Stream
 
 
 class Shards:
-    """The devices of a client whose model is sharded. All of them have to call its methods.
+    """The devices of a client whose model is sharded; all of them have to call its methods.
 
     Args:
-        model: With parameters that `fully_shard` cut by rows over a mesh of one dimension, and
-            maybe some that it was to ignore, which every device holds.
+        model: A model with parameters that `fully_shard` cut by rows over a mesh of one dimension,
+            and perhaps parameters that it ignored, which every device holds.
 
     Raises:
-        NotImplementedError: If it is cut in another way.
+        NotImplementedError: If the model is cut in another way.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,19 +46,21 @@ class Shards:
         self._common: Stream | None = None
 
     def fingerprint(self) -> list[int]:
-        """What devices of several clients must have alike to average what they hold: their place,
-        how many of a client there are, and the names, shapes and types of their parts.
+        """Return numbers that must agree between devices of several clients that are averaged.
+
+        They are the device's place, the number of the client's devices, and a hash of the names,
+        shapes and types of its shards.
         """
         shapes = [(n, tuple(local(p).shape), str(p.dtype)) for n, p in self.parameters.items()]
         digest = hashlib.blake2b(repr(shapes).encode(), digest_size=7).digest()
         return [self.rank, self.size, int.from_bytes(digest, "little")]
 
     def joined(self, numbers: Mapping[str, Tensor], how: How = "sum") -> dict[str, Tensor]:
-        """Numbers of parameters' own parts, by name, as numbers of whole parameters.
+        """Combine numbers of each device's shards into numbers of whole parameters, by name.
 
         Args:
-            numbers: One per parameter.
-            how: What the numbers of several parts become.
+            numbers: One number for each parameter, of this device's shard.
+            how: How the numbers of several shards are combined.
         """
         if not numbers:
             return {}
@@ -73,43 +76,48 @@ class Shards:
         }
 
     def any(self, flag: bool) -> bool:
-        """Whether something holds on any device."""
+        """Return whether the flag is true on any device."""
         return bool(self._gather(torch.tensor(flag, dtype=torch.uint8)).any())
 
     def union(self, names: frozenset[str]) -> frozenset[str]:
-        """Those of the model's parameters that any device names."""
+        """Return those of the model's parameters that any device names."""
         flags = {name: torch.tensor(float(name in names)) for name in self.parameters}
         return frozenset(name for name, flag in self.joined(flags, "max").items() if flag)
 
     def gathered(self, number: Tensor) -> list[float]:
-        """A number of each device."""
+        """Return each device's number, in the order of devices."""
         return [float(of_device) for of_device in self._gather(number)]
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum of devices' tensors, the same bits on all of them."""
+        """Return the sum of devices' tensors, which has the same bits on all of them."""
         return self._gather(tensor).sum(0)
 
     def sums(self, name: str, sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Row and column sums of a part of a matrix, of which the columns' become the whole's."""
+        """Return row and column sums of a shard of a matrix; column sums are the whole matrix's."""
         if len(sums) == 1 or name in self.replicated:
             return sums
         return sums[0], self.add(sums[1])
 
     def counts(self, name: str) -> bool:
-        """Whether this device's part of a parameter counts: of one that all hold, the first's."""
+        """Return whether this device's copy of a parameter counts.
+
+        Of a parameter that all devices hold, only the first device's copy counts.
+        """
         return self.rank == 0 or name not in self.replicated
 
     def add_later_(
         self, later_sums: Tensor, shares: Tensor, position: Tensor, sizes: Mapping[str, int]
     ) -> None:
-        """Add to sums over the entries that stand later on this device what stands later on others:
-        parameters are in their order, and devices in theirs within a parameter.
+        """Add what stands later on other devices to sums over this device's later entries.
+
+        The sums are changed in place. Parameters are in their order, and devices in theirs within a
+        parameter.
 
         Args:
-            later_sums: `(k,)`, the sums, written to.
-            shares: `(k,)`, what is summed.
-            position: `(k,)`, where the entries stand in this device's parameters end to end.
-            sizes: How many entries this device has of each parameter.
+            later_sums: The sums, `(k,)`, which are written to.
+            shares: The numbers that are summed, `(k,)`.
+            position: The places of the entries in this device's parameters end to end, `(k,)`.
+            sizes: How many entries of each parameter this device has.
         """
         ends = torch.tensor(list(sizes.values()), device=position.device).cumsum(0)
         bounds = torch.searchsorted(position, ends).tolist()
@@ -123,7 +131,7 @@ class Shards:
             later_sums[entries] += (later_everywhere[name] - later_here[name]).to(later_sums.dtype)
 
     def _sums_later(self, numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The sum of the numbers of all parts that stand after this device's part."""
+        """Return the sum of the numbers of all shards that stand after this device's shard."""
         gathered = self._gather(torch.stack(list(numbers.values())))
         later_parameters = _later_sums(self.joined(numbers))
         pairs = zip(later_parameters.items(), gathered[self.rank + 1 :].sum(0), strict=True)
@@ -133,10 +141,10 @@ class Shards:
         }
 
     def new_message(self, generator: Stream) -> Stream:
-        """This device's stream for the next message, given one of its own.
+        """Return this device's stream for the next message.
 
-        From a key that the first device draws come a stream for each device, and one for parameters
-        that all of them hold.
+        The first device draws a key from `generator`. From it come a stream for each device, and
+        one for the parameters that all of them hold.
         """
         # All devices need the same noise on what all hold, and other noise on their own rows: so
         # they agree on a key, from which each takes its own stream.
@@ -147,7 +155,11 @@ class Shards:
         return [self._common.spawn() for _ in range(self.size)][self.rank]
 
     def stream_of(self, name: str, generator: Stream) -> Stream:
-        """Where the random numbers of a parameter come from."""
+        """Return the stream of a parameter's random numbers: the common one if all devices hold it.
+
+        Raises:
+            RuntimeError: If `new_message` was not called.
+        """
         if self._common is None:
             raise RuntimeError(
                 "This gradient is one device's part of its client's, and what all devices hold "
@@ -158,7 +170,7 @@ class Shards:
     def streams(
         self, tensors: Mapping[str, Tensor], generator: Stream
     ) -> Iterator[tuple[dict[str, Tensor], Stream]]:
-        """Tensors with the stream that their random numbers are to come from."""
+        """Yield tensors in two groups, each with the stream that its random numbers come from."""
         for is_common in (False, True):
             group = {
                 name: tensor
@@ -169,7 +181,15 @@ class Shards:
                 yield group, self.stream_of(next(iter(group)), generator)
 
     def gradient(self, loss: Tensor, parameters: Iterable[str]) -> dict[str, Tensor]:
-        """This device's part of the mean of devices' gradients. `.grad` stays as it was."""
+        """Return this device's shard of the mean of devices' gradients; `.grad` does not change.
+
+        Args:
+            loss: This device's loss.
+            parameters: Names of the parameters.
+
+        Raises:
+            ValueError: If the loss does not depend on any of them.
+        """
         gradients_before = [(parameter, parameter.grad) for parameter in self.parameters.values()]
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -185,26 +205,28 @@ class Shards:
                 parameter.grad = gradient
 
     def add_to_grad(self, parameter: nn.Parameter, gradient_part: Tensor) -> None:
-        """Add this device's part of a gradient to `.grad`, which is cut as the parameter is."""
+        """Add this device's shard of a gradient to `.grad`, which is cut as the parameter is."""
         if parameter.grad is None:
             parameter.grad = whole_of(parameter, gradient_part)
         else:
             local(parameter.grad).add_(gradient_part)
 
     def version(self, parameter: nn.Parameter) -> int:
-        """How often this device's part was written to."""
+        """Return how often this device's shard of a parameter was written to."""
         return local(parameter)._version
 
     def reshard(self) -> None:
-        """Let the model hold its own shards alone again: without a backward pass, a forward pass
-        leaves the outermost module's parameters whole.
+        """Free the whole parameters, so that the model holds only its own shards again.
+
+        Without a backward pass, a forward pass leaves the outermost module's parameters whole.
         """
         for module in fsdp_modules(self.model):
             module.reshard()
 
     def whole_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that a forward pass uses, by name: whole ones, in storages that are empty
-        in between.
+        """Return the whole parameters that a forward pass uses, by name.
+
+        Their storages are empty outside of a pass.
         """
         parameters = dict(self.model.named_parameters())
         for module in fsdp_modules(self.model):
@@ -229,15 +251,13 @@ class Shards:
         return local_gradient.div_(self.size)
 
     def _let_reduce(self) -> None:
-        """Devices exchange in the next backward pass, whatever a loop has set: a message is of all
-        of them.
-        """
+        """Let devices exchange in the next backward pass, whatever a loop has set."""
         for module in fsdp_modules(self.model):
             module.set_requires_gradient_sync(True)
             module.set_is_last_backward(True)
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        """`(devices, *shape)`: in one order, so that what is computed of it is the same on all."""
+        """Return `(devices, *shape)` in the order of devices, so that all compute the same."""
         original_device, tensor = tensor.device, tensor.to(self.device).contiguous()
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(gathered, tensor, group=self.group)
@@ -245,13 +265,13 @@ class Shards:
 
 
 def local(tensor: Any) -> Tensor:
-    """This device's part of a tensor."""
+    """Return this device's shard of a tensor, or the tensor itself if it is not cut."""
     detached: Tensor = tensor.detach()
     return detached.to_local() if hasattr(detached, "to_local") else detached
 
 
 def whole_of(parameter: Any, local_tensor: Tensor) -> Tensor:
-    """This device's part of a tensor like a parameter, as the parameter is."""
+    """Return this device's shard as a tensor that is cut like a parameter."""
     if not _is_cut(parameter):
         return local_tensor
     from torch.distributed.tensor import DTensor
@@ -267,7 +287,7 @@ def whole_of(parameter: Any, local_tensor: Tensor) -> Tensor:
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """What `fully_shard` was called with, of a model and all that is in it."""
+    """Return all modules in a model that `fully_shard` was called with."""
     return [m for m in model.modules() if _is_a(m, "FSDPModule")]
 
 
@@ -306,7 +326,7 @@ def _is_flat(model: nn.Module) -> bool:
 
 
 def _is_a(module: nn.Module, name: str) -> bool:
-    """By name: importing torch.distributed.fsdp takes its time."""
+    """Return whether a module's class has this name, without the slow import of FSDP."""
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
@@ -321,7 +341,7 @@ def _is_cut(parameter: nn.Parameter) -> bool:
 
 
 def _later_sums(numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """For each name the sum of those after it."""
+    """Return for each name the sum of those after it."""
     if not numbers:
         return {}
     stacked = torch.stack(list(numbers.values()))
