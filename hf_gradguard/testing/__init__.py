@@ -1,4 +1,4 @@
-"""The contracts of defenses and attacks, as checks that other packages can run in their tests."""
+"""Contracts of defenses and attacks, as checks that other packages can run in their tests."""
 
 from .attacks import check_attack
 from .defenses import check_defense

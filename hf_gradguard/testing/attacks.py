@@ -1,4 +1,4 @@
-"""The contract of attacks, as a check that anybody can run on an attack of theirs."""
+"""The contract of attacks, as a check that anybody can run on their own attack."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .small import SMALL_TASKS
 def check_attack(attack: Attack | str, **observations: Observation) -> None:
     """Check that an attack keeps the contract of attacks.
 
-    Runs it a dozen times on small observations of the domains that it declares, so give it settings
-    that make it quick. An attack:
+    It runs the attack a dozen times on small observations of the domains that it declares, so give
+    it settings that make it quick. An attack:
 
     - is a dataclass of its settings, with a name and the domains that it works on;
     - returns a `Reconstruction` with token ids of a text and pixels of an image, of the right
@@ -38,11 +38,11 @@ def check_attack(attack: Attack | str, **observations: Observation) -> None:
 
     Args:
         attack: An attack, or the name of one, which then runs with its default settings.
-        **observations: By domain (`text`, `image`), for an attack on models of a certain kind: one
-            with everything granted, in place of the small one.
+        **observations: Observations by domain (`text`, `image`), with everything granted, for an
+            attack on models of a certain kind. Default: small ones.
 
     Raises:
-        AssertionError: For the first breach, with the name of the attack and what the contract
+        AssertionError: At the first breach; the message names the attack and what the contract
             says.
 
     Example:
@@ -89,7 +89,7 @@ class _Contract:
         )
 
     def check_refusal(self, observation: Observation) -> None:
-        """Of a domain that the attack does not declare."""
+        """Require an error for a domain that the attack does not declare."""
         self.require(
             self.run(observation, "another domain's input") is None,
             f"an attack raises ValueError for a domain that it does not declare, but it took "
@@ -117,7 +117,7 @@ class _Contract:
     def run(
         self, observation: Observation, case: str, generator: torch.Generator | int | None = 3
     ) -> Reconstruction | None:
-        """One attack with everything around it watched; `None` if it refused."""
+        """Run the attack once under watch, and return its result, or `None` if it refused."""
         if isinstance(generator, int):
             generator = torch.Generator().manual_seed(generator)
         with self._unchanged(observation, case):
@@ -190,7 +190,7 @@ class _Contract:
         )
 
     def check_text(self, observation: Observation, reconstruction: Reconstruction, on: str) -> None:
-        """What is found of a text."""
+        """Check the reconstruction of texts."""
         rows, size = reconstruction.token_ids, len(_embedding(observation))
         self.require(
             isinstance(rows, list) and len(rows) == observation.batch_size,
@@ -233,7 +233,7 @@ class _Contract:
     def check_image(
         self, observation: Observation, reconstruction: Reconstruction, on: str
     ) -> None:
-        """What is found of an image."""
+        """Check the reconstruction of images."""
         x = reconstruction.input
         if x is None:
             raise AssertionError(f"{self.name}: `input` is what an image is, {on} it is None.")
@@ -262,7 +262,7 @@ _CHECKS = {"text": _Contract.check_text, "image": _Contract.check_image}
 
 
 def _tensors(observation: Observation) -> dict[str, Tensor]:
-    """All that an attack could write to, by what it is called."""
+    """Return all tensors that an attack could write to, by a name for each."""
     state = observation.model.state_dict(keep_vars=True)
     granted = {f"the gradient of {name}": g for name, g in observation.gradient.items()}
     noise = observation.noise_variance if isinstance(observation.noise_variance, dict) else {}
@@ -277,7 +277,7 @@ def _tensors(observation: Observation) -> dict[str, Tensor]:
 
 
 def _observed(observation: Observation) -> dict[str, Any]:
-    """Which tensors there are, and how often each was written to."""
+    """Return which tensors there are, and how often each was written to."""
     tensors = _tensors(observation).items()
     return {"the names in the gradient": list(observation.gradient)} | {
         name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors
@@ -285,7 +285,7 @@ def _observed(observation: Observation) -> dict[str, Any]:
 
 
 def _difference(first_result: Reconstruction, second_result: Reconstruction) -> str | None:
-    """The part in which two reconstructions differ; the time that they took may."""
+    """Return the field in which two reconstructions differ, or `None`; their times may differ."""
     for attribute in ("input", "labels"):
         first_tensor, second_tensor = (
             getattr(first_result, attribute),
@@ -316,11 +316,11 @@ def _shape(value: Any) -> str:
 
 
 def small_observation(domain: str, **changes: Any) -> Observation:
-    """What a server sees of a small model's gradient, with everything granted.
+    """Return an observation of a small model's gradient, with everything granted.
 
     Args:
         domain: `"text"` or `"image"`.
-        **changes: Fields of the `Observation` to put in the place of its own.
+        **changes: Fields of the `Observation` to replace.
 
     Example:
         >>> small_observation("image", labels=None).input_shape
@@ -344,7 +344,7 @@ def small_observation(domain: str, **changes: Any) -> Observation:
 
 
 def other_cases(observation: Observation) -> list[tuple[str, Observation]]:
-    """What else a server may see, each with its name: less is granted, or more is told.
+    """Return other observations with their names, which grant less or say more.
 
     Example:
         >>> [name for name, _ in other_cases(small_observation("image"))][:2]

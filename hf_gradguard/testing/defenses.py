@@ -1,4 +1,4 @@
-"""The contract of defenses, as a check that anybody can run on a defense of theirs."""
+"""The contract of defenses, as a check that anybody can run on their own defense."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_defense(defense: Defense | str, tasks: Sequence[Task] | None = None) -
 
 
 def small_tasks() -> list[Task]:
-    """Small classifiers of both domains, the text one in two types.
+    """Return small classifiers of both domains, the text one in two types.
 
     Example:
         >>> [next(model.parameters()).dtype for model, _ in small_tasks()]
@@ -113,13 +113,13 @@ class _Contract:
         self.check_clients(model, batch)
 
     def copy(self) -> Defense:
-        """A client's own."""
+        """Return a client's own copy of the defense."""
         return self.defense.with_state({})
 
     def share(
         self, defense: Defense, model: nn.Module, batch: Mapping[str, Tensor], seed: int = 3
     ) -> tuple[Message, GradientMap]:
-        """One message, with everything around it watched."""
+        """Return one message and its map, and check that nothing around the defense changed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # dropout draws from the process's generator
             facts = defense.facts
@@ -195,7 +195,10 @@ class _Contract:
             )
 
     def check_noise(self, message: Message, other_message: Message) -> None:
-        """Two messages differ by noise of the variances that they say, if nothing came after it."""
+        """Check that two messages differ by noise of the variances that they claim.
+
+        Nothing may come after the noise.
+        """
         if message.noise is None or other_message.noise is None:
             raise AssertionError(f"{self.name}: one message says its noise, and another does not.")
         added, other_added = message.noise.added or {}, other_message.noise.added or {}
@@ -227,16 +230,14 @@ class _Contract:
 
     @property
     def processed(self) -> bool:
-        """Whether something comes after the noise, so that what is shared has it no longer as it
-        was added.
-        """
+        """Whether another defense comes after the noise, so that the message holds it changed."""
         final = self.defense
         while isinstance(final, Chain):
             final = final.second
         return not final.facts.adds_gaussian_noise
 
     def check_memory(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
-        """A defense that is restored goes on as the one that was saved."""
+        """Check that a restored defense continues as the saved one does."""
         for calls in (1, 2):
             saved = self.copy()
             for seed in range(calls):
@@ -302,7 +303,7 @@ class _Contract:
 
 
 def _turned(name: str, tensor: Tensor) -> Tensor:
-    """Another client's batch: the samples in another order, with other content."""
+    """Return an entry of another client's batch: other content, and samples in another order."""
     if name == "labels":
         return tensor.flip(0)
     if tensor.is_floating_point():

@@ -1,4 +1,4 @@
-"""What must be as it was after an attack or a defense has run."""
+"""Facts that must be the same after an attack or a defense has run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
-    """What of a model must stay as it was, beside the values of its tensors.
+    """Return the facts of a model that must not change, beside the values of its tensors.
 
     Example:
         >>> before = model_facts(model)
@@ -41,7 +41,7 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
 
 
 def random_states() -> dict[str, Any]:
-    """What of the process must stay as it was: nobody but its owner draws from its generators.
+    """Return the facts of the process that must not change, above all the states of its generators.
 
     Example:
         >>> before = random_states()
@@ -60,7 +60,7 @@ def random_states() -> dict[str, Any]:
 
 
 def same(tensor: Tensor, other_tensor: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit, but for the kind of their NaNs.
+    """Return whether two tensors are equal bit for bit, except for the kind of their NaNs.
 
     Example:
         >>> same(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]))

@@ -1,4 +1,4 @@
-"""Small models with a batch each, built from configurations: nothing is downloaded."""
+"""Small models with a batch each, built from configurations without a download."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORDS = [f"word{index}" for index in range(60)]
 
 
 def small_tokenizer() -> PreTrainedTokenizerBase:
-    """Whole words, `word0` to `word59`, between [CLS] and [SEP].
+    """Return a tokenizer of whole words, `word0` to `word59`, between [CLS] and [SEP].
 
     Example:
         >>> small_tokenizer()("word0 word7").input_ids
@@ -45,7 +45,7 @@ def small_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def small_text_task() -> Task:
-    """A BERT classifier of width 32 in training mode, with dropout, and two sentences.
+    """Return a BERT classifier of width 32 in training mode, with dropout, and two sentences.
 
     Example:
         >>> model, batch, tokenizer = small_text_task()
@@ -70,8 +70,9 @@ def small_text_task() -> Task:
 
 
 def small_image_task() -> Task:
-    """A ResNet classifier with batch normalization in evaluation mode, and two images of 3 × 16 ×
-    16 pixels in [0, 1].
+    """Return a ResNet classifier and two images of 3 × 16 × 16 pixels in [0, 1].
+
+    Its batch normalization is in evaluation mode.
 
     Example:
         >>> model, batch, _ = small_image_task()
@@ -87,11 +88,11 @@ def small_image_task() -> Task:
 
 
 SMALL_TASKS = {"text": small_text_task, "image": small_image_task}
-"""By the name of the domain."""
+"""Functions that build a small task, by the name of the domain."""
 
 
 def _seeded(kind: Any, config: Any) -> nn.Module:
-    """The same model every time; nobody else's random numbers are touched."""
+    """Return the same model every time, without touching the process's random numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: nn.Module = kind(config)
