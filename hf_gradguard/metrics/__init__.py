@@ -1,4 +1,4 @@
-"""How near a reconstruction is to what it reconstructs."""
+"""Scores that say how close a reconstruction is to what it reconstructs."""
 
 from ..registry import need
 

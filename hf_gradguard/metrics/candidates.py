@@ -18,11 +18,12 @@ _FAR = 50.0  # e to this is more than there are candidates
 
 @dataclass(frozen=True)
 class CandidateScores(Scores):
-    """`Scores` of members, with the curve that they are points of.
+    """The `Scores` of members, with the ROC curve that they are points of.
 
     Args:
-        curve: `(n, 2)`: false and true positive rates at every threshold, from (0, 0) to (1, 1).
-        false_positives: How many candidates that were in no message the rates are shares of.
+        curve: False and true positive rates at every threshold, `(n, 2)`, from (0, 0) to (1, 1).
+        false_positives: The number of candidates that were in no message, of which the false
+            positive rates are fractions.
 
     Example:
         >>> score_candidates([[0.0, 2.0], [3.0, 1.0]], [[1], [0]]).area
@@ -34,7 +35,7 @@ class CandidateScores(Scores):
 
     @property
     def area(self) -> float:
-        """Under the curve: 0.5 is chance."""
+        """The area under the curve; 0.5 is chance."""
         x, y = np.array(self.curve).T
         return float(np.trapezoid(y, x))
 
@@ -47,27 +48,26 @@ def score_candidates(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> CandidateScores:
-    """Scores of an attack that ranks candidates, one number a member of each message.
+    """Score an attack that ranks candidates, with one number for each member of each message.
 
-    - `top1`: 1 if it is among the message's B best candidates, B being the number of its members.
-      A member that scores like a candidate outside them is outside, too.
-    - `rank`: 1 + how many candidates that are no members come before it; equal scores count
-      half.
-    - `tpr_1%`, `tpr_0.1%`: 1 if it scores above a threshold, one for all messages, that at most so
-      many of all candidates that are no members reach. Scores of one message are compared to those
-      of others as `membership_log_odds`. With fewer than 1,000 such candidates, 0.1 % of them is
-      none at all.
+    - `top1`: 1 if the member is among the message's B best candidates, where B is the number of
+      members. A member that scores the same as a candidate outside them is outside, too.
+    - `rank`: 1 + the number of non-members that come before the member; equal scores count half.
+    - `tpr_1%`, `tpr_0.1%`: 1 if the member scores above a threshold that at most this fraction of
+      all non-members reaches. All messages have one threshold. Scores of one message are compared
+      to those of others as `membership_log_odds`. With fewer than 1,000 non-members, 0.1 % of them
+      is none at all.
 
     Args:
-        scores: One tensor or array `(K,)` of logarithms a message, as `Ranked.scores`.
+        scores: Log-likelihoods, one tensor or array `(K,)` for each message, as in `Ranked.scores`.
         members: For each message the numbers of those candidates that are in it.
-        bootstrap: Resamples of the intervals, over messages; thresholds stay as they are. 0 for
-            none.
-        confidence: Of the intervals.
-        seed: Of the resamples.
+        bootstrap: Resamples of the intervals, over messages; thresholds are not resampled. 0 for no
+            intervals.
+        confidence: The confidence of the intervals.
+        seed: The seed of the resamples.
 
     Raises:
-        ValueError: If there is no message, no member, no other candidate, or a score is no number.
+        ValueError: If there is no message, no member or no non-member, or a score is NaN.
 
     Example:
         >>> found = score_candidates([[0.0, 2.0, 1.0], [5.0, 1.0, 1.0]], [[1], [1]])
@@ -100,18 +100,20 @@ def score_candidates(
 
 
 def membership_log_odds(scores: Any, members: int) -> np.ndarray:
-    """`(K,)`: ln p/(1 - p) of each candidate's probability p of being in the message, where all
-    were equally likely before and so many of them are: these probabilities add up to that many.
+    """Return the log-odds ln p/(1 - p) that each candidate is in the message, `(K,)`.
+
+    All candidates are equally likely beforehand, and `members` of them are in the message: the
+    probabilities p add up to that number.
 
     Args:
-        scores: `(K,)`, logarithms: for one member of p(message | candidate), up to what all have
-            in common; for several of p(message | candidate in it)/p(message). -infinity for those
-            that cannot be in it, infinity for those that must.
-        members: How many of the candidates are in it, below K.
+        scores: Logarithms, `(K,)`. For one member, of p(message | candidate), up to a common
+            constant; for several, of p(message | candidate in it)/p(message). -infinity for
+            candidates that cannot be in it, infinity for those that must.
+        members: How many of the candidates are in it, fewer than K.
 
     Returns:
-        The log-odds, infinite where there is no doubt: for those that must be in it, or that are
-        left when others cannot.
+        The log-odds. They are infinite where there is no doubt: for candidates that must be in it,
+            or that remain when others cannot.
 
     Example:
         >>> membership_log_odds([0.0, 0.0, 0.0], members=1).round(3)  # ln 1/2
@@ -135,8 +137,9 @@ def membership_log_odds(scores: Any, members: int) -> np.ndarray:
 
 
 def _of_finite(scores: np.ndarray, members: int, exclusive: bool) -> np.ndarray:
-    """`membership_log_odds` where all are finite and some are in it; `exclusive` where one is, so
-    that others' likelihoods exclude each other.
+    """Return `membership_log_odds` of finite scores where some candidates are members.
+
+    With `exclusive` there is one member, so that candidates exclude each other.
     """
     if exclusive:
         values, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
@@ -145,8 +148,9 @@ def _of_finite(scores: np.ndarray, members: int, exclusive: bool) -> np.ndarray:
     top, others_scores = falling[:members], falling[members:]
 
     def excess(shift: float) -> float:
-        """ln of the sum of p over the rest, less that of 1 - p over the best: in logarithms it
-        rises everywhere, where the sum of all p is flat in floating point.
+        """Return ln of the sum of p over the rest, less that of 1 - p over the best.
+
+        In logarithms it increases everywhere; the sum of all p is flat in floating point.
         """
         below, above = log_expit(others_scores + shift), log_expit(-(top + shift))
         return float(logsumexp(below) - logsumexp(above))
@@ -155,7 +159,7 @@ def _of_finite(scores: np.ndarray, members: int, exclusive: bool) -> np.ndarray:
 
 
 def _of_others(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """For one candidate of each score, the logarithm of the sum of all others' likelihoods."""
+    """Return for each score the logarithm of the sum of all other candidates' likelihoods."""
     total = logsumexp(values, b=counts)
     if counts[-1] > 1:
         return total + np.log1p(-np.exp(values - total))
@@ -165,7 +169,7 @@ def _of_others(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _ranked(row: np.ndarray, is_member: np.ndarray, number: int) -> dict[str, float]:
-    """The scores of one member among those of its message."""
+    """Return the scores of one member among the candidates of its message."""
     value, other_scores = row[number], row[~is_member]
     rank_before = float((other_scores > value).sum() + (other_scores == value).sum() / 2)
     return {"top1": float((row >= value).sum() <= is_member.sum()), "rank": 1 + rank_before}
@@ -185,7 +189,7 @@ def _member_mask(row: np.ndarray, members: Sequence[int]) -> np.ndarray:
 
 
 def _threshold(other_odds: np.ndarray, rate: float) -> float:
-    """The least number that at most such a share of sorted scores is above."""
+    """Return the least number that at most this fraction of the sorted scores exceeds."""
     allowed = int(rate * len(other_odds))
     return float(other_odds[len(other_odds) - 1 - allowed])
 

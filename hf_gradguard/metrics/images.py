@@ -1,13 +1,15 @@
-"""Scores of reconstructed images. With pixels in [0, R], R = `data_range`, per image over all its
-channels and pixels:
+"""Scores of reconstructed images.
+
+They are computed per image over all its channels and pixels, with pixels in [0, R], R =
+`data_range`:
 
 - `mse`, `rmse`: the mean squared error and its root, in units of pixels squared and of pixels.
 - `psnr`: 10 log10(R² / mse) in dB, at most 100: equal images would have infinity, and no mean.
 - `ssim`: Wang et al. (2004): Gaussian windows of 11 x 11 pixels (standard deviation 1.5) that lie
   wholly inside, mean over channels. Images below 11 pixels take the largest odd window that fits,
-  its deviation scaled alike.
-- `noise_ratio`, with `evaluation_network`: how much of the *prediction* looks like noise, in
-  [0, 1].
+  its deviation scaled accordingly.
+- `noise_ratio`, with `evaluation_network`: how much of the *prediction* looks like noise, in [0,
+  1].
 - `lpips`, with `lpips`: the perceptual distance; 0 for equal images.
 """
 
@@ -25,8 +27,8 @@ from ..networks import ImageEvaluationNetwork, adapt_images
 from .scores import Scores, check_bootstrap, match, summarize
 
 MAX_PSNR = 100.0
-"""dB that equal images get, so that means stay finite. 8-bit images that differ at all are far
-below.
+"""The PSNR in dB of equal images, so that means stay finite. 8-bit images that differ at all are
+far below it.
 """
 
 
@@ -42,8 +44,10 @@ def score_images(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Scores:
-    """How near reconstructed images are to the true ones: `mse`, `rmse`, `psnr`, `ssim`, and on
-    request `noise_ratio` and `lpips`, explained at the head of this module.
+    """Score reconstructed images by how close they are to the true ones.
+
+    The scores are `mse`, `rmse`, `psnr`, `ssim`, and on request `noise_ratio` and `lpips`; the head
+    of this module explains them.
 
     A tensor is **one batch**, shared in one gradient. A gradient has no order, so its predictions
     are matched to its references one to one, by the smallest sum of squared errors, before anything
@@ -51,17 +55,19 @@ def score_images(
     images are batches of one: `images.split(1)`.
 
     Args:
-        predictions: `(B, C, H, W)`, any real type; or a list of such batches. Not clipped.
-        references: The true ones, in the same shapes and on the same device.
+        predictions: A batch `(B, C, H, W)` of any real type, or a list of such batches. They are
+            not clipped.
+        references: The true images, in the same shapes and on the same device.
         data_range: R, the largest value that a pixel can take; the smallest is 0. 1 for pixels in
             [0, 1], 255 for bytes.
-        evaluation_network: `noise_ratio(x) -> (B,)` for pixels in [0, 1]. Images smaller than an
-            `ImageEvaluationNetwork`'s are padded, and gray ones repeated, as `adapt_images` does.
-        lpips: `(x, y) -> B numbers` for `(B, 3, H, W)` pixels in [-1, 1], such as `lpips.LPIPS()`;
-            gray is repeated.
-        bootstrap: Resamples of whole batches for the intervals of the means; 0 for none.
-        confidence: Of the intervals.
-        seed: Of the resampling.
+        evaluation_network: A network whose `noise_ratio(x)` returns `(B,)` for pixels in [0, 1].
+            Images smaller than an `ImageEvaluationNetwork`'s are padded, and gray ones repeated, as
+            `adapt_images` does.
+        lpips: A function `(x, y) -> B numbers` for `(B, 3, H, W)` pixels in [-1, 1], such as
+            `lpips.LPIPS()`; gray is repeated.
+        bootstrap: Resamples of whole batches for the intervals of the means; 0 for no intervals.
+        confidence: The confidence of the intervals.
+        seed: The seed of the resampling.
 
     Returns:
         Scores per reference, means, intervals, and which prediction was compared with which
@@ -100,7 +106,7 @@ def _score(
     evaluation_network: Any,
     lpips: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> dict[str, Tensor]:
-    """`(B,)` of every score, for images in the same order."""
+    """Return every score, `(B,)`, for images in the same order."""
     mse = (predicted - true).square().flatten(1).mean(1)
     scores = {
         "mse": mse,
@@ -121,8 +127,9 @@ def _score(
 
 
 def _ssim(predicted: Tensor, true: Tensor, data_range: float) -> Tensor:
-    """`(B,)`. torchmetrics mirrors the image at its border and counts the windows there; the paper
-    does not.
+    """Return the SSIM of each image, `(B,)`.
+
+    torchmetrics mirrors the image at its border and counts the windows there; the paper does not.
     """
     radius = (min(11, *true.shape[2:]) - 1) // 2
     full = structural_similarity_index_measure(

@@ -1,4 +1,4 @@
-"""What all scores share: the result, matching of predictions to references, intervals of means."""
+"""The result of all scores, matching of predictions to references, and intervals of means."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of reconstructions. `dataclasses.asdict` gives what `json` takes.
+    """The scores of reconstructions; `dataclasses.asdict` turns them into what `json` takes.
 
     Args:
         per_sample: For each score one number per reference, in the order of the references, batch
@@ -20,8 +20,8 @@ class Scores:
         mean: For each score the plain mean over all references.
         interval: For each score the bootstrap interval (low, high) of its mean; (nan, nan) with a
             single sample. Empty if no resamples were asked for.
-        matched: For each reference the index of its prediction within the batch; None if there were
-            too few.
+        matched: For each reference the index of its prediction within the batch; `None` if there
+            were too few predictions.
 
     Example:
         >>> from hf_gradguard.metrics import score_text
@@ -45,8 +45,15 @@ def summarize(
     confidence: float,
     seed: int,
 ) -> Scores:
-    """The `Scores` of samples: `rows` one per reference, `batch_sizes` how many consecutive rows
-    were shared together.
+    """Return the `Scores` of samples.
+
+    Args:
+        rows: The scores of each reference, batch after batch.
+        matched: For each reference the index of its prediction within the batch, or `None`.
+        batch_sizes: How many consecutive rows were shared together.
+        bootstrap: Resamples of the intervals; 0 for no intervals.
+        confidence: The confidence of the intervals.
+        seed: The seed of the resamples.
     """
     per_sample = {name: [row[name] for row in rows] for name in rows[0]}
     mean = {name: float(np.mean(values)) for name, values in per_sample.items()}
@@ -64,16 +71,23 @@ def bootstrap_intervals(
     confidence: float,
     seed: int,
 ) -> dict[str, tuple[float, float]]:
-    """Percentile bootstrap intervals of the means.
+    """Return percentile bootstrap intervals of the means, by score.
 
     Whole batches are drawn: samples that were shared in one gradient succeed and fail together, so
-    drawing them one by one would promise too much. With a single batch its samples are drawn, and
-    the interval speaks of that batch only.
+    drawing them one by one would give intervals that are too short. With a single batch its samples
+    are drawn, and the interval holds for that batch only.
 
     The percentiles are widened for small n (batches drawn) as if the scores were normal, from Φ(z)
     to Φ(sqrt(n/(n-1)) t) with Student's t of n-1 degrees of freedom: Hesterberg, "What Teachers
     Should Know About the Bootstrap" (2015), Section 4.1. Plain percentiles of 10 normal samples
     cover 90 % where they say 95 %.
+
+    Args:
+        per_sample: For each score one number per reference, batch after batch.
+        batch_sizes: How many consecutive references were shared together.
+        bootstrap: The number of resamples; 0 for no intervals.
+        confidence: The confidence of the intervals.
+        seed: The seed of the resamples.
     """
     if bootstrap == 0:
         return {}
@@ -105,19 +119,18 @@ def bootstrap_intervals(
 def open_ends(
     mean: float, low: float, high: float, count: int, confidence: float = 0.95
 ) -> tuple[float, float]:
-    """The interval of a mean of shares, with room for what `count` independent draws may not have
-    shown.
+    """Widen the interval of a mean of fractions by what `count` draws may not have shown.
 
-    Outcomes that n draws do not show have a probability of at most 1 - q, q = ((1 -
+    Outcomes that n independent draws do not show have a probability of at most 1 - q, q = ((1 -
     confidence)/2)^(1/n), by the interval of Clopper and Pearson for none of n. They may be 0 or 1,
     so the mean may be as low as mean · q and as high as 1 - (1 - mean) · q.
 
     Args:
-        mean: Of numbers from 0 to 1.
-        low: Lower end of an interval by the spread of what was drawn.
+        mean: The mean of numbers from 0 to 1.
+        low: The lower end of an interval that rests on the spread of the draws.
         high: Its upper end.
-        count: Independent draws.
-        confidence: Of the interval.
+        count: The number of independent draws.
+        confidence: The confidence of the interval.
 
     Example:
         >>> low, high = open_ends(1.0, 1.0, 1.0, count=6)
@@ -132,10 +145,11 @@ def open_ends(
 
 
 def match(similarity: np.ndarray) -> list[int | None]:
-    """For each reference its prediction: one to one, with the largest sum of similarities.
+    """Return for each reference its prediction: one to one, with the largest sum of similarities.
 
     Args:
-        similarity: `(references, predictions)`, with no more predictions than references.
+        similarity: Similarities `(references, predictions)`, with no more predictions than
+            references.
 
     Example:
         >>> match(np.array([[0.1, 0.9], [0.2, 0.8]]))  # 0.9 + 0.2 > 0.1 + 0.8
@@ -150,7 +164,11 @@ def match(similarity: np.ndarray) -> list[int | None]:
 
 
 def check_bootstrap(bootstrap: int, confidence: float) -> None:
-    """Raise ValueError unless there are no or enough resamples for a confidence in (0, 1)."""
+    """Check that there are no or enough resamples, for a confidence in (0, 1).
+
+    Raises:
+        ValueError: If there are 1 to 99 resamples, or the confidence is outside (0, 1).
+    """
     if bootstrap != 0 and bootstrap < 100:
         raise ValueError(
             "bootstrap is a number of resamples: 0 for no intervals, or at least 100, but is "

@@ -1,4 +1,6 @@
-"""Scores of reconstructed texts. All are in [0, 1] and take the same tokens:
+"""Scores of reconstructed texts.
+
+All are in [0, 1] and use the same tokens:
 
 - `rouge1`, `rouge2`, `rougeL`: F-measure of common words, word pairs, and the longest common
   subsequence.
@@ -6,8 +8,8 @@
   over 100.
 - `google_bleu`: the smaller of precision and recall over all 1- to 4-grams (Wu et al., 2016).
 - `token_precision`, `token_recall`, `token_f1`: over multisets of tokens, so a word counts as often
-  as it is there.
-- `position_accuracy`: the share of the reference's tokens that the prediction has at the same
+  as it occurs.
+- `position_accuracy`: the fraction of the reference's tokens that the prediction has at the same
   position.
 - `exact_match`: 1 if all tokens are the same in the same order.
 """
@@ -49,9 +51,7 @@ _WORD = regex.compile(rf"(?V1)[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+|\X")
 
 
 class _Identity:
-    """The tokenizer of texts that are tokens already: rouge-score's own drops all that is not
-    ASCII.
-    """
+    """A tokenizer of texts that are tokens already; rouge-score's own drops other than ASCII."""
 
     def tokenize(self, tokens: list[Token]) -> list[Token]:
         return tokens
@@ -70,7 +70,9 @@ def score_text(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Scores:
-    """How near reconstructed texts are to the true ones: `TEXT_SCORES` (see this module).
+    """Score reconstructed texts by how close they are to the true ones.
+
+    The scores are `TEXT_SCORES`; the head of this module explains them.
 
     A flat list is **one batch**, shared in one gradient. A gradient has no order, so predictions
     are matched to references one to one before anything is scored, by the largest sum of token F1
@@ -80,13 +82,14 @@ def score_text(
     Args:
         predictions: Texts as strings or lists of token ids, or a `(B, T)` tensor of ids; or a list
             of such batches. A batch may have fewer than references: a missing one scores 0.
-        references: The true ones, batch by batch as in `predictions`.
-        tokenizer: With it, tokens are its ids, for strings as well, without its special tokens.
-            One inside a prediction that is as long as its reference keeps the others' position.
-            Without it, tokens are ids as given, or the `words` of a string. Negative ids are none.
-        bootstrap: Resamples of whole batches for the intervals of the means; 0 for none.
-        confidence: Of the intervals.
-        seed: Of the resampling.
+        references: The true texts, batch by batch as in `predictions`.
+        tokenizer: A tokenizer whose ids are the tokens, for strings as well, without its special
+            tokens. One inside a prediction that is as long as its reference keeps the others'
+            position. Without a tokenizer, tokens are ids as given, or the `words` of a string.
+            Negative ids are no tokens.
+        bootstrap: Resamples of whole batches for the intervals of the means; 0 for no intervals.
+        confidence: The confidence of the intervals.
+        seed: The seed of the resampling.
 
     Returns:
         Scores per reference, means, intervals, and which prediction was compared with which
@@ -94,7 +97,7 @@ def score_text(
 
     Raises:
         ValueError: If a reference holds no tokens, a batch has more predictions than references,
-            strings meet ids without a tokenizer, or the two sides are not nested alike.
+            strings meet ids without a tokenizer, or the two sides are not nested in the same way.
 
     Example:
         >>> scores = score_text(["a film", "the dog barks"], ["the dog barked", "a film"])
@@ -124,12 +127,11 @@ def score_text(
 
 
 def as_batches(predictions: Any, references: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Both sides as batches: one pair (predictions, references) of lists of strings or lists of ids
-    for each.
+    """Return both sides as batches: pairs (predictions, references) of lists of strings or of ids.
 
     Raises:
-        ValueError: If they are not nested alike, or a batch has more predictions than references or
-            no references.
+        ValueError: If the sides are not nested in the same way, or a batch has more predictions
+            than references or no references.
     """
     predictions, references = _plain(predictions), _plain(references)
     depth = _depth(references)
@@ -165,11 +167,11 @@ def as_batches(predictions: Any, references: Any) -> list[tuple[list[Any], list[
 
 
 def words(text: str) -> list[str]:
-    """The words of a string: Unicode NFKC, case folded, split at spaces and punctuation, which
-    count as words too.
+    """Return the words of a string, of which punctuation marks count as words too.
 
-    In scripts without spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese) every character is a
-    word. So is an emoji.
+    The string is normalized by Unicode NFKC, case folded, and split at spaces and punctuation. In
+    scripts without spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese) every character is a word.
+    So is an emoji.
 
     Example:
         >>> words("Naïve, 电影!")
@@ -229,7 +231,7 @@ def _words(tokens: list[Token]) -> list[Token]:
 
 
 def _plain(texts: Any) -> Any:
-    """Tensors, arrays and tuples as lists, to any depth."""
+    """Return tensors, arrays and tuples as lists, to any depth."""
     if hasattr(texts, "tolist"):
         return texts.tolist()
     is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
@@ -237,9 +239,7 @@ def _plain(texts: Any) -> Any:
 
 
 def _depth(item: Any) -> int | None:
-    """0 for a text, 1 for a list of texts, 2 for a list of batches; None if it holds nothing to
-    tell by.
-    """
+    """Return 0 for a text, 1 for a list of texts, 2 for a list of batches, `None` if undecided."""
     if isinstance(item, str) or (isinstance(item, list) and any(isinstance(i, int) for i in item)):
         return 0
     depths = map(_depth, item) if isinstance(item, list) else ()

@@ -1,4 +1,4 @@
-"""`score_text` as a metric of the `evaluate` library."""
+"""The metric `score_text` for the `evaluate` library."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ _STRINGS, _IDS = (
 
 
 class TextReconstruction(evaluate.Metric):
-    """The means of `score_text` under the same names, as an `evaluate` metric. Needs neither the
-    Hub nor a network.
+    """An `evaluate` metric of the means of `score_text`, under the same names.
 
-    What one `add_batch` is given was shared in one gradient: its predictions are matched to its
-    references. A list of lists is several batches, and `add` takes one batch, or one text as a
-    batch of one.
+    It needs neither the Hub nor a network. What one `add_batch` is given was shared in one
+    gradient: its predictions are matched to its references. A list of lists is several batches, and
+    `add` takes one batch, or one text as a batch of one.
 
     Example:
         >>> metric = TextReconstruction()
