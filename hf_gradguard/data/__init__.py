@@ -1,1 +1,1 @@
-"""Reading files and data sets, and the packaged sentences."""
+"""Readers of files and data sets, and the packaged sentences."""

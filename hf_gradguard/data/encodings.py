@@ -1,6 +1,6 @@
-"""Which encoding a file has that is not Unicode: one only where no other is to be taken for it.
+"""Recognition of a file's encoding where it is not Unicode, only if no other one is possible.
 
-A file is decoded by every encoding that fits it, and what comes out is compared with how languages
+A file is decoded by every encoding that fits it, and the results are compared with how languages
 are written. An encoding is sure if all results that pass are one text. A wrong guess is worse than
 none: whoever converts a file by it writes other letters.
 """
@@ -40,7 +40,8 @@ _SHIFTED = re.compile(rb"\x1b[$(]|~\{(?:[!-w][!-~])+~\}")
 _NAMES = {"latin_1": "iso8859-1", "mac_roman": "macintosh"} | {
     f"iso2022_{country}": f"iso-2022-{country}" for country in ("jp", "kr")
 }
-"""What both Python and iconv call an encoding, where that is not Python's name with a hyphen."""
+"""Names of encodings that Python and iconv share, where they are not Python's name with a hyphen.
+"""
 _UNNAMED = {
     "hz", "kz1048", "ptcp154", "cp856", "cp720", "cp858", "cp1125", "mac_latin2", "mac_turkish",
     "mac_iceland", "mac_croatian", "mac_romanian", "mac_greek", "shift_jisx0213", "shift_jis_2004",
@@ -50,8 +51,12 @@ _UNNAMED = {
 
 
 class _Standard(NamedTuple):
-    """What a text of a script is held to: how many letters say anything, which share of them has
-    to be common, and at which part of the best text's share another one may be meant.
+    """The standard that a text of a script has to meet.
+
+    Args:
+        letters: The fewest letters that say anything.
+        share: The fraction of the letters that has to be common ones.
+        rival: The fraction of the best text's share at which another text may be the one meant.
     """
 
     letters: int
@@ -90,10 +95,10 @@ _MARKED = re.compile(
 
 
 def sure_encoding(content: bytes) -> str | None:
-    """Find the one encoding that a text is in, if no other comes into question.
+    """Find the one encoding that a text is in, if no other is possible.
 
     Args:
-        content: Of a file that is not UTF-8, or of one in ASCII's bytes.
+        content: The bytes of a file that is not UTF-8, or that has ASCII's bytes only.
 
     Returns:
         A name that Python and iconv know; `None` if nothing is sure.
@@ -108,7 +113,7 @@ def sure_encoding(content: bytes) -> str | None:
 
 
 def _names_of_only_text(content: bytes) -> list[str]:
-    """The encodings that give the one text that passes; none if there are several."""
+    """Return the encodings that give the one text that passes; none if there are several texts."""
     encodings: Iterable[str] = _SINGLE_BYTE + _MULTI_BYTE
     if content.isascii():
         encodings = next((names for start, names in _SEVEN_BIT.items() if start in content), ())
@@ -125,7 +130,7 @@ def _names_of_only_text(content: bytes) -> list[str]:
 
 
 def has_other_letters(content: bytes) -> bool:
-    """Say whether a text in ASCII's bytes stands for other letters, as ISO-2022-JP does.
+    """Return whether a text in ASCII's bytes stands for other letters, as ISO-2022-JP does.
 
     Example:
         >>> has_other_letters("映画".encode("iso2022_jp")), has_other_letters(b"a + b")
@@ -135,7 +140,7 @@ def has_other_letters(content: bytes) -> bool:
 
 
 def _is_english(content: bytes) -> bool:
-    """Whether a text is English but for marks and signs of Windows'."""
+    """Return whether a text is English except for marks and signs of Windows' encoding."""
     # Quotations first: marks of other kinds may stand in them.
     is_marked = not content.isascii() and _MARKED.sub(b"", _MARKED.sub(_inside, content)).isascii()
     words = len(re.findall(rb"[A-Za-z]+", content))
@@ -143,12 +148,12 @@ def _is_english(content: bytes) -> bool:
 
 
 def _inside(marked: re.Match[bytes]) -> bytes:
-    """What a quotation holds, without its marks."""
+    """Return what a quotation holds, without its marks."""
     return marked[0].strip(b"\x91\x92\x93\x94") if len(marked[0]) > 1 else b""
 
 
 def _distinct_lines(content: bytes) -> bytes:
-    """Lines with other letters, each once, and not more of them than tell."""
+    """Return lines with letters beyond ASCII, each once, and no more of them than are needed."""
     starts = tuple(_SEVEN_BIT) if content.isascii() else ()
     sample, size = dict[bytes, None](), 0
     for line in re.split(rb"[\r\n]+", content):
@@ -161,7 +166,7 @@ def _distinct_lines(content: bytes) -> bytes:
 
 
 def _decoded(content: bytes, encodings: Iterable[str]) -> dict[str, list[str]]:
-    """What encodings make of it, and which of them."""
+    """Return the texts that encodings give, and for each the encodings that give it."""
     texts = defaultdict[str, list[str]](list)
     for encoding in encodings:
         try:
@@ -172,9 +177,7 @@ def _decoded(content: bytes, encodings: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _is_readable(text: str) -> bool:
-    """Whether a text has letters of its own, nothing that no program writes, and quotations that
-    end.
-    """
+    """Return whether a text has letters beyond ASCII, closed quotations and no unreadable signs."""
     quotes = {mark: text.count(mark) for mark in "“„«”»"}
     opened = [mark for mark, count in quotes.items() if count]
     is_quoted = len(opened) != 1 or opened[0] in "”»" or quotes[opened[0]] < 2
@@ -182,15 +185,15 @@ def _is_readable(text: str) -> bool:
 
 
 class _Look(NamedTuple):
-    """How much a text looks like one.
+    """The measures of how much a decoded text looks like written language.
 
     Args:
-        words: How many there are with letters beside ASCII's, each counted once.
-        length: Letters of these words, ASCII's too.
-        wrong: How many of these nobody writes.
-        script: Of most letters.
-        letters: How many there are in that, without ASCII's.
-        share: Which part of them is common; of Latin ones, belongs to one language.
+        words: How many words have letters beyond ASCII, each counted once.
+        length: The number of letters of these words, ASCII's too.
+        wrong: How many of these words nobody writes.
+        script: The script of most letters.
+        letters: How many letters are in that script, without ASCII's.
+        share: The fraction of them that is common; of Latin ones, that belongs to one language.
     """
 
     words: int
@@ -218,7 +221,7 @@ class _Look(NamedTuple):
         return cls(len(words), length, wrong, main, counts.total(), _share(main, counts))
 
     def passes(self) -> bool:
-        """Whether it is to be taken for a text."""
+        """Return whether the text is accepted as written language."""
         standard = _STANDARDS[self.script]
         is_written = self.wrong <= 0.02 * self.words
         if self.script == "LATIN":
@@ -226,7 +229,7 @@ class _Look(NamedTuple):
         return is_written and self.letters >= standard.letters and self.share >= standard.share
 
     def rivals(self, best: _Look) -> bool:
-        """Whether it may be the text in place of the best one."""
+        """Return whether this may be the text in place of the best one."""
         if self.wrong > 0.03 * self.words:
             return False
         if not self.letters:
@@ -252,20 +255,20 @@ def _share(script: str, counts: Counter[str]) -> float:
 
 
 def _part_of(alphabet: str, counts: Counter[str]) -> float:
-    """Which part of the letters a language has, if it may be in that language."""
+    """Return the fraction of the letters that a language has, 0 if it cannot be that language."""
     is_possible = counts.total() < _MANY_LETTERS or any(c in counts for c in alphabet[:2])
     return sum(counts[c] for c in set(alphabet)) / counts.total() if is_possible else 0.0
 
 
 def _plain(letter: str) -> str:
-    """A Greek letter without its accent; others as they are."""
+    """Return a Greek letter without its accent, and any other letter unchanged."""
     if unicodedata.name(letter, "").startswith("GREEK"):
         return unicodedata.normalize("NFD", letter)[0]
     return letter
 
 
 def _script_of(word: str) -> str:
-    """The script that a word is in; nothing if nobody writes so."""
+    """Return the script that a word is in, or an empty string if nobody writes so."""
     scripts, previous = set[str](), ""
     for letter in word:
         kind = unicodedata.category(letter)
@@ -287,7 +290,7 @@ def _script_of(word: str) -> str:
 
 
 def _is_spelt(word: str, script: str) -> bool:
-    """Whether a word of one script has capitals, vowels and accents where words have them."""
+    """Return whether a word of one script has capitals, vowels and accents where words do."""
     if script == "LATIN":
         not_ascii = sum(not letter.isascii() for letter in word)
         if len(word) > 3 and not_ascii > 0.75 * len(word):
@@ -304,7 +307,7 @@ def _is_spelt(word: str, script: str) -> bool:
 
 
 def _has_capitals_first(stem: str) -> bool:
-    """Whether capitals beside ASCII's stand first, or are all of a word."""
+    """Return whether capitals beyond ASCII come first, or make up the whole word."""
     inner = stem[1:]
     is_usual = all(letter.isascii() or not letter.isupper() for letter in inner)
     return is_usual or stem == stem.upper()

@@ -1,4 +1,4 @@
-"""Rows of files, folders and the Hub's data sets: how each is recognized, and what is refused."""
+"""Readers of files, folders and the Hub's data sets, which recognize a form or refuse it."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ COLUMNS = {
 _ARROW_FORMATS = {
     ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow"
 }  # fmt: skip
-"""Which builder of `datasets` reads a file, by its ending."""
+"""The builder of `datasets` that reads a file, by the file's ending."""
 _WAY_OUT = "Give a file, a folder, or a name as the Hub has it, like stanfordnlp/imdb."
 _SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
-"""What the files of a split may be called."""
+"""Possible names of the files of a split."""
 _SAVED = ("dataset_dict.json", "state.json", "dataset_info.json")
-"""Files of which `save_to_disk` writes one at least."""
+"""Files of which `save_to_disk` writes at least one."""
 _IMAGE_NAME = re.compile(r"\.(png|jpe?g|gif|bmp|webp|tiff?|pp?gm|ico)$", re.IGNORECASE)
 
 
 def load_rows(dataset: str, split: str = "train", config: str | None = None) -> Dataset:
-    """Rows of a local file, a folder, or one split of a Hub data set.
+    r"""Load rows of a local file, a folder, or one split of a Hub data set.
 
-    A table's columns hold texts, as they stand in the file; an empty cell is `None`. How a table
-    was read, where that was not plain, is in `rows.info.description`.
+    A table's columns hold texts, as they stand in the file; an empty cell is `None`. If a table was
+    not read in the plainest way, `rows.info.description` says how.
 
     Args:
         dataset: A csv, tsv, txt (a text a line), json, jsonl, parquet, arrow or npz file, the first
             five also compressed; a folder of such tables, one a split, of images, or of
             `save_to_disk`; or a Hub name.
-        split: Of a folder or a Hub data set.
-        config: Of a Hub data set with several.
+        split: The split of a folder or a Hub data set.
+        config: The configuration of a Hub data set that has several.
 
     Raises:
-        DataError: If it cannot be read as that: a ValueError of one line.
+        DataError: If it cannot be read as that: a `ValueError` of one line.
         FileNotFoundError: If it is written like a path and nothing is there.
 
     Example:
-        >>> Path("rows.csv").write_text("sentence;label\\na fine film;1")
+        >>> Path("rows.csv").write_text("sentence;label\na fine film;1")
         28
         >>> rows = load_rows("rows.csv")
         >>> rows[0], rows.info.description
@@ -71,20 +71,20 @@ def load_rows(dataset: str, split: str = "train", config: str | None = None) -> 
 
 
 def load_splits(dataset: str, config: str | None = None, seed: int = 0) -> DatasetDict:
-    """The splits to train on and to judge by, `train` and `validation`.
+    r"""Load the splits to train on and to evaluate on, `train` and `validation`.
 
     Without a validation or test split a tenth of the rows is held out, drawn by the seed.
 
     Args:
-        dataset: As for `load_rows`.
-        config: Likewise.
-        seed: Of that draw.
+        dataset: A file, a folder or a Hub name, as for `load_rows`.
+        config: The configuration of a Hub data set that has several.
+        seed: The seed of that draw.
 
     Raises:
-        DataError: As `load_rows` does.
+        DataError: If it cannot be read, as for `load_rows`.
 
     Example:
-        >>> written = Path("rows.csv").write_text("text,label\\n" + "a film,1\\n" * 20)
+        >>> written = Path("rows.csv").write_text("text,label\n" + "a film,1\n" * 20)
         >>> {split: len(rows) for split, rows in load_splits("rows.csv").items()}
         {'train': 18, 'validation': 2}
     """
@@ -93,14 +93,15 @@ def load_splits(dataset: str, config: str | None = None, seed: int = 0) -> Datas
 
 
 def read_splits(dataset: str, config: str | None = None, split: str = "train") -> DatasetDict:
-    """As `load_splits`, but nothing is held out, so that rows are numbered as in the files.
+    """Load splits as `load_splits` does, but hold nothing out: rows are numbered as in the files.
 
     Args:
-        dataset, config: As for `load_rows`.
-        split: Which one is `train`, of a folder or a Hub data set.
+        dataset: A file, a folder or a Hub name, as for `load_rows`.
+        config: The configuration of a Hub data set that has several.
+        split: The split of a folder or a Hub data set that becomes `train`.
 
     Raises:
-        DataError: As `load_rows` does.
+        DataError: If it cannot be read, as for `load_rows`.
     """
     need("data", "data", "datasets")
     # An extra: training needs this room's private files and not this library.
@@ -123,10 +124,10 @@ def read_splits(dataset: str, config: str | None = None, split: str = "train") -
 
 
 def hold_out(rows: Dataset, dataset: str, seed: int) -> DatasetDict:
-    """The splits `train` and `validation`, of which the latter has a tenth of the rows.
+    """Split rows into `train` and `validation`, which gets a tenth of them.
 
     Raises:
-        DataError: If there is one row alone.
+        DataError: If there is only one row.
     """
     from datasets import DatasetDict
 
@@ -137,7 +138,7 @@ def hold_out(rows: Dataset, dataset: str, seed: int) -> DatasetDict:
 
 
 def check_data_name(dataset: str) -> None:
-    """Refuse what is neither here nor written as a name on the Hub: it would be sent there.
+    """Refuse a name that is neither a file here nor a Hub name: it would be sent to the Hub.
 
     Raises:
         FileNotFoundError: If it has the form of a path, or no organization before it.
@@ -154,12 +155,12 @@ def check_data_name(dataset: str) -> None:
 
 @contextlib.contextmanager
 def explain_unreadable(dataset: str) -> Iterator[None]:
-    """Around what reads data: one line for whatever the libraries raise.
+    """Turn whatever libraries raise while reading data inside the context into one line.
 
-    Their messages may quote a row. Only what is said of the Hub's names is passed on.
+    Their messages may quote a row. Only what they say of the Hub's names is passed on.
 
     Raises:
-        DataError: With the name and the way out.
+        DataError: If anything was raised; the message has the data set's name and the way out.
 
     Example:
         >>> written = Path("rows.parquet").write_text("PAR1")
@@ -208,7 +209,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _tables_of(folder: Path) -> dict[str, Any]:
-    """Loaders of a folder's tables by split; none where it holds no tables."""
+    """Return loaders of a folder's tables by split; none if it holds no tables."""
     if not folder.is_dir():
         return {}
     files = [f for f in sorted(folder.iterdir()) if format_of(f) in READERS]
@@ -228,13 +229,13 @@ def _tables_of(folder: Path) -> dict[str, Any]:
 
 
 def _image_classes(folder: Path) -> list[Path]:
-    """Subfolders that hold images."""
+    """Return the subfolders that hold images."""
     folders = [f for f in sorted(folder.iterdir()) if f.is_dir() and f.name[0] not in "._"]
     return [f for f in folders if any(_IMAGE_NAME.search(file.name) for file in f.iterdir())]
 
 
 def _load_by_library(dataset: str, config: str | None, split: str | None = None) -> Any:
-    """A folder of other forms, or a Hub data set: one split, or all by name."""
+    """Load a folder of another form, or a Hub data set: one split, or all by name."""
     from datasets import load_dataset
 
     path = Path(dataset)
@@ -247,7 +248,7 @@ def _load_by_library(dataset: str, config: str | None, split: str | None = None)
 
 
 def _saved(folder: Path) -> Mapping[str, Any]:
-    """What `save_to_disk` wrote into a folder, by split; none if it is no such folder."""
+    """Return what `save_to_disk` wrote into a folder, by split; nothing if it is no such folder."""
     if not any((folder / name).is_file() for name in _SAVED):
         return {}
     from datasets import Dataset, load_from_disk
@@ -289,7 +290,7 @@ def _read_file(path: Path) -> Any:
 
 
 def _count_arrow_rows(path: Path, builder: str) -> int:
-    """Counted before the library reads the file, as it logs what it cannot read."""
+    """Return the number of rows, before `datasets` reads the file and logs what it cannot read."""
     import pyarrow as pa
     from pyarrow import ipc, parquet
 
@@ -319,10 +320,10 @@ def _read_arrays(path: Path) -> Arrays:
 
 
 class Arrays:
-    """The arrays of an npz file, as far as a data set is read: its columns, by name.
+    """The arrays of an npz file with the part of a data set's interface that is read here.
 
     Args:
-        arrays: By name. Those without rows are left out.
+        arrays: Arrays by name. Those without rows are left out.
 
     Example:
         >>> Arrays({"x": np.zeros((2, 4, 4)), "y": np.zeros((2, 1))})["y"].shape
@@ -343,7 +344,7 @@ class Arrays:
         return self._arrays[column]
 
     def to_dataset(self, name: str) -> Dataset:
-        """The same as rows of `datasets`, images as PNG.
+        """Return the same columns as rows of `datasets`, with images as PNG.
 
         Raises:
             DataError: If columns differ in length, or pixels are no image's.

@@ -1,4 +1,4 @@
-"""Images as data sets hold them: whatever they are stored as becomes eight bits a channel."""
+"""Conversion of images in data sets, however they are stored, to eight bits a channel."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .tables import DataError
 
 
 def read_image(stored: Any, row_name: str, folder: Path | None = None) -> Any:
-    """An image as one cell of a data set: a PIL image, gray or in color.
+    """Return one cell of a data set as a PIL image, gray or in color.
 
     Args:
         stored: `{"bytes": ..., "path": ...}`, bytes or an array.
         row_name: The file's name and the row's number, for an error.
-        folder: Where a path leads that leads nowhere from here.
+        folder: The folder that a relative path starts from, if it leads nowhere from here.
 
     Raises:
-        DataError: If it is cut, or no image of such pixels.
+        DataError: If the image is cut, or has pixels that are not of 8 or 16 bits.
 
     Example:
         >>> read_image({"bytes": b"no image", "path": "cat.png"}, "pets, row 3")
@@ -57,17 +57,17 @@ def read_image(stored: Any, row_name: str, folder: Path | None = None) -> Any:
 
 
 def to_pil(picture: Any, mode: str) -> Image.Image:
-    """Make a PIL image of one mode from another, or from an array or tensor of pixels `(H, W)` or
-    `(H, W, C)`.
+    """Return a PIL image of one mode, made from another image or from pixels.
 
     Args:
-        picture: Of 8 bits, or of 16, which are scaled. Where it is transparent it is laid on white,
-            or on black if it stands out more from that.
+        picture: An image, or an array or tensor of pixels `(H, W)` or `(H, W, C)`, of 8 bits, or of
+            16, which are scaled. A transparent one is laid on white, or on black if it stands out
+            more from that.
         mode: `"L"` or `"RGB"`.
 
     Raises:
-        ValueError: For pixels that are no whole numbers of 8 or 16 bits, and if they are so
-            transparent that one color is left.
+        ValueError: If pixels are no whole numbers of 8 or 16 bits, or so transparent that one color
+            is left.
 
     Example:
         >>> white = np.full((2, 2), 65535, dtype=np.uint16)
@@ -87,7 +87,7 @@ def to_pil(picture: Any, mode: str) -> Image.Image:
 
 
 def is_gray(image: Image.Image) -> bool:
-    """Say whether a PIL image has no colors, whatever it is stored as.
+    """Return whether a PIL image has no colors, however it is stored.
 
     Example:
         >>> is_gray(Image.new("La", (1, 1))), is_gray(Image.new("PA", (1, 1)))
@@ -97,7 +97,7 @@ def is_gray(image: Image.Image) -> bool:
 
 
 def _scaled(picture: Image.Image) -> Image.Image:
-    """A picture of more than 8 bits in 8. One of its numbers may stand for transparency."""
+    """Return a picture of more than 8 bits in 8; one of its numbers may stand for transparency."""
     pixels = np.asarray(picture)
     scaled = Image.fromarray(_eight_bits(pixels))
     if (hole := picture.info.get("transparency")) is not None:
@@ -107,7 +107,7 @@ def _scaled(picture: Image.Image) -> Image.Image:
 
 
 def _laid_on_ground(picture: Image.Image) -> Image.Image:
-    """A picture without its transparency, which may hold all that is drawn."""
+    """Return a picture without its transparency, which may hold all that is drawn."""
     if not picture.has_transparency_data:
         return picture
     hole = picture.info.get("transparency")
@@ -135,12 +135,12 @@ _FAINTEST = 2
 
 
 def _is_hidden(plain: Image.Image) -> bool:
-    """Whether colors or transparency differ between pixels, or nothing is opaque at all."""
+    """Return whether colors or transparency differ between pixels, or nothing is opaque at all."""
     return max(_ranges(plain)) >= _FAINTEST or plain.getchannel("A").getextrema() == (0, 0)
 
 
 def _ranges(image: Image.Image) -> list[int]:
-    """The largest number of each channel, less its smallest."""
+    """Return for each channel the largest number less the smallest."""
     pixels = np.asarray(image).astype(int)
     return [int(n) for n in pixels.max((0, 1)) - pixels.min((0, 1))]
 

@@ -1,4 +1,4 @@
-"""Labels: which class of a model one is, and the classes that a data set has."""
+"""Labels: which class of a model a label is, and which classes a data set has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.get_logger(__name__)
 
 
 def class_names(feature: Any) -> list[str]:
-    """Names that a data set gives its classes, or none.
+    """Return the names that a data set gives its classes, or an empty list.
 
     Example:
         >>> from datasets import ClassLabel, List
@@ -29,8 +29,9 @@ def class_names(feature: Any) -> list[str]:
 
 
 def sorted_classes(labels: Sequence[Any]) -> list[str]:
-    """Names of the classes that labels are, sorted: whole numbers by size, else by their letters.
-    None for numbers with a point.
+    """Return the sorted names of the classes in labels; none if they are numbers with a fraction.
+
+    Whole numbers are sorted by size, others by their letters.
 
     Example:
         >>> sorted_classes(["10", "9", "9"]), sorted_classes([1.5, 2.0])
@@ -44,19 +45,19 @@ def sorted_classes(labels: Sequence[Any]) -> list[str]:
 
 
 _MISSING = {"nan", "null", "na", "n/a", "#n/a", "<na>", "none"}
-"""How tables write an empty cell. A class may be called so too, among other words."""
+"""Ways in which tables write an empty cell. A class may be called so too, among other words."""
 
 
 def check_classes(names: Sequence[str], where: str) -> None:
-    """Refuse what is no set of classes. The message does not say their names.
+    """Refuse labels that are no set of classes; the message does not say their names.
 
     Args:
-        names: Of the classes that labels are.
+        names: Names of the classes in the labels.
         where: The data set's name and the column.
 
     Raises:
-        DataError: For fewer than two, for two that differ in case alone, and for numbers among
-            which is one without a value.
+        DataError: If there are fewer than two classes, two that differ only in case, or numbers
+            among which is one without a value.
 
     Example:
         >>> check_classes(["Good", "bad", "good"], "rows.csv: column 'label'")
@@ -85,18 +86,20 @@ def _is_number(name: str) -> bool:
 
 
 def _plain(label: Any) -> str:
-    """A label as its class's name: 1.0, "1.0", 1, True and "1" are one class."""
+    """Return a label as its class's name: 1.0, "1.0", 1, True and "1" are one class."""
     if isinstance(label, bool | int | float) and math.isfinite(label) and int(label) == label:
         return str(int(label))
     return re.sub(r"^(-?\d+)\.0*$", r"\1", str(label).strip())
 
 
 def find_class(label: Any, classes: Mapping[str, int] | None) -> int:
-    """The model's number of a label, which is a name or a number: by exact name, then by name
-    without regard to case where only one is so called, then by number.
+    """Return the model's class id of a label, which is a name or a number.
+
+    A name is looked up exactly, then without regard to case if only one class matches, then as a
+    number.
 
     Raises:
-        ValueError: If it is none of the model's. The message does not say the label.
+        ValueError: If it is no class of the model. The message does not say the label.
 
     Example:
         >>> find_class("Good", {"bad": 0, "good": 1}), find_class("1", {"bad": 0, "good": 1})
@@ -120,7 +123,7 @@ def find_class(label: Any, classes: Mapping[str, int] | None) -> int:
 
 
 def explain_label(label: Any) -> str:
-    """Say why something is no class, and what to do, but not what it is.
+    """Explain why a label is no class, and what to do, without saying what it is.
 
     Example:
         >>> explain_label(-1)
@@ -145,8 +148,9 @@ def explain_label(label: Any) -> str:
 
 
 def check_counting(labels: Sequence[Any], classes: Mapping[str, int] | None, where: str) -> None:
-    """Refuse numbers that count from 1 where the model's count from 0: all but the largest would be
-    taken for the next class.
+    """Refuse numbers that count from 1 where the model's count from 0.
+
+    All but the largest would be taken for the next class.
 
     Args:
         labels: A whole column.
@@ -154,7 +158,7 @@ def check_counting(labels: Sequence[Any], classes: Mapping[str, int] | None, whe
         where: The data set's name and the column.
 
     Raises:
-        DataError: With the way out.
+        DataError: If the numbers count from 1; the message names the way out.
 
     Example:
         >>> check_counting(["1", "2"], {"bad": 0, "good": 1}, "rows.csv: column 'label'")
@@ -174,10 +178,10 @@ def check_counting(labels: Sequence[Any], classes: Mapping[str, int] | None, whe
 
 
 def check_names(names: Sequence[str], classes: Mapping[str, int] | None, dataset: str) -> bool:
-    """Whether the classes of a data set are to be matched with the model's by their names.
+    """Return whether to match a data set's classes with the model's by their names.
 
     Returns:
-        False where one of the two has no names.
+        False if one of the two has no names.
 
     Raises:
         DataError: If the model lacks a name, or two would be one class.
@@ -209,10 +213,10 @@ def check_names(names: Sequence[str], classes: Mapping[str, int] | None, dataset
 
 
 def name_class(label: Any, names: Sequence[str]) -> Any:
-    """The name of a data set's number, or the names of several.
+    """Return the name of a data set's class number, or the names of several.
 
     Raises:
-        ValueError: For -1, which stands for no label.
+        ValueError: If a number is -1, which stands for no label.
 
     Example:
         >>> name_class([0, 1], ["neg", "pos"])
@@ -230,10 +234,10 @@ def number_classes(splits: DatasetDict, column: str) -> DatasetDict:
 
     Args:
         splits: Rows with other columns too. One split is called `train`.
-        column: Of numbers or names. A `ClassLabel` has its numbers already.
+        column: The column of numbers or names. A `ClassLabel` has its numbers already.
 
     Raises:
-        DataError: For fewer than two classes, or a label that is none of them.
+        DataError: If there are fewer than two classes, or a label that is none of them.
 
     Example:
         >>> from datasets import Dataset, DatasetDict
@@ -288,7 +292,7 @@ def _class_ids(label: Any, classes: Mapping[str, int] | None) -> list[int]:
 
 
 def _class_flags(label: Any, classes: Mapping[str, int] | None) -> list[float]:
-    """One 0 or 1 for each class."""
+    """Return one 0 or 1 for each class."""
     count = len(classes or ())
     if isinstance(label, list | tuple) and len(label) == count and set(label) <= {0, 1}:
         return [float(flag) for flag in label]
@@ -309,4 +313,4 @@ CONVERTERS: dict[str, Callable[..., Any]] = {
     "token": _class_ids,
     "text": lambda label, classes: str(label),
 }
-"""What a label becomes, by its kind: of a cell and the model's `label2id`."""
+"""Functions of a cell and the model's `label2id` that return the label, by the label's kind."""

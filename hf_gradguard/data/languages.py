@@ -1,4 +1,4 @@
-"""How languages are written: which letters they have, and which of them are common."""
+"""Letters of languages, and which of them are common."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LATIN = (
     "ăîâșțşţ", "čšžćđ", "ıüğşçöâîi̇", "ėšųįąčžūę", "āēīšūņļķčžģ", "äõöüšž", "ëç", "ċġħżà", "ĉĝĥĵŝŭ",
     "ŷŵâêîôû", "áíóéú", "êâîôûäëïöüàèéç", "ýäňöüşçž", "áíóúðæøý",
 )  # fmt: skip
-"""Languages' letters beside ASCII's, of which the two that no long text is without come first."""
+"""Languages' letters beyond ASCII; the first two of each occur in every long text."""
 _RUSSIAN = "абвгдежзийклмнопрстуфхцчшщьюя"
 CYRILLIC = tuple(
     _RUSSIAN + more

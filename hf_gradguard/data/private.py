@@ -1,4 +1,4 @@
-"""Files that are their owner's alone: private texts, what a defense remembers."""
+"""Files that only their owner can read, such as private texts and the state of a defense."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def make_private_folder(path: str | os.PathLike[str]) -> Path:
-    """A folder that only its owner can enter. One that is there already keeps its rights.
+    """Make a folder that only its owner can enter; one that exists keeps its rights.
 
     Raises:
         OSError: If it cannot be made.

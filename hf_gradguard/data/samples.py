@@ -1,4 +1,4 @@
-"""Labeled samples of rows: which columns hold them, and what a terminal shows of them first."""
+"""Labeled samples: which columns hold them, and which rows a terminal shows first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Sample = tuple[Any, Any]
-"""A text or an image, with its class id; or with another label, as its model takes it."""
+"""A text or an image, with its class id, or with another label as its model takes it."""
 
 _LABEL_COLUMNS = {
     "class": ("label", "labels", "y_train", "y", "sentiment"),
@@ -58,27 +58,29 @@ def load_samples(
     split: str = "train",
     config: str | None = None,
 ) -> list[Sample]:
-    """Samples drawn at random, without replacement.
+    r"""Draw samples at random, without replacement.
 
     Args:
-        dataset: As for `load_rows`; images also as a folder of folders, one a class.
-        kind: `"text"` or `"image"`: the name of a domain.
-        count: How many.
+        dataset: A file, a folder or a Hub name, as for `load_rows`; images also as a folder of
+            folders, one a class.
+        kind: The name of a domain: `"text"` or `"image"`.
+        count: The number of samples.
         labels: `"class"`, `"number"`, `"several"` (names, ids, or one 0 or 1 for each class),
-            `"token"` (a class for each of a list of words), `"text"`, or `None` for none.
-        spare: How many more behind them, or as many as there are.
-        seed: Of the draw.
+            `"token"` (a class for each of a list of words), `"text"`, or `None` for no labels.
+        spare: How many more follow them, or as many as there are.
+        seed: The seed of the draw.
         classes: The model's `label2id`, for labels that are names.
-        column: Of texts or images. Default: the first usual name that there is.
-        label_column: Of labels. Default: the same.
-        split, config: Of a Hub data set or a folder; a Hub data set with several.
+        column: The column of texts or images. Default: the first usual name that there is.
+        label_column: The column of labels. Default: the first usual name that there is.
+        split: The split of a Hub data set or a folder.
+        config: The configuration of a Hub data set that has several.
 
     Raises:
-        DataError: If there are fewer, or no such column, or a label is no class of the model. A
-            ValueError, which names the row.
+        DataError: If there are fewer samples, or no such column, or a label is no class of the
+            model. It is a `ValueError` that names the row.
 
     Example:
-        >>> written = (tmp_path / "few.tsv").write_text("sentence\\tlabel\\na fine film\\t1\\n")
+        >>> written = (tmp_path / "few.tsv").write_text("sentence\tlabel\na fine film\t1\n")
         >>> load_samples(str(tmp_path / "few.tsv"), kind="text", count=1)
         [('a fine film', 1)]
     """
@@ -94,13 +96,20 @@ def load_inputs(
     split: str = "train",
     config: str | None = None,
 ) -> list[Any]:
-    """All texts or images of a data set, without labels. Arguments are those of `load_samples`.
+    r"""Load all texts or images of a data set, without labels.
+
+    Args:
+        dataset: A file, a folder or a Hub name, as for `load_rows`.
+        kind: The name of a domain: `"text"` or `"image"`.
+        column: The column of texts or images. Default: the first usual name that there is.
+        split: The split of a Hub data set or a folder.
+        config: The configuration of a Hub data set that has several.
 
     Raises:
         DataError: If there is no such column, or a row is empty.
 
     Example:
-        >>> written = (tmp_path / "list.csv").write_text("text\\na fine film\\n")
+        >>> written = (tmp_path / "list.csv").write_text("text\na fine film\n")
         >>> load_inputs(str(tmp_path / "list.csv"), kind="text")
         ['a fine film']
     """
@@ -111,13 +120,13 @@ def load_inputs(
 def load_texts(
     dataset: str, *, column: str | None = None, split: str = "train", config: str | None = None
 ) -> list[str]:
-    """All texts of a data set, without the empty ones. Arguments are those of `load_samples`.
+    r"""Load all texts of a data set but the empty ones; arguments are those of `load_samples`.
 
     Raises:
         DataError: If there is no such column, or it holds no text.
 
     Example:
-        >>> written = (tmp_path / "texts.txt").write_text("a fine film\\n\\nthe plot is long")
+        >>> written = (tmp_path / "texts.txt").write_text("a fine film\n\nthe plot is long")
         >>> load_texts(str(tmp_path / "texts.txt"))
         ['a fine film', 'the plot is long']
     """
@@ -138,11 +147,15 @@ def load_images(
     num_channels: int | None = None,
     image_size: int | None = None,
 ) -> Any:
-    """All images of a data set as arrays of bytes. Other arguments are those of `load_samples`.
+    """Load all images of a data set as arrays of bytes.
 
     Args:
-        num_channels: 1 or 3: convert images of a column. An npz's array is taken as it is.
-        image_size: Resize images of a column to so many pixels square; needed if they differ in
+        dataset: A file, a folder or a Hub name, as for `load_rows`.
+        column: The column of images. Default: the first usual name that there is.
+        split: The split of a Hub data set or a folder.
+        config: The configuration of a Hub data set that has several.
+        num_channels: 1 or 3: convert images of a column. An npz's array is not converted.
+        image_size: Resize images of a column to this many pixels square; needed if they differ in
             size.
 
     Raises:
@@ -167,18 +180,21 @@ def load_images(
 
 
 class Labeled:
-    """Rows of which one column holds inputs, and another one labels.
+    r"""Rows that have inputs in one column and labels in another.
 
     Args:
-        rows: As `load_rows` gives them.
+        rows: Rows as `load_rows` returns them.
         dataset: Their name, for errors.
-        kind, labels, column, label_column: As for `load_samples`.
+        kind: The name of a domain: `"text"` or `"image"`.
+        labels: What a label is, as for `load_samples`; `None` for no labels.
+        column: The column of inputs. Default: the first usual name that there is.
+        label_column: The column of labels. Default: the first usual name that there is.
 
     Raises:
         DataError: If there is no such column.
 
     Example:
-        >>> written = (tmp_path / "few.csv").write_text("text,label\\na fine film,good\\n,bad\\n")
+        >>> written = (tmp_path / "few.csv").write_text("text,label\na fine film,good\n,bad\n")
         >>> source = Labeled(load_rows(str(tmp_path / "few.csv")), "few.csv", "text", "class")
         >>> source.new_head()["label2id"], list(source.inputs([0]))
         ({'bad': 0, 'good': 1}, ['a fine film'])
@@ -223,11 +239,15 @@ class Labeled:
         return len(self.rows[self.input_column])
 
     def draw(self, count: int, spare: int, seed: int) -> list[int]:
-        """Rows: one permutation whatever the count, so that more decoys leave the samples as they
-        are.
+        """Draw row numbers from one permutation, so that more spare rows do not change the samples.
+
+        Args:
+            count: The number of samples.
+            spare: How many more follow them, or as many as there are.
+            seed: The seed of the permutation.
 
         Raises:
-            DataError: If there are too few.
+            DataError: If there are too few rows.
         """
         if not 1 <= count <= len(self):
             raise DataError(
@@ -238,10 +258,10 @@ class Labeled:
         return order[: count + spare]
 
     def check(self, rows: Sequence[int] | None = None) -> None:
-        """Look at rows, but not at images, which are read when they are needed.
+        """Check rows, but not images, which are read when they are needed.
 
         Args:
-            rows: Which. Default: all.
+            rows: Row numbers. Default: all.
 
         Raises:
             DataError: If a text or a label is empty.
@@ -253,10 +273,10 @@ class Labeled:
             deque(self._cells(self.label_column, rows), maxlen=0)
 
     def inputs(self, rows: Sequence[int]) -> Iterator[Any]:
-        """The texts or images of rows.
+        """Yield the texts or images of rows.
 
         Raises:
-            DataError: If there is none, or an image is cut.
+            DataError: If a row has none, or an image is cut.
         """
         for row, stored in zip(rows, self._cells(self.input_column, rows), strict=True):
             row_name = f"{self.dataset}, row {row + 1}"
@@ -296,19 +316,27 @@ class Labeled:
             yield cell
 
     def samples(self, classes: Mapping[str, int] | None, rows: Sequence[int]) -> list[Sample]:
-        """Rows with their labels as the model takes them.
+        """Return rows with their labels as the model takes them.
 
         Args:
             classes: The model's `label2id`.
-            rows: Which.
+            rows: Row numbers.
 
         Raises:
-            DataError: If a row is empty, or its label none of the model's.
+            DataError: If a row is empty, or its label is none of the model's.
         """
         return list(zip(self.inputs(rows), self.label_ids(classes, rows), strict=True))
 
     def label_ids(self, classes: Mapping[str, int] | None, rows: Sequence[int]) -> list[Any]:
-        """The labels of rows as the model takes them. Arguments and errors: as for `samples`."""
+        """Return the labels of rows as the model takes them.
+
+        Args:
+            classes: The model's `label2id`.
+            rows: Row numbers.
+
+        Raises:
+            DataError: If a label is empty, or none of the model's.
+        """
         if self.labels is None:
             return [None] * len(rows)
         names = class_names(self.rows.features.get(self.label_column))
@@ -327,11 +355,11 @@ class Labeled:
         return converted
 
     def new_head(self) -> dict[str, Any]:
-        """What a new head is made for: settings of a model's configuration.
+        """Return settings of a model's configuration for a new head of these labels.
 
-        As `run_classification.py` of Transformers does: classes in the order in which a data set
-        numbers them, else sorted; numbers with a point make a regression; lists make a head of
-        several classes.
+        They follow `run_classification.py` of Transformers: classes are in the order in which a
+        data set numbers them, else sorted; numbers with a fraction make a regression; lists make a
+        head of several classes.
 
         Raises:
             DataError: If a label is empty, or there are fewer than two classes, or almost as many
@@ -358,7 +386,7 @@ class Labeled:
 
 @contextmanager
 def _at_row(dataset: str, row: int, column: str) -> Iterator[None]:
-    """Around what converts a label: says where it stands, and not what it says."""
+    """Add the place of a label to an error that its conversion raises, but not what it says."""
     try:
         yield
     except DataError:
@@ -370,16 +398,17 @@ def _at_row(dataset: str, row: int, column: str) -> Iterator[None]:
 
 
 def show_rows(source: Labeled, classes: Mapping[str, int] | None = None, count: int = 3) -> None:
-    """Show on the terminal what was read, and the first rows as they were: an eye sees at once what
-    no check does. Rows go to a terminal alone, and into no file or log.
+    r"""Show on the terminal what was read and its first rows, so that the user can check them.
+
+    Rows go only to a terminal, and into no file or log.
 
     Args:
-        source: What was read.
+        source: The rows that were read.
         classes: The model's `label2id`.
-        count: Rows.
+        count: The number of rows to show.
 
     Example:
-        >>> written = (tmp_path / "few.csv").write_text("text,label\\na fine film,good\\n")
+        >>> written = (tmp_path / "few.csv").write_text("text,label\na fine film,good\n")
         >>> source = Labeled(load_rows(str(tmp_path / "few.csv")), "few.csv", "text", "class")
         >>> show_rows(source, {"bad": 0, "good": 1})
     """
@@ -405,7 +434,7 @@ def show_rows(source: Labeled, classes: Mapping[str, int] | None = None, count: 
 
 
 def as_stored_images(rows: Dataset, column: str, dataset: str) -> Dataset:
-    """Rows whose images are read when they are asked for, by `read_image`.
+    """Return rows whose images are read when they are asked for, by `read_image`.
 
     Raises:
         DataError: If the column holds none.
@@ -426,11 +455,18 @@ def pick_column(
     flag: str = "--column",
     feature: str = "",
 ) -> str:
-    """The column asked for, or the first of the usual ones that there is, or the only one of a
-    type.
+    """Return the column asked for, or the first usual one that exists, or the only one of a type.
+
+    Args:
+        rows: Rows with `column_names`.
+        column: The column asked for, if any.
+        usual: Usual names, in order.
+        dataset: The rows' name, for errors.
+        flag: The flag that names a column, for errors.
+        feature: The type of which there may be only one column.
 
     Raises:
-        DataError: If there is none, naming those there are.
+        DataError: If there is none; the message names the columns that exist.
 
     Example:
         >>> from datasets import Dataset

@@ -23,7 +23,8 @@ COMPRESSIONS = (".gz", ".bz2", ".xz")
 _UNPACKERS: dict[bytes, Callable[[bytes], bytes]] = {
     b"\x1f\x8b": gzip.decompress, b"BZh": bz2.decompress, b"\xfd7zXZ": lzma.decompress,
 }  # fmt: skip
-"""By the bytes that such a file begins with, whatever it is called."""
+"""Functions that decompress a file, by the bytes that such a file begins with, whatever its name.
+"""
 _NO_TEXT = {
     b"PK\3\4": "a zip archive or a workbook: unpack it, or save its table as csv",
     b"\xd0\xcf\x11\xe0": "an old workbook: save its table as csv",
@@ -39,11 +40,14 @@ _NO_TEXT = {
 
 
 class DataError(ValueError):
-    """What cannot be read, in one line: the file, the row, the way out. Never what a row says."""
+    """A file cannot be read; the message is one line with the row and the way out.
+
+    It never quotes a row.
+    """
 
 
 def format_of(path: Path) -> str:
-    """The ending that says how a file is read, without that of its compression.
+    """Return the ending that says how a file is read, without that of its compression.
 
     Example:
         >>> format_of(Path("ROWS.CSV.gz")), format_of(Path("rows"))
@@ -55,17 +59,17 @@ def format_of(path: Path) -> str:
 
 
 def read_table(path: Path) -> tuple[Mapping[str, Sequence[Any]], str]:
-    """A table's columns, and how it was read where that was not plain.
+    r"""Return a table's columns, and a note on how it was read if that was not plain.
 
     Args:
-        path: Of one of the formats `READERS`, compressed or not.
+        path: A file in one of the formats `READERS`, compressed or not.
 
     Raises:
-        DataError: If its content is none such.
+        DataError: If its content has another form.
         OSError: If it cannot be opened.
 
     Example:
-        >>> written = (tmp_path / "few.csv").write_text("text;label\\na fine film;\\n")
+        >>> written = (tmp_path / "few.csv").write_text("text;label\na fine film;\n")
         >>> read_table(tmp_path / "few.csv")
         ({'text': ['a fine film'], 'label': [None]}, "separated by ';'")
     """
@@ -85,7 +89,7 @@ def read_table(path: Path) -> tuple[Mapping[str, Sequence[Any]], str]:
 
 
 def _decode(name: str, content: bytes) -> tuple[str, str]:
-    """A file's text, and how it was read where it is not UTF-8."""
+    """Return a file's text, and a note on how it was read if it is not UTF-8."""
     if not content.strip():
         raise DataError(f"{name} is empty.")
     begins = content[:100].lstrip().lower()
@@ -113,7 +117,7 @@ def _decode(name: str, content: bytes) -> tuple[str, str]:
 
 
 def _unmarked_unicode(content: bytes) -> str | None:
-    """Which UTF-16 or UTF-32 a file is that does not say so: Latin letters have zeros there."""
+    """Return the UTF-16 or UTF-32 of a file without a mark, known by the zeros of Latin letters."""
     start = content[:16]
     for encoding, size, place in _UNMARKED:
         zeros = bytes(byte for n, byte in enumerate(start) if n % size != place)
@@ -123,11 +127,11 @@ def _unmarked_unicode(content: bytes) -> str | None:
 
 
 _UNMARKED = ("utf-32-le", 4, 0), ("utf-32-be", 4, 3), ("utf-16-le", 2, 0), ("utf-16-be", 2, 1)
-"""Encodings, their bytes a letter, and which of these a Latin letter has that is not zero."""
+"""Encodings, their bytes a letter, and which of these is not zero for a Latin letter."""
 
 
 def _decode_other(name: str, content: bytes, line: int) -> tuple[str, str]:
-    """The text of a file that is not Unicode, if that is sure to be Windows-1252."""
+    """Return the text of a file that is not Unicode, if it is surely Windows-1252."""
     encoding = sure_encoding(content)
     if encoding == "cp1252":
         return content.decode("cp1252"), "Windows-1252 (Latin-1), as it is not UTF-8"
@@ -144,7 +148,7 @@ def _decode_other(name: str, content: bytes, line: int) -> tuple[str, str]:
 
 
 def _separated(name: str, text: str, usual: str = ",") -> tuple[dict[str, list[Any]], str]:
-    """Columns of a table with a line of names, and the separator if it is not the usual one."""
+    """Return columns of a table with a line of names, and the separator if it is unusual."""
     separator, is_quoted, skipped = usual, usual == ",", 0
     if is_quoted and (named := re.match(r"sep=(.)\r?\n", text)):  # as Excel writes
         separator, text, skipped = named[1], text[named.end() :], 1
@@ -211,7 +215,7 @@ def _lines(name: str, text: str) -> tuple[dict[str, list[Any]], str]:
 
 
 def _objects(name: str, text: str) -> tuple[dict[str, list[Any]], str]:
-    """Columns of one JSON document, or of one object a line."""
+    """Return columns of one JSON document, or of one object a line."""
     try:
         document = json.loads(text)
     except json.JSONDecodeError:
@@ -229,7 +233,10 @@ def _objects(name: str, text: str) -> tuple[dict[str, list[Any]], str]:
 
 
 def _columns_of(document: Mapping[str, Any]) -> dict[str, list[Any]] | None:
-    """A document's columns if it holds these, and not rows: each a list, or what pandas writes."""
+    """Return a document's columns if it holds columns, and not rows.
+
+    Each is a list, or has the form that pandas writes.
+    """
     rows = document.get("data")
     if isinstance(names := document.get("columns"), list) and isinstance(rows, list):
         return {name: [row[number] for row in rows] for number, name in enumerate(names)}
@@ -268,4 +275,4 @@ READERS: dict[str, Callable[[str, str], tuple[dict[str, list[Any]], str]]] = {
     ".csv": _separated, ".tsv": _tabbed, ".txt": _lines, ".json": _objects, ".jsonl": _objects,
     ".ndjson": _objects,
 }  # fmt: skip
-"""What makes columns of a file's text, by its ending."""
+"""Functions that turn a file's text into columns, by the file's ending."""
