@@ -1,5 +1,6 @@
-"""Evaluation networks: how much of an image or a text is noise. The privacy metric of the Refiner
-defense.
+"""Evaluation networks, which say how much of an image or a text is noise.
+
+Their answer is the privacy metric of the Refiner defense.
 """
 
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig

@@ -20,8 +20,9 @@ MAX_LAYERS, MAX_SIDE, MAX_SPECIAL, MAX_PARAMETERS = 100, 8192, 10_000, 100_000_0
 
 
 def hub_name(model: str) -> str:
-    """What to call a model elsewhere: nothing if it is a folder, whose path means nothing there,
-    and may tell whose it is.
+    """Return the name of a model on the Hub, or an empty string if it is a folder.
+
+    A folder's path means nothing elsewhere, and may say whose it is.
 
     Example:
         >>> hub_name("organization/model"), hub_name(".")
@@ -32,15 +33,15 @@ def hub_name(model: str) -> str:
 
 @strict
 class ImageEvaluationNetworkConfig(PreTrainedConfig):
-    """Which pixels an image network judges, and how wide it is.
+    """The configuration of an image network: which pixels it judges, and how wide it is.
 
     Args:
         num_channels: C of the images, 1 for gray and 3 for color.
-        image_size: H and W in pixels; a number stands for both.
+        image_size: H and W in pixels; one number stands for both.
         filters: Output channels of the convolutions, each of which halves the image.
 
     Raises:
-        ValueError: If a size is below 1, or the network would be larger than any is meant to be.
+        ValueError: If a size is below 1, or the network would be larger than any has to be.
 
     Example:
         >>> ImageEvaluationNetworkConfig(num_channels=1, image_size=28).size
@@ -68,7 +69,7 @@ class ImageEvaluationNetworkConfig(PreTrainedConfig):
 
     @property
     def num_parameters(self) -> int:
-        """Of the network, which need not be there yet."""
+        """The number of the network's parameters, computed without building it."""
         channels, (height, width) = [self.num_channels, *self.filters], self.size
         for _ in self.filters:
             height, width = (height + 1) // 2, (width + 1) // 2
@@ -77,12 +78,12 @@ class ImageEvaluationNetworkConfig(PreTrainedConfig):
 
     @property
     def num_entries(self) -> int:
-        """Of all that is saved: the parameters."""
+        """The number of all entries that are saved: the parameters."""
         return self.num_parameters
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width in pixels."""
+        """The height and width of the images in pixels."""
         if isinstance(self.image_size, int):
             return self.image_size, self.image_size
         height, width = self.image_size
@@ -91,14 +92,15 @@ class ImageEvaluationNetworkConfig(PreTrainedConfig):
 
 @strict
 class TextEvaluationNetworkConfig(PreTrainedConfig):
-    """Which embeddings a text network judges, and how wide it is.
+    """The configuration of a text network: which embeddings it judges, and how wide it is.
 
     Args:
         embedding_size: H, the length of a token embedding.
-        embedding_fingerprint: `embedding_fingerprint` of the matrix the network was trained on.
-            Another matrix gives the same word other coordinates, so the network would judge it at
-            random.
-        base_model: The Hub name of the model the matrix is from, for people; empty if it has none.
+        embedding_fingerprint: The `embedding_fingerprint` of the matrix that the network was
+            trained on. Another matrix gives the same word other coordinates, so the network would
+            judge it at random.
+        base_model: The Hub name of the model that the matrix is from, for people; empty if it has
+            none.
         special_token_ids: Tokens that are neither replaced nor counted: [CLS], [SEP], padding and
             so on.
         width: Channels between input and output.
@@ -107,7 +109,7 @@ class TextEvaluationNetworkConfig(PreTrainedConfig):
 
     Raises:
         ValueError: If a size is below 1, kernel_size even, or the network would be larger than any
-            is meant to be.
+            has to be.
 
     Example:
         >>> TextEvaluationNetworkConfig(embedding_size=384, special_token_ids=[0, 101, 102]).width
@@ -142,7 +144,7 @@ class TextEvaluationNetworkConfig(PreTrainedConfig):
 
     @property
     def num_parameters(self) -> int:
-        """Of the network, which need not be there yet."""
+        """The number of the network's parameters, computed without building it."""
         size, width = self.embedding_size, self.width
         norm, convolution = 2 * width, (self.kernel_size * width + 1) * width
         layer = norm + convolution + 2 * (width + 1) * width
@@ -150,7 +152,11 @@ class TextEvaluationNetworkConfig(PreTrainedConfig):
 
     @property
     def num_entries(self) -> int:
-        """Of all that is saved: parameters, mean and deviation, special tokens' embeddings."""
+        """The number of all entries that are saved.
+
+        They are the parameters, the mean and deviation of embeddings, and special tokens'
+        embeddings.
+        """
         return self.num_parameters + (2 + len(self.special_token_ids)) * self.embedding_size
 
 
@@ -165,11 +171,11 @@ def _check_most(entries: str, number: int, most: int) -> None:
 
 @dataclass
 class EvaluationNetworkOutput(ModelOutput):
-    """What `forward` returns.
+    """The output of an evaluation network's `forward`.
 
     Args:
-        loss: Binary cross-entropy with the true ratios, if they were given.
-        noise_ratio: `(B,)` in [0, 1]: 0 natural, 1 nothing but noise.
+        loss: The binary cross-entropy with the true ratios, if they were given.
+        noise_ratio: `(B,)` in [0, 1]: 0 for natural data, 1 for nothing but noise.
     """
 
     loss: Tensor | None = None
@@ -177,11 +183,11 @@ class EvaluationNetworkOutput(ModelOutput):
 
 
 class EvaluationNetworkBase(PreTrainedModel):
-    """What both kinds share: initial weights by PyTorch's own rules, and where they are from.
+    """A base of both kinds of networks, with initial weights by PyTorch's own rules.
 
     Attributes:
-        revision: The Hub's commit, if it was loaded from there.
-        sha256: Of the file that the weights were loaded from.
+        revision: The Hub's commit, if the network was loaded from there.
+        sha256: The hash of the file that the weights were loaded from.
     """
 
     revision: str | None = None

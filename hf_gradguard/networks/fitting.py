@@ -1,4 +1,4 @@
-"""The evaluation network that fits a model, where none was named."""
+"""Selection of the evaluation network that fits a model, if none was named."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ logger = logging.get_logger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where trained networks are kept: `gradguard/evaluation_networks` in the Hugging Face home
-    (`HF_HOME`).
+    """Return the folder of trained networks.
+
+    It is `gradguard/evaluation_networks` in the Hugging Face home (`HF_HOME`).
 
     Example:
         >>> cache_folder().name
@@ -54,11 +55,11 @@ def cached_text_network(
     cache: str | Path | None = None,
     **training: Any,
 ) -> TextEvaluationNetwork:
-    """The evaluation network for a model's embeddings, trained only if there is none yet.
+    """Return the evaluation network for a model's embeddings, trained only if there is none yet.
 
-    Looks for a packaged network whose fingerprint fits, then for a cached one, and else trains one,
-    says so and how long it took, and caches it under the fingerprint. Safe to call on all ranks at
-    once: one trains, the others wait.
+    It looks for a packaged network whose fingerprint fits, then for a cached one. If there is none
+    it trains one, says so and how long it took, and caches it under the fingerprint. It may be
+    called on all ranks at once: one trains, the others wait.
 
     Args:
         embedding: The language model's input-embedding module.
@@ -66,9 +67,9 @@ def cached_text_network(
         texts: Public text to train on, or a function that loads it; called only if a network must
             be trained.
         base_model: The model's Hub name, for the configuration.
-        cache: Folder of the cache. Default: `cache_folder()`.
-        **training: Passed to `train_text_network`. They are no part of the key: delete the folder
-            to train anew.
+        cache: The folder of the cache. Default: `cache_folder()`.
+        **training: Settings of `train_text_network`. They are no part of the key: delete the folder
+            to train again.
 
     Returns:
         The network on the embedding's device, frozen, in eval mode.
@@ -138,8 +139,9 @@ PUBLIC_TEXT, PUBLIC_TEXT_CONFIG = "Salesforce/wikitext", "wikitext-2-raw-v1"
 def network_for(
     model: nn.Module, processing_class: Any = None, public_text: str | None = None
 ) -> EvaluationNetwork:
-    """A packaged network that fits, or for text one that is trained on the model's embeddings and
-    cached.
+    """Return a packaged network that fits a model, or for text one trained on its embeddings.
+
+    A network that was trained is cached.
 
     Args:
         model: The model to be protected.
@@ -186,7 +188,7 @@ def _for_images(model: nn.Module) -> EvaluationNetwork:
 
 
 def _by_tiles(channels: int) -> str | None:
-    """A packaged network that judges images of another size, in a frame or tile by tile."""
+    """Return a packaged network that judges images of another size, in a frame or tile by tile."""
     for name, config in packaged_networks().items():
         if isinstance(config, ImageEvaluationNetworkConfig) and channels in (
             1,

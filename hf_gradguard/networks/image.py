@@ -1,4 +1,4 @@
-"""Noise ratio of images."""
+"""The evaluation network of images."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .configuration import (
 
 
 class ImageEvaluationNetwork(EvaluationNetworkBase):
-    """Noise ratio of images: strided 3x3 convolutions with ReLU, a dense layer, a sigmoid.
+    """A network that says how much of an image is noise.
 
-    Fan et al., "Refiner" (2025), Appendix D: filters 128, 256 and 512, stride 2,
-    padding 1.
+    It has strided 3x3 convolutions with ReLU, a dense layer, and a sigmoid. Fan et al., "Refiner"
+    (2025), Appendix D: filters 128, 256 and 512, stride 2, padding 1.
 
     Example:
         >>> config = ImageEvaluationNetworkConfig(num_channels=1, image_size=28, filters=[8, 16])
@@ -50,12 +50,12 @@ class ImageEvaluationNetwork(EvaluationNetworkBase):
         self.post_init()
 
     def noise_ratio(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """How much of each image is noise.
+        """Return how much of each image is noise.
 
         Args:
-            x: `(B, C, H, W)` pixels on the scale [0, 1]. Values outside are judged as they are, not
-                clipped, so that their gradient does not vanish.
-            attention_mask: Ignored; there so that both kinds of network are called alike.
+            x: Pixels `(B, C, H, W)` on the scale [0, 1]. Values outside are not clipped, so that
+                their gradient does not vanish.
+            attention_mask: Ignored; it makes the calls of both kinds of network the same.
 
         Returns:
             `(B,)` in [0, 1].
@@ -68,7 +68,13 @@ class ImageEvaluationNetwork(EvaluationNetworkBase):
     def forward(
         self, pixel_values: Tensor, labels: Tensor | None = None, return_dict: bool = True, **_: Any
     ) -> EvaluationNetworkOutput | tuple[Tensor, ...]:
-        """`noise_ratio` with an optional loss. `labels`: `(B,)` true ratios."""
+        """Return the `noise_ratio`, and the loss if there are labels.
+
+        Args:
+            pixel_values: Pixels `(B, C, H, W)` on the scale [0, 1].
+            labels: The true ratios, `(B,)`.
+            return_dict: Whether to return an object rather than a tuple.
+        """
         logit = self._logit(pixel_values)
         loss = (
             None
@@ -98,10 +104,11 @@ class ImageEvaluationNetwork(EvaluationNetworkBase):
 def adapt_images(x: Tensor, network: ImageEvaluationNetwork) -> Tensor:
     """Bring gray or smaller images to a network's shape: repeat the gray channel, pad with black.
 
-    MNIST's 28x28 gray digits become 32x32 with three equal channels. Padding, not resizing:
-    resizing mixes neighboring pixels, and how little neighbors have in common is what tells noise.
-    A side below three quarters of the network's is filled with copies of the image. Networks are
-    trained with no wider frame, and take noise of 20x20 in black for an image. Differentiable.
+    MNIST's 28x28 gray digits become 32x32 with three equal channels. Images are padded and not
+    resized: resizing mixes neighboring pixels, and noise is recognized by how little neighbors have
+    in common. A side below three quarters of the network's is filled with copies of the image.
+    Networks are trained with no wider frame, and take noise of 20x20 in black for an image. The
+    result is differentiable.
 
     Args:
         x: `(B, C, H, W)` pixels in [0, 1].
@@ -134,7 +141,7 @@ def adapt_images(x: Tensor, network: ImageEvaluationNetwork) -> Tensor:
 
 
 def judge_images(x: Tensor, network: ImageEvaluationNetwork) -> Tensor:
-    """How much of images of any size is noise: `(B,)`, differentiable.
+    """Return how much of images of any size is noise, `(B,)`, differentiable.
 
     Smaller and gray images pass through `adapt_images`. Larger ones are judged tile by tile, at
     full resolution, and the tiles' ratios averaged: shrinking would average the noise away. Tiles
@@ -160,7 +167,7 @@ def judge_images(x: Tensor, network: ImageEvaluationNetwork) -> Tensor:
 
 
 def _starts(length: int, tile: int) -> list[int]:
-    """Where tiles begin that cover a length."""
+    """Return where tiles begin that cover a length."""
     count = math.ceil(length / tile)
     return [0] if count <= 1 else [round(k * (length - tile) / (count - 1)) for k in range(count)]
 

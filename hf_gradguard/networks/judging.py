@@ -1,4 +1,4 @@
-"""How well an evaluation network tells the noise ratio on data it never saw."""
+"""Evaluation of networks: how well they predict the noise ratio of data that they never saw."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ _ONE_IN, _LEAST, _MOST = 10, 20, 500
 
 @dataclass(frozen=True)
 class NetworkMetrics:
-    """Predictions at noise ratios 0, 0.1, ..., 1.
+    """The metrics of a network's predictions at noise ratios 0, 0.1, ..., 1.
 
     Args:
-        samples: Images or texts, each judged at all ratios.
+        samples: The number of images or texts, each judged at all ratios.
         ratios: The noise ratios asked for.
-        mean_predictions: The network's mean at each of them.
-        strictly_increasing: Whether those rise from each ratio to the next.
+        mean_predictions: The network's mean prediction at each of them.
+        strictly_increasing: Whether those increase from each ratio to the next.
         spearman_of_means: Rank correlation of the means with the ratios (1 exactly if strictly
             increasing).
         spearman: Rank correlation of all single predictions with the noise ratio that each sample
             really had.
-        spearman_nominal: The same with the ratio asked for. For texts it is lower: of three words,
-            0.1 replaces none.
-        mean_absolute_error: Of single predictions, from the ratio that each sample really had.
-        worst_mean_error: The largest distance of a mean prediction from the mean ratio it should
-            be.
+        spearman_nominal: Rank correlation of all single predictions with the ratio asked for. For
+            texts it is lower: of three words, 0.1 replaces none.
+        mean_absolute_error: Mean distance of single predictions from the ratio that each sample
+            really had.
+        worst_mean_error: The largest distance of a mean prediction from the mean ratio that it
+            should be.
     """
 
     samples: int
@@ -55,7 +56,7 @@ class NetworkMetrics:
         return asdict(self)
 
     def describe(self, kind: Literal["text", "image"]) -> str:
-        """In a sentence, and in another one if the packaged network of that kind does better."""
+        """Return a sentence on the metrics, and another one if the packaged network does better."""
         error, correlation = PACKAGED[kind]
         said = (
             f"On {self.samples} held-out {kind}s the mean absolute error is "
@@ -70,8 +71,9 @@ class NetworkMetrics:
 
 
 def hold_out(samples: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """Indices to train on, and of one sample in ten, 500 at most, to judge by. Of fewer than 20
-    none is held out.
+    """Return indices to train on, and indices to evaluate on.
+
+    One sample in ten is held out, 500 at most; none of fewer than 20.
 
     Example:
         >>> training, held_out = hold_out(range(30))
@@ -87,16 +89,16 @@ def hold_out(samples: Sequence[Any]) -> tuple[list[int], list[int]]:
 def evaluate_image_network(
     network: ImageEvaluationNetwork, images: Any, *, seed: int = 0, batch_size: int = 250
 ) -> NetworkMetrics:
-    """Judge images blended with uniform noise at every ratio.
+    """Evaluate a network on images blended with uniform noise at every ratio.
 
     Noise is added at the images' own shape and size, then they pass through `adapt_images`: a
     client that protects gray digits adds gray noise of their size too.
 
     Args:
         network: The network.
-        images: Whatever `as_pixels` takes.
-        seed: Of the noise.
-        batch_size: Images at a time.
+        images: Images in any form that `as_pixels` takes.
+        seed: The seed of the noise.
+        batch_size: The number of images at a time.
 
     Example:
         >>> from hf_gradguard.networks import load_network
@@ -127,17 +129,19 @@ def evaluate_text_network(
     max_length: int = 128,
     blend: bool = False,
 ) -> NetworkMetrics:
-    """Judge texts with a fraction of their tokens replaced by random ones, at every ratio.
+    """Evaluate a network on texts with a fraction of tokens replaced by random ones.
+
+    It is evaluated at every ratio of 0, 0.1, ..., 1.
 
     Args:
-        network: The network; `embedding` must be the one it was trained on.
+        network: The network; `embedding` must be the one that it was trained on.
         embedding: The language model's input-embedding module.
         tokenizer: Its tokenizer. Texts are encoded as for the model, special tokens and padding
             included.
         texts: The texts. Those without an ordinary token are left out.
-        seed: Of the noise.
-        batch_size: Texts at a time.
-        max_length: Longer texts are cut.
+        seed: The seed of the noise.
+        batch_size: The number of texts at a time.
+        max_length: The most tokens of a text; longer ones are cut.
         blend: Mix every token's embedding with a random token's by the ratio, instead of replacing
             tokens.
 
@@ -181,7 +185,7 @@ def evaluate_text_network(
 def _encode(
     tokenizer: Any, texts: Sequence[str], batch_size: int, max_length: int
 ) -> list[Mapping[str, Tensor]]:
-    """Padded batches, of texts alike in length: little padding."""
+    """Return padded batches of texts of similar length, which need little padding."""
     texts = sorted((text for text in texts if text.strip()), key=len)
     return [
         tokenizer(
@@ -220,11 +224,11 @@ def _figures(batches: Any, samples: int) -> NetworkMetrics:
 
 
 def _spearman(predicted: Tensor, true: Tensor) -> float:
-    """NaN if all of one are alike."""
+    """Return Spearman's rank correlation, NaN if all values of one side are equal."""
     return round(float(torch.corrcoef(torch.stack([_ranks(predicted), _ranks(true)]))[0, 1]), 4)
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """From 1; equal values share the mean of theirs."""
+    """Return ranks from 1 on; equal values have the mean of their ranks."""
     _, places, counts = values.unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0) - (counts - 1) / 2).double()[places]

@@ -1,8 +1,8 @@
-"""Loading evaluation networks: packaged ones, folders, and the Hub.
+"""Loading of evaluation networks: packaged ones, folders, and the Hub.
 
-What a network says decides what is shared, and it may come from anywhere: of a folder two files are
-read, config.json as plain JSON and the weights from safetensors. Nothing is built that is larger
-than a network has reason to be.
+What a network says decides what is shared, and it may come from anywhere. So only two files of a
+folder are read, config.json as plain JSON and the weights from safetensors, and nothing is built
+that is larger than a network has to be.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def load_network(
     Args:
         name_or_path: A packaged network's name (see `packaged_networks`), a local folder, or a Hub
             name.
-        revision: A branch, tag or commit of the Hub repository. Only a commit stays what it is.
-        sha256: What `sha256sum model.safetensors` has to print, as the Hub's page shows it too.
+        revision: A branch, tag or commit of the Hub repository. Only a commit never changes.
+        sha256: The hash that `sha256sum model.safetensors` prints, and the Hub's page shows.
 
     Raises:
-        ValueError: If what is there is no evaluation network, is not the one of that `sha256`, is
-            larger than any has to be, or its weights do not fit its configuration or are not
-            finite; and for a `revision` of what is not on the Hub.
+        ValueError: If what is there is no evaluation network, has another `sha256`, is larger than
+            any has to be, or has weights that do not fit its configuration or are not finite; also
+            if a `revision` is given for what is not on the Hub.
         OSError: If there is nothing of that name, or the weights are missing, corrupted or not in
             safetensors.
 
@@ -86,10 +86,15 @@ def load_network(
 
 
 def check_digest(name: str | Path, digest: str | None, sha256: str | None) -> str | None:
-    """`found`, unless another one was asked for.
+    """Return `digest`, unless another hash was asked for.
+
+    Args:
+        name: The network's name, for the error.
+        digest: The hash of its weights.
+        sha256: The hash that was asked for, if any.
 
     Raises:
-        ValueError: If so.
+        ValueError: If the hashes differ.
 
     Example:
         >>> check_digest("me/network", "ab" * 32, "ab" * 32)[:4]
@@ -120,7 +125,7 @@ def save_network(network: EvaluationNetwork, folder: str | Path) -> None:
 
 
 def packaged_networks() -> dict[str, EvaluationNetworkConfig]:
-    """The networks that come with the package, each with its configuration.
+    """Return the networks that come with the package, each with its configuration.
 
     Example:
         >>> sorted(packaged_networks())
@@ -137,7 +142,7 @@ def packaged_networks() -> dict[str, EvaluationNetworkConfig]:
 
 
 def packaged_image_network(num_channels: int, image_size: tuple[int, int]) -> str | None:
-    """The packaged network that judges such images as they are, or `None`.
+    """Return the name of the packaged network that judges such images unchanged, or `None`.
 
     Example:
         >>> packaged_image_network(3, (32, 32)), packaged_image_network(3, (224, 224))
@@ -152,8 +157,7 @@ def packaged_image_network(num_channels: int, image_size: tuple[int, int]) -> st
 
 
 def packaged_text_network(fingerprint: str) -> str | None:
-    """The packaged network for the embedding matrix with this `embedding_fingerprint`, or
-    `None`.
+    """Return the name of the packaged network for this `embedding_fingerprint`, or `None`.
 
     Example:
         >>> config = packaged_networks()["text-evaluation-network-minilm-l6"]
@@ -170,7 +174,7 @@ def packaged_text_network(fingerprint: str) -> str | None:
 
 
 def _find(name_or_path: str | Path, revision: str | None) -> tuple[Path, str | None]:
-    """The folder, and the commit if it is the Hub's."""
+    """Return the network's folder, and the commit if it is the Hub's."""
     if folder := _find_here(name_or_path):
         if revision is not None:
             raise ValueError(
@@ -211,8 +215,9 @@ def _find_here(name_or_path: str | Path) -> Path | None:
 
 
 def _read_config(folder: Path, name: str | Path) -> EvaluationNetworkConfig:
-    """Only the entries that evaluation networks have: a configuration of Transformers knows many
-    more, some of which load or build things.
+    """Return the configuration in a folder, made only of entries that evaluation networks have.
+
+    A configuration of Transformers knows many more, some of which load or build things.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -265,8 +270,9 @@ def _digest(path: Path) -> str:
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    """Half-precision files become float32: second derivatives of a half-precision network would be
-    noise.
+    """Return weights in float32.
+
+    Second derivatives of a half-precision network would be noise.
     """
     try:
         weights = load_file(path)
@@ -303,22 +309,23 @@ _FILES = [CONFIG, WEIGHTS, "README.md"]
 def push_network(
     folder: str | Path, repo_id: str, *, private: bool = False, message: str | None = None
 ) -> str:
-    """Create the Hub repository if need be, and push a network's folder to it in one commit.
+    """Push a network's folder to a Hub repository in one commit, and create that if needed.
 
     The folder is loaded first: what `load_network` refuses is not pushed. Only config.json,
-    README.md and model.safetensors go.
+    README.md and model.safetensors are pushed.
 
     Args:
         folder: The folder of the network.
         repo_id: "name" or "organization/name".
         private: Whether a repository created now is private.
-        message: Of the commit.
+        message: The message of the commit.
 
     Returns:
         The address of the commit.
 
     Raises:
-        ValueError, OSError: As `load_network`, and if `folder` is no folder. Hub errors pass
+        ValueError: If `load_network` refuses what is there.
+        OSError: If `folder` is no folder, or `load_network` cannot read it. Hub errors pass
             through.
 
     Example:
@@ -342,12 +349,12 @@ def push_network(
 def network_card(
     network: EvaluationNetwork, dataset: str, metrics: NetworkMetrics | None = None
 ) -> ModelCard:
-    """A short model card: what the network predicts, what it was trained on, how to load it.
+    """Return a short model card: what the network predicts, how it was trained, how to load it.
 
     Args:
         network: The network.
-        dataset: What it was trained on, as people know it.
-        metrics: How it does on held-out data of the same kind.
+        dataset: The data that it was trained on, as people know it.
+        metrics: Its metrics on held-out data of the same kind.
 
     Example:
         >>> card = network_card(load_network("image-evaluation-network-32"), dataset="CIFAR-10")
@@ -402,11 +409,11 @@ network.noise_ratio(x)  # (B,)
 
 
 def eval_results(metrics: NetworkMetrics, suffix: str = "", **source: str) -> list[EvalResult]:
-    """What a network was measured to be, for its card's `model-index`.
+    """Return a network's metrics as entries of its card's `model-index`.
 
     Args:
-        metrics: On one data set.
-        suffix: Behind the scores' names.
+        metrics: The metrics on one data set.
+        suffix: Text behind the scores' names.
         **source: `task_name`, `dataset_type` and `dataset_name` of `EvalResult`.
     """
     scores = (

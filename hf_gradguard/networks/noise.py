@@ -1,4 +1,4 @@
-"""What evaluation networks learn from and are judged on: natural data, and noise mixed into it."""
+"""Natural data with noise mixed into it, which evaluation networks learn from and are judged on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from torch import Tensor, nn
 
 
 def blend_images(images: Tensor, ratio: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """(1 - r) t1 + r t2 with t2 uniform on [0, 1]: images `(B, C, H, W)`, one ratio each,
-    `(B,)`.
+    """Return (1 - r) t1 + r t2: images t1 mixed with noise t2, uniform on [0, 1].
+
+    Args:
+        images: Images t1 in [0, 1], `(B, C, H, W)`.
+        ratio: One ratio r for each image, `(B,)`.
+        generator: The source of randomness.
 
     Example:
         >>> images = torch.full((2, 3, 8, 8), 0.5)
@@ -31,15 +35,14 @@ def replace_tokens(
     candidates: Tensor,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Replace a fraction of each text's tokens, rounded to whole tokens, by uniformly drawn
-    `candidates`.
+    """Replace a fraction of each text's tokens, in whole tokens, by uniformly drawn `candidates`.
 
     Args:
-        ids: `(B, T)` token ids.
-        mask: `(B, T)`, true at the tokens that may be replaced.
-        ratio: `(B,)`, the fraction of those to replace.
-        candidates: `(K,)` ids to draw from.
-        generator: Source of randomness.
+        ids: Token ids, `(B, T)`.
+        mask: True at the tokens that may be replaced, `(B, T)`.
+        ratio: The fraction of those to replace, `(B,)`.
+        candidates: The ids to draw from, `(K,)`.
+        generator: The source of randomness.
 
     Returns:
         `(B, T)` ids. A draw may hit the token that was there: compare to know what was really
@@ -60,7 +63,7 @@ def replace_tokens(
 
 
 def as_pixels(images: Any) -> Tensor:
-    """`(N, C, H, W)` uint8 from an array, a tensor or a column of images.
+    """Return an array, a tensor or a column of images as `(N, C, H, W)` uint8.
 
     Args:
         images: `(N, H, W)`, `(N, H, W, C)` or `(N, C, H, W)`, uint8 or floating point in [0, 1]; or
@@ -104,7 +107,7 @@ def as_pixels(images: Any) -> Tensor:
 
 
 def _plain(image: Any) -> Any:
-    """A palette's indices are no pixels, and transparency is no color."""
+    """Return an image in gray or in color: a palette's indices are no pixels."""
     if not hasattr(image, "mode"):
         return image
     from ..data.images import is_gray, to_pil  # an extra, which texts do without
@@ -113,7 +116,11 @@ def _plain(image: Any) -> Any:
 
 
 def embedding_weight(embedding: nn.Module) -> Tensor:
-    """The matrix `(V, H)` of an input-embedding module, detached. ValueError if it has none."""
+    """Return the matrix `(V, H)` of an input-embedding module, detached.
+
+    Raises:
+        ValueError: If the module has none.
+    """
     weight = getattr(embedding, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         raise ValueError(
@@ -124,13 +131,19 @@ def embedding_weight(embedding: nn.Module) -> Tensor:
 
 
 def special_token_ids(tokenizer: Any) -> list[int]:
-    """The tokenizer's special tokens, sorted."""
+    """Return the ids of the tokenizer's special tokens, sorted."""
     ids: Iterable[int] = tokenizer.all_special_ids
     return sorted(set(ids))
 
 
 def ordinary_token_ids(tokenizer: Any, weight: Tensor) -> Tensor:
-    """`(K,)` ids of all tokens but the special ones: the noise of text is uniform over them."""
+    """Return the ids of all tokens but the special ones, `(K,)`.
+
+    The noise of text is uniform over them.
+
+    Raises:
+        ValueError: If the tokenizer has more tokens than the embedding matrix `weight` has rows.
+    """
     if len(tokenizer) > weight.shape[0]:
         raise ValueError(
             f"The tokenizer has {len(tokenizer)} tokens, but the embedding matrix has "

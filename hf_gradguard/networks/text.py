@@ -1,4 +1,4 @@
-"""Noise ratio of texts."""
+"""The evaluation network of texts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .configuration import (
 from .noise import embedding_weight
 
 _RATIO_WEIGHT = 10.0
-"""Of the squared error of a text's ratio, beside the cross-entropy of its tokens."""
+"""The weight of the squared error of a text's ratio, beside the cross-entropy of its tokens."""
 
 
 class TextEvaluationNetwork(EvaluationNetworkBase):
-    """Noise ratio of texts, from their token embeddings: a few residual convolutions over the
-    tokens.
+    """A network that says how much of a text is noise, from its token embeddings.
 
-    Every token gets a probability of having been drawn at random from the vocabulary, given its
-    neighbors and the mean of the text; the noise ratio is the mean of these over the ordinary
-    tokens. Special tokens ([CLS], [SEP], padding) are known by their embeddings, kept in the
-    network: they are neither read nor counted, whether the attention mask covers them or not.
+    A few residual convolutions over the tokens give every token a probability of having been drawn
+    at random from the vocabulary, given its neighbors and the mean of the text. The noise ratio is
+    the mean of these over the ordinary tokens. Special tokens ([CLS], [SEP], padding) are known by
+    their embeddings, kept in the network: they are neither read nor counted, whether the attention
+    mask covers them or not.
 
     Example:
         >>> embedding = model.get_input_embeddings()
@@ -71,10 +71,10 @@ class TextEvaluationNetwork(EvaluationNetworkBase):
         self.post_init()
 
     def noise_ratio(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """How much of each text is random words.
+        """Return how much of each text is random words.
 
         Args:
-            x: `(B, T, H)` token embeddings, as the model's input-embedding module returns them (no
+            x: Token embeddings `(B, T, H)`, as the model's input-embedding module returns them (no
                 positions added).
             attention_mask: `(B, T)`, 1 at real tokens. What it leaves out has no influence. `None`:
                 all are real.
@@ -98,8 +98,13 @@ class TextEvaluationNetwork(EvaluationNetworkBase):
         return_dict: bool = True,
         **_: Any,
     ) -> EvaluationNetworkOutput | tuple[Tensor, ...]:
-        """`noise_ratio` with an optional loss. `labels`: `(B, T)`, how much of each token is noise,
-        or `(B,)` ratios.
+        """Return the `noise_ratio`, and the loss if there are labels.
+
+        Args:
+            inputs_embeds: Token embeddings, `(B, T, H)`.
+            attention_mask: `(B, T)`, 1 at real tokens; `None` if all are real.
+            labels: How much of each token is noise, `(B, T)`, or of each text, `(B,)`.
+            return_dict: Whether to return an object rather than a tuple.
         """
         logits, counted = self._token_logits(inputs_embeds, attention_mask)
         ratio = _masked_mean(torch.sigmoid(logits), counted)
@@ -119,12 +124,17 @@ class TextEvaluationNetwork(EvaluationNetworkBase):
         return output if return_dict else output.to_tuple()
 
     def reads(self, x: Tensor) -> Tensor:
-        """`(B, T)`: which of these embeddings it reads, all but those of its special tokens."""
+        """Return which embeddings `(B, T, H)` are read, `(B, T)`: all but special tokens'."""
         return self._ordinary(x.detach())
 
     def check_embedding(self, weight: Tensor) -> None:
-        """Raise ValueError unless `weight`, `(V, H)`, is the embedding matrix the network was
-        trained on.
+        """Refuse an embedding matrix that the network was not trained on.
+
+        Args:
+            weight: The matrix, `(V, H)`.
+
+        Raises:
+            ValueError: If it is another one.
         """
         if embedding_fingerprint(weight) == self.config.embedding_fingerprint:
             return
@@ -142,8 +152,10 @@ class TextEvaluationNetwork(EvaluationNetworkBase):
 
     @torch.no_grad()
     def set_embedding_statistics(self, weight: Tensor) -> None:
-        """Take mean, scale and special tokens from the embeddings of all tokens, `(V, H)`. Once,
-        before training.
+        """Store mean, scale and special tokens' rows of all embeddings, once before training.
+
+        Args:
+            weight: The embeddings of all tokens, `(V, H)`.
         """
         weight = weight.float()
         self.embedding_mean.copy_(weight.mean(0))
@@ -151,7 +163,7 @@ class TextEvaluationNetwork(EvaluationNetworkBase):
         self.special_embeddings.copy_(weight[list(self.config.special_token_ids)])
 
     def _token_logits(self, x: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`(B, T)` logits of a token being noise, and which tokens count, as 0 or 1."""
+        """Return `(B, T)` logits of a token being noise, and which tokens count, as 0 or 1."""
         if x.ndim != 3 or x.shape[-1] != self.config.embedding_size:
             raise ValueError(
                 "This evaluation network judges embeddings of shape (B, T, "
@@ -184,8 +196,11 @@ class TextEvaluationNetwork(EvaluationNetworkBase):
         return self.head(F.gelu(hidden)).squeeze(-1), counted
 
     def _ordinary(self, x: Tensor) -> Tensor:
-        """`(B, T)`: whether each embedding is none of the special tokens'. Within 1 %: their copies
-        are kept in half precision, and no two tokens of a trained model are that close."""
+        """Return whether each embedding is none of the special tokens', `(B, T)`.
+
+        It is compared within 1 %: the copies are kept in half precision, and no two tokens of a
+        trained model are that close.
+        """
         special = self.special_embeddings.float()
         if special.shape[0] == 0:
             return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
@@ -196,13 +211,16 @@ class TextEvaluationNetwork(EvaluationNetworkBase):
 
 
 def every_embedding(embedding: nn.Module) -> Tensor:
-    """`(V, H)`: what a module makes of every token. It may scale its matrix, as Gemma's does."""
+    """Return the embedding of every token, `(V, H)`.
+
+    The module is called, since it may scale its matrix, as Gemma's does.
+    """
     weight = embedding_weight(embedding)
     return embed(embedding, torch.arange(len(weight), device=weight.device)).detach()
 
 
 def embedding_fingerprint(weight: Tensor) -> str:
-    """SHA-256 over the shape and the values of an embedding matrix, as 64 hexadecimal digits.
+    """Return the SHA-256 over an embedding matrix's shape and values, as 64 hexadecimal digits.
 
     The values are hashed as little-endian float32, so the device does not matter, nor whether the
     matrix was saved and loaded again in float32 or wider. A matrix rounded to half precision is
@@ -210,7 +228,7 @@ def embedding_fingerprint(weight: Tensor) -> str:
     float32, or train a network for the rounded one.
 
     Args:
-        weight: `(V, H)`, any device and floating-point type.
+        weight: The matrix, `(V, H)`, on any device and of any floating-point type.
 
     Example:
         >>> weight = model.get_input_embeddings().weight
@@ -226,7 +244,7 @@ def embedding_fingerprint(weight: Tensor) -> str:
 
 
 def _masked_mean(values: Tensor, counted: Tensor) -> Tensor:
-    """Mean over the tokens that count, of `(B, T)` or `(B, T, W)`; 0 where none does."""
+    """Return the mean over the tokens that count, of `(B, T)` or `(B, T, W)`; 0 if none does."""
     if values.ndim == 3:
         counted = counted.unsqueeze(-1)
     return (values * counted).sum(1) / counted.sum(1).clamp(min=1)

@@ -1,6 +1,4 @@
-"""Training evaluation networks: mix natural data with noise, and predict how much of it is
-noise.
-"""
+"""Training of evaluation networks: mix natural data with noise, and predict the noise ratio."""
 
 from __future__ import annotations
 
@@ -38,23 +36,24 @@ def train_image_network(
     progress: bool = True,
     **config: Any,
 ) -> ImageEvaluationNetwork:
-    """Train an `ImageEvaluationNetwork` to predict r from (1 - r) t1 + r t2: t1 natural, t2 uniform
-    on [0, 1], r ~ U(0, 1).
+    """Train an `ImageEvaluationNetwork` to predict r from (1 - r) t1 + r t2.
 
-    Every image draws a ratio of its own. The paper mixes each batch at all of r = 0, 0.1, ..., 1
-    before the next one, which costs eleven times as much per image and shows no ratio in between.
+    t1 is a natural image, t2 is uniform on [0, 1], and r ~ U(0, 1). Every image draws a ratio of
+    its own. The paper mixes each batch at all of r = 0, 0.1, ..., 1 before the next one, which
+    costs eleven times as much per image and shows no ratio in between.
 
     Args:
-        images: What `as_pixels` takes: an array or tensor, or a `datasets` column of images, all of
-            one size.
+        images: Images in any form that `as_pixels` takes: an array or tensor, or a `datasets`
+            column of images, all of one size.
         epochs: Passes over the images.
         batch_size: Images a step.
-        learning_rate: Peak rate of Adam; it falls to 0 along a half cosine. (The paper keeps 1e-4
-            for eleven times as many steps.)
-        seed: Same seed, same machine: same network. The global random state is left alone.
-        device: Where to train.
-        augment: Flips, gray and high-contrast versions, frames and gray noise, so that data sets
-            unlike the training images are judged well too.
+        learning_rate: The peak rate of Adam; it decreases to 0 along a half cosine. (The paper
+            keeps 1e-4 for eleven times as many steps.)
+        seed: The seed. The same seed gives the same network on the same machine. The global random
+            state is not changed.
+        device: The device to train on.
+        augment: Add flips, gray and high-contrast versions, frames and gray noise, so that data
+            sets unlike the training images are judged well too.
         progress: Show a bar.
         **config: Further entries of `ImageEvaluationNetworkConfig`, such as `filters`.
 
@@ -124,13 +123,15 @@ def train_text_network(
         base_model: The model's Hub name, kept in the configuration. No local path belongs here.
         steps: Optimizer steps.
         batch_size: Passages per step.
-        learning_rate: Peak rate of Adam; it falls to 0 along a half cosine.
-        max_length: Longest passage, in tokens.
-        blended: Share of passages, 0 to 1, mixed in embedding space instead: each token becomes
-            (1 - r) t1 + r t2 with t2 a random token. That is where the Refiner begins.
+        learning_rate: The peak rate of Adam; it decreases to 0 along a half cosine.
+        max_length: The longest passage, in tokens.
+        blended: The fraction of passages, 0 to 1, that are mixed in embedding space instead: each
+            token becomes (1 - r) t1 + r t2 with t2 a random token. That is where the Refiner
+            begins.
         jitter: Gaussian noise on the embeddings, in their own standard deviations: the network
             learns directions, not single words, and does not change abruptly between them.
-        seed: Same seed, same machine: same network. The global random state is left alone.
+        seed: The seed. The same seed gives the same network on the same machine. The global random
+            state is not changed.
         progress: Show a bar.
         **config: Further entries of `TextEvaluationNetworkConfig`, such as `width`.
 
@@ -177,7 +178,7 @@ def _new_text_network(
 
 
 class _NoisyPassages:
-    """Embeddings of passages with noise in them, and how much of each token is noise."""
+    """A source of passages' embeddings with noise in them, and of each token's noise ratio."""
 
     def __init__(
         self, embedding: nn.Module, tokenizer: Any, texts: Iterable[str], blended: float, seed: int
@@ -190,7 +191,7 @@ class _NoisyPassages:
 
     @torch.no_grad()
     def draw(self, rows: int, max_length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`(B, T, H)` embeddings, the `(B, T)` mask, and `(B, T)` shares of noise."""
+        """Draw embeddings `(B, T, H)`, their mask `(B, T)`, and tokens' noise ratios `(B, T)`."""
         generator, device = self.generator, self.weight.device
         length = int(torch.randint(1, max_length + 1, (), generator=generator))
         ids, mask = self.passages.draw(rows, length, generator)
@@ -210,7 +211,7 @@ class _NoisyPassages:
 
 
 class _Passages:
-    """Random passages out of tokenized texts, none across the border of two texts."""
+    """A source of random passages out of tokenized texts, none across the border of two texts."""
 
     def __init__(self, tokenizer: Any, texts: Iterable[str], special: Sequence[int]) -> None:
         nonempty, skip = [text for text in texts if text and text.strip()], set(special)
@@ -229,8 +230,9 @@ class _Passages:
         self.start = self.end - torch.repeat_interleave(lengths, lengths)
 
     def draw(self, rows: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """`(rows, length)` ids and mask. Passages of shorter texts are padded with whatever
-        follows, masked.
+        """Draw ids and a mask, `(rows, length)`.
+
+        Passages of shorter texts are padded with whatever follows, masked.
         """
         anchor = torch.randint(len(self.ids), (rows,), generator=generator)
         passage_start = torch.maximum(
@@ -241,7 +243,7 @@ class _Passages:
 
 
 def _augmented_mix(images: Tensor, ratio: Tensor, generator: torch.Generator) -> Tensor:
-    """`blend_images` of images made more varied than any one data set is, shape unchanged."""
+    """Return `blend_images` of images that were varied beyond what one data set has."""
     shape, n = images.shape, len(images)
 
     def draw(*size: int) -> Tensor:

@@ -1,6 +1,4 @@
-"""Whether an evaluation network does what it is for: what it says decides what is shared, so it is
-tried before it is believed.
-"""
+"""Trials of evaluation networks: what one says decides what is shared, so it is tried first."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ from .noise import embedding_weight
 from .text import TextEvaluationNetwork
 
 LEAST_NOISE, LEAST_GAP, FEW_WORDS = 0.5, 0.2, 8
-"""What pure noise must score at least, and how far above natural input. The published text network
-gives 0.94 on average and 0.76 at least, the gap is 0.36 at least over single sentences. Texts of
-fewer words must be in order only.
+"""The least score of pure noise, the least gap to natural input, and the number of words below
+which texts must only be in order. The published text network gives pure noise 0.94 on average and
+0.76 at least; the gap is 0.36 at least over single sentences.
 """
 
 _SAMPLES, _TOKENS = 32, 16
@@ -29,18 +27,18 @@ _SAMPLES, _TOKENS = 32, 16
 def try_on_noise(
     network: EvaluationNetworkBase, embedding: nn.Module | None = None, special: Sequence[int] = ()
 ) -> float:
-    """D of nothing but noise, which must be finite and near 1.
+    """Return D of nothing but noise, which must be finite and near 1.
 
     Args:
-        network: The network.
+        network: The network D.
         embedding: For a text network, the model's input-embedding module.
-        special: Its tokenizer's special tokens, which are no noise.
+        special: The ids of its tokenizer's special tokens, which are no noise.
 
     Returns:
         The mean over 32 inputs.
 
     Raises:
-        ValueError: If it is not finite, or below 0.5; with the figure.
+        ValueError: If it is not finite, or below 0.5; the message has the figure.
 
     Example:
         >>> from hf_gradguard.networks import load_network
@@ -69,15 +67,16 @@ def try_on_noise(
 
 
 def check_order(network: nn.Module, ratios: Sequence[float], least_gap: float = LEAST_GAP) -> None:
-    """D of a batch as it is, half way to noise, and of nothing but noise: it must rise.
+    """Check that D increases from a batch to its half-way mix with noise, and to pure noise.
 
     Args:
-        network: The network, for its name.
-        ratios: The three.
+        network: The network D, for its name.
+        ratios: The three values of D.
         least_gap: By how much the last must be above the first.
 
     Raises:
-        ValueError: If they do not rise by so much, or are not finite; with the numbers.
+        ValueError: If they do not increase by so much, or are not finite; the message has the
+            numbers.
 
     Example:
         >>> check_order(nn.Identity(), [0.05, 0.50, 0.95])
@@ -97,11 +96,16 @@ def check_order(network: nn.Module, ratios: Sequence[float], least_gap: float = 
 
 
 def check_special(network: nn.Module, special: Sequence[int]) -> None:
-    """Every token that a text network takes for special must be special to the tokenizer: it reads
-    none of them.
+    """Check that every special token of a text network is special to the tokenizer too.
+
+    The network reads none of its special tokens.
+
+    Args:
+        network: The network.
+        special: The ids of the tokenizer's special tokens.
 
     Raises:
-        ValueError: If it lists others; with their number.
+        ValueError: If it lists others; the message has their number.
 
     Example:
         >>> from hf_gradguard.networks import load_network
@@ -120,10 +124,10 @@ def check_special(network: nn.Module, special: Sequence[int]) -> None:
 
 
 def check_slope(network: nn.Module, slope: Tensor) -> None:
-    """D has to follow its input where it is to be raised.
+    """Check that D changes with its input where it is to be raised.
 
     Args:
-        network: The network, for its name.
+        network: The network D, for its name.
         slope: ∂D/∂x, half way from data to noise.
 
     Raises:
@@ -146,16 +150,17 @@ def check_slope(network: nn.Module, slope: Tensor) -> None:
 def check_network(
     network: nn.Module, embedding: nn.Module | None, special: Sequence[int] | None
 ) -> None:
-    """What can be said of a network before there is data: `check_special`, `try_on_noise`, and that
-    a text network knows the embeddings.
+    """Check what can be said of a network before there is data.
+
+    These are `check_special`, `try_on_noise`, and that a text network knows the embeddings.
 
     Args:
-        network: One of this package; others are their owner's code, and pass.
+        network: A network. Those of other packages are not checked.
         embedding: The model's token embeddings; `None` for images.
-        special: The tokenizer's special tokens, if there is a tokenizer.
+        special: The ids of the tokenizer's special tokens, if there is a tokenizer.
 
     Raises:
-        ValueError: With what is wrong.
+        ValueError: If a check fails.
 
     Example:
         >>> from hf_gradguard.networks import load_network
@@ -173,7 +178,7 @@ def check_network(
 
 
 def name_of(network: nn.Module) -> str:
-    """What a network is called in messages.
+    """Return the name of a network for messages.
 
     Example:
         >>> name_of(nn.Identity())
