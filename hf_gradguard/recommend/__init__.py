@@ -1,7 +1,8 @@
-"""Which defense to train with: short trainings on the user's model and data, attacked.
+"""Recommendation of a defense: short trainings on the user's model and data, which are attacked.
 
-result = recommend(model, tokenizer, samples, output="runs/recommend")
-result.words
+Example:
+    result = recommend(model, tokenizer, samples, output="runs/recommend")
+    result.words
 """
 
 from __future__ import annotations

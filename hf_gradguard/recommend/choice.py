@@ -1,4 +1,4 @@
-"""From trials to one defense, in words."""
+"""The choice of one defense from trials, and its explanation."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from ..audit.report.verdicts import MAIN_SCORES, Estimate, MainScore
 from ..metrics.scores import open_ends
 
 MANY_MEMBERS = 0.05
-"""The share of batch members from which the words name a defense against membership inference."""
+"""The fraction of recognized members from which the words name a defense against membership
+inference.
+"""
 
 SAME_LEAK = 0.2
-"""Leaks that differ by no more than this share of `MainScore.clear_margin` count as equal."""
+"""Leaks that differ by no more than this fraction of `MainScore.clear_margin` count as equal."""
 SAME_ACCURACY = 0.01
-"""So do accuracies."""
+"""Accuracies that differ by no more than this count as equal."""
 
 _GAP = "\n\n"  # between paragraphs
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Privacy and utility of one defense, at its own best learning rate.
+    """The privacy and utility of one defense, at its own best learning rate.
 
     Args:
-        defense: Its label, as `gradguard audit` writes it.
+        defense: The defense's label, as `gradguard audit` writes it.
         learning_rate: The best of those tried.
-        accuracy: On samples that chose no rate.
-        lost: Accuracy of the undefended model less this one's, on the same samples.
-        leak: Main score of the attack that recovered most, at the stage where it did.
-        attack: Which one it was.
+        accuracy: The accuracy on samples that chose no rate.
+        lost: The accuracy of the undefended model less this one's, on the same samples.
+        leak: The main score of the attack that recovered most, at the stage where it did.
+        attack: The name of that attack.
         stage: `"start"` or `"end"` of the defense's own training.
-        membership: The share of batch members that membership inference recognizes, at the stage
+        membership: The fraction of batch members that membership inference recognizes, at the stage
             where it recognizes more; `None` if there were no candidates.
-        candidates: How many there were.
-        accuracy_by_sample: What the accuracy is a mean of.
-        leak_by_message: The mean, for each message, of what `leak` is a mean of.
+        candidates: The number of candidates.
+        accuracy_by_sample: The values that the accuracy is a mean of.
+        leak_by_message: For each message the mean of the values that `leak` is a mean of.
         trainings: The accuracy of each training, by seed.
         leak_elsewhere: `leak_by_message` at the other stage, of the attack that recovered most
             there. Fewer messages may be attacked at one stage, where time ended a round.
@@ -69,16 +71,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is recommended.
+    """The defense that is recommended, and all outcomes that it was chosen from.
 
     Args:
         outcomes: One for every defense that was tried, the undefended first.
         chosen: The one to train with; `None` if none qualifies.
-        words: The same for a person, in short paragraphs.
-        untrained: Accuracy of the model before any training, on the samples that judge. A defense
-            that loses nothing on a model that knew its task has shown nothing.
-        limits: What slower attacks recovered elsewhere behind what is chosen, and what there was no
-            time for.
+        words: The explanation for a person, in short paragraphs.
+        untrained: The accuracy of the model before any training, on the samples that judge. A
+            defense that loses nothing on a model that knew its task has shown nothing.
+        limits: What slower attacks recovered elsewhere behind the chosen defense, and what there
+            was no time for.
 
     Example:
         >>> Choice([], None, "Nothing was tried.").chosen is None
@@ -99,23 +101,24 @@ def choose(
     score: MainScore = MAIN_SCORES["text"],
     untrained: Sequence[float] | None = None,
 ) -> Choice:
-    """The most accurate of the defenses that are shown to leak least, within the budget; or none.
+    """Choose the most accurate of the defenses that are shown to leak least, within the budget.
 
     A defense qualifies if an interval shows that the best attack recovers little (its upper end is
-    at most `score.clear_margin` above a guess), and if accuracy loses no more than the budget,
-    but for `SAME_ACCURACY`. Of these, whatever is shown to leak more than the least leaky goes, and
-    then whatever is shown to be less accurate than the most accurate, by margins that matter. If
-    several are left, the first in order is chosen, so that chance does not choose. Where no attack
-    reconstructs the undefended gradient above a guess, membership inference decides, if it
-    recognizes clearly fewer behind a defense than undefended. Where the undefended training taught
-    nothing, no price was measured, and nothing is chosen.
+    at most `score.clear_margin` above a guess), and if it loses no more accuracy than the budget
+    and `SAME_ACCURACY`. Of these, defenses that are shown to leak more than the least leaky are
+    left out, and then those that are shown to be less accurate than the most accurate, by margins
+    that matter. If several remain, the first in order is chosen, so that chance does not choose.
+
+    If no attack reconstructs the undefended gradient above a guess, membership inference decides,
+    provided that it recognizes clearly fewer members behind a defense than undefended. If the
+    undefended training taught nothing, no price was measured, and nothing is chosen.
 
     Args:
         outcomes: The undefended one first, then in order of preference.
-        budget: Accuracy that may be lost, as a share.
-        chance: Main score of a guess.
-        score: How scores are shown.
-        untrained: Accuracy by sample before any training, of the samples that judge.
+        budget: The accuracy that may be lost, as a fraction.
+        chance: The main score of a guess.
+        score: The score, with its margins and how it is shown.
+        untrained: The accuracy by sample before any training, of the samples that judge.
 
     Raises:
         ValueError: If the first is not the undefended one, or there is no other.
@@ -155,7 +158,7 @@ def choose(
 
 
 def _taught(plain: Outcome, untrained: Sequence[float]) -> bool:
-    """Whether the undefended training is shown to have raised accuracy."""
+    """Return whether the undefended training is shown to have raised accuracy."""
     return _exceeds(plain.accuracy_by_sample, dict(enumerate(untrained)), 0.0)
 
 
@@ -175,7 +178,7 @@ def _amount(outcome: Outcome, score: MainScore) -> str:
 
 
 def messages_of(outcome: Outcome) -> str:
-    """How many messages a leak is of, and those of the other stage if they are fewer or more.
+    """Return how many messages a leak was measured on, and the other stage's number if it differs.
 
     Example:
         >>> around, leaks = Estimate(0.1, 0.0, 0.2), dict.fromkeys(range(8), 0.1)
@@ -191,12 +194,12 @@ def messages_of(outcome: Outcome) -> str:
 
 
 def mean_over_seeds(values: Any, are_shares: bool = False) -> Estimate:
-    """With the 95 % interval: over samples, and over trainings where there are several.
+    """Return the mean with its 95 % interval over samples, and over trainings if there are several.
 
     Args:
-        values: `(trainings, samples)`.
+        values: The values, `(trainings, samples)`.
         are_shares: Whether they are from -1 to 1. Then samples without any spread have an interval
-            too: what none of so many shows may yet be.
+            too, of what this many samples may not have shown.
 
     Example:
         >>> mean_over_seeds([[0.0, 1.0, 1.0, 0.0]])
@@ -221,10 +224,12 @@ def mean_over_seeds(values: Any, are_shares: bool = False) -> Estimate:
 
 
 def accuracy_over_seeds(values: Any) -> Estimate:
-    """The same of shares from 0 to 1, at least as wide as Clopper and Pearson's interval.
+    """Return the mean of values from 0 to 1 with its 95 % interval, as `mean_over_seeds` does.
+
+    The interval is at least as wide as Clopper and Pearson's.
 
     Args:
-        values: `(trainings, samples)`.
+        values: The values, `(trainings, samples)`.
 
     Example:
         >>> accuracy_over_seeds([[1.0] * 20])
@@ -241,8 +246,10 @@ def accuracy_over_seeds(values: Any) -> Estimate:
 
 
 def shown_leak(outcome: Outcome, score: MainScore) -> Estimate:
-    """The leak with the interval that people read. Of shares it is within 0 to 1, and has room for
-    what as many messages may not have shown.
+    """Return the leak with the interval that people read.
+
+    An interval of fractions is within 0 to 1, and has room for what this many messages may not have
+    shown.
     """
     leak = outcome.leak
     if leak.low is None or leak.high is None or score.axis_limit != 1.0:
@@ -252,8 +259,10 @@ def shown_leak(outcome: Outcome, score: MainScore) -> Estimate:
 
 
 def highest_leak(outcome: Outcome, score: MainScore) -> float:
-    """Upper end of the leak's interval, at the stage where it is higher. Of shares it is never
-    below what as many messages without any success leave open: 1 - 0.05^(1/n).
+    """Return the upper end of the leak's interval, at the stage where it is higher.
+
+    For fractions it is never below what this many messages without any success leave open: 1 -
+    0.05^(1/n).
     """
     shown = outcome.leak.high if outcome.leak.high is not None else math.inf
     stages = outcome.leak_by_message, outcome.leak_elsewhere
@@ -272,15 +281,16 @@ def _highest(leaks: Sequence[float], score: MainScore) -> float:
 
 
 def is_shown_private(outcome: Outcome, chance: float, score: MainScore) -> bool:
-    """Whether an interval shows that the best attack recovers little."""
+    """Return whether an interval shows that the best attack recovers little."""
     return highest_leak(outcome, score) <= chance + score.clear_margin
 
 
 def finalists(
     outcomes: Sequence[Outcome], budget: float, chance: float, score: MainScore, most: int = 3
 ) -> list[Outcome]:
-    """Of first trials those that are worth more seeds and messages, in order of preference. None is
-    shown to cost more than the budget, or to leak or cost more than another one.
+    """Return the outcomes of first trials that are worth more seeds and messages, in order.
+
+    None of them is shown to cost more than the budget, or to leak or cost more than another one.
 
     Example:
         >>> finalists([], budget=0.02, chance=0.1, score=MAIN_SCORES["text"])
@@ -300,8 +310,10 @@ def finalists(
 def promising_first(
     outcomes: Sequence[Outcome], budget: float, chance: float, score: MainScore
 ) -> list[Outcome]:
-    """Those first that keep the budget so far, of them those that are shown to leak little, and
-    equals in their order.
+    """Return outcomes sorted by how promising they are.
+
+    Those that keep the budget so far come first, of them those that are shown to leak little.
+    Equals keep their order.
 
     Example:
         >>> promising_first([], budget=0.02, chance=0.1, score=MAIN_SCORES["text"])
@@ -319,8 +331,10 @@ def promising_first(
 def _equals(
     outcomes: list[Outcome], chance: float, score: MainScore, same_accuracy: float = SAME_ACCURACY
 ) -> list[Outcome]:
-    """Without those that are shown to leak more than the one that leaks least, and then without
-    those that are shown to be less accurate than the most accurate.
+    """Return outcomes that are not shown to be worse than the best.
+
+    Those that are shown to leak more than the least leaky are left out, then those that are shown
+    to be less accurate than the most accurate.
     """
     if not outcomes:
         return []
@@ -337,7 +351,10 @@ def _equals(
 
 
 def _is_less_accurate(outcome: Outcome, best: Outcome, margin: float) -> bool:
-    """Whether it is shown by samples, and in each training of the same seed."""
+    """Return whether an outcome is shown to be less accurate than the best.
+
+    The samples have to show it, and each training of the same seed.
+    """
     pairs = zip(best.trainings, outcome.trainings, strict=False)
     return all(high - low > margin for high, low in pairs) and _exceeds(
         best.accuracy_by_sample, outcome.accuracy_by_sample, margin
@@ -360,7 +377,7 @@ def _membership_words(chosen: Outcome, score: MainScore) -> str:
 
 
 def _exceeds(x: Mapping[int, float], y: Mapping[int, float], margin: float) -> bool:
-    """Whether x is shown to be more than a margin above y: by a paired, one-sided t-test at 5 %."""
+    """Return whether x is shown to exceed y by a margin, by a paired, one-sided t-test at 5 %."""
     # Paired: messages differ more among themselves than defenses do on one message.
     differences = np.array([x[number] - y[number] - margin for number in x if number in y])
     if len(differences) < 2:
@@ -378,7 +395,7 @@ def _none_words(
     chance: float,
     score: MainScore,
 ) -> str:
-    """Why nothing is recommended, with what comes nearest."""
+    """Return why nothing is recommended, and which defenses come nearest."""
     limit = score.format(chance + score.clear_margin)
     words = (
         f"None of these: no defense tried keeps accuracy within {100 * budget:g} points of the "
@@ -414,9 +431,7 @@ def _by_membership(
     undefended: str,
     untrained: Sequence[float] | None,
 ) -> Choice:
-    """Where no attack reconstructs even the undefended gradient: by membership inference, if it can
-    tell.
-    """
+    """Choose by membership inference, where no attack reconstructs even the undefended gradient."""
     plain = outcomes[0]
     words = (
         f"No attack that was tried reconstructs data of this model even undefended ({undefended}), "
@@ -465,7 +480,7 @@ def low_end(estimate: Estimate) -> float:
 
 
 def percent(share: Estimate, digits: int = 0) -> str:
-    """A share with its interval, as a person reads it.
+    """Return a fraction with its interval as text, in percent.
 
     Example:
         >>> percent(Estimate(0.831, 0.81, 0.85))

@@ -1,4 +1,4 @@
-"""Attacks on samples at the models of trials, and what they and trainings say of a defense."""
+"""Attacks on samples at the models of trials, and the outcomes of defenses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Stages = Mapping[str, Summary]  # what attacks recovered, by stage of a training
 
 
 class Server:
-    """Attacks the same samples at every model, knowing the noise's covariance."""
+    """A server that attacks the same samples at every model, knowing the noise's covariance."""
 
     def __init__(
         self,
@@ -59,8 +59,10 @@ class Server:
         self._model, self._reconstructs = model, False
 
     def attack_undefended(self, undefended: Defense, seconds: float = math.inf) -> Summary:
-        """Attack the model as it starts, and choose attacks: slower ones too, where the quick ones
-        reconstruct little. Each round stops between two messages before it takes longer.
+        """Attack the model as it starts, and choose the attacks of later rounds.
+
+        Slower attacks are added if the quick ones reconstruct little. Each round stops between two
+        messages before it takes longer than `seconds`.
         """
         summary = self.attack({"none": undefended}, "undefended", seconds=seconds)
         rows = summary.reconstructions("none")
@@ -79,8 +81,10 @@ class Server:
         half: Literal[0, 1] = 0,
         seconds: float = math.inf,
     ) -> Summary:
-        """Attack half of the messages, at the start of training or at a trained model. It stops
-        between two messages before it takes longer, but not before the second.
+        """Attack half of the messages, at the start of training or at a trained model.
+
+        It stops between two messages before it takes longer than `seconds`, but not before the
+        second message.
         """
         specs = [{label: defense} for label, defense in defenses.items()]
         middle = len(self._split.attacked) // 2
@@ -98,14 +102,15 @@ class Server:
 
 
 def is_shown_to_reconstruct(row: AttackScores, summary: Summary) -> bool:
-    """Whether an interval shows that an attack recovers clearly more than a guess."""
+    """Return whether an interval shows that an attack recovers clearly more than a guess."""
     low = row.scores[summary.main_score.name].low
     return low is not None and low > summary.guess + summary.main_score.clear_margin
 
 
 def _is_likely_to_reconstruct(row: AttackScores, summary: Summary) -> bool:
-    """The same by the mean alone where time ended the round: no interval shows it of two messages,
-    and slower attacks would not make up for that.
+    """Return whether an attack is shown to reconstruct, or its mean says so where time ran out.
+
+    No interval shows it of two messages, and slower attacks would not make up for that.
     """
     mean, enough = row.scores[summary.main_score.name].mean, summary.main_score.clear_margin
     is_clear = bool(summary.unfinished) and mean > summary.guess + enough
@@ -119,15 +124,19 @@ def outcome_of(
     plain_right: list[list[float]],
     halves: list[Stages],
 ) -> list[Outcome]:
-    """One. Or none, with a warning, if no attack could be applied to two messages: then it is
-    unknown how private the defense is, and it is not recommended.
+    """Return one outcome, or none with a warning if no attack could be applied to two messages.
+
+    Without an attack it is unknown how private the defense is, and it is not recommended.
 
     Args:
-        label: Of the defense.
+        label: The label of the defense.
         rate: Its learning rate.
-        right: Of each training, which judging samples are right.
-        plain_right: The same undefended.
-        halves: Of the messages: what attacks recovered at each stage.
+        right: For each training, which judging samples are predicted correctly.
+        plain_right: The same for the undefended trainings.
+        halves: For each half of the messages, what attacks recovered at each stage.
+
+    Raises:
+        ValueError: If no attack works on the undefended gradient.
     """
     leaks = _leaks(label, halves)
     if not leaks and label == "none":
@@ -161,7 +170,7 @@ def outcome_of(
 
 @dataclasses.dataclass(frozen=True)
 class _Leak:
-    """What the attack recovered that recovered most at a stage."""
+    """The leak by the attack that recovered most at a stage."""
 
     attack: str
     by_message: Mapping[int, float]
@@ -172,7 +181,7 @@ class _Leak:
 
 
 def _leaks(label: str, halves: list[Stages]) -> dict[str, _Leak]:
-    """By stage. Of attacks that were applied to two messages, in one half or both."""
+    """Return leaks by stage, of attacks that were applied to two messages or more."""
     found = dict[tuple[str, str], dict[int, float]]()
     for half, stages in enumerate(halves):
         for stage, summary in stages.items():
@@ -191,14 +200,14 @@ def _leaks(label: str, halves: list[Stages]) -> dict[str, _Leak]:
 
 
 def _by_message(summary: Summary, row: AttackScores) -> dict[int, float]:
-    """The mean of each message's main scores."""
+    """Return the mean of each message's main scores."""
     pair, score = (row.defense, row.attack), summary.main_score.name
     cells = [cell for cell in summary.audit.cells if (cell["defense"], cell["attack"]) == pair]
     return {number: float(np.mean(values[score])) for number, values in values_of(cells).items()}
 
 
 def _membership(label: str, halves: list[Stages]) -> tuple[Estimate | None, int]:
-    """The share of members identified where it is most, and the number of candidates."""
+    """Return the largest fraction of members that was identified, and the number of candidates."""
     summaries = [summary for stages in halves for summary in stages.values()]
     rows = [row for summary in summaries for row in summary.membership if row.defense == label]
     shares = [(row.scores["top1"], row.candidates) for row in rows]

@@ -1,4 +1,4 @@
-"""A budget of minutes, and trainings that stop in time."""
+"""The budget of minutes, and trainings that stop in time."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _SURE = 3  # steps of a training after which its end can be foretold
 
 
 class OutOfTime(Exception):
-    """There is no time for this training."""
+    """An error: there is no time for this training."""
 
 
 class Pace:
-    """How long is left, and how long a training takes at the latest speed of the machine.
+    """The time that is left, and how long a training takes at the latest speed of the machine.
 
     Args:
         minutes: The budget, from now on.
 
     Attributes:
         reserved: Seconds that trainings must leave for what comes after them.
-        step_seconds: Of an undefended training, by the latest that was measured.
-        costs: How many times as long a step takes under each defense, by label. What is not in it
-            takes as long as an undefended one.
+        step_seconds: Seconds of an undefended training step, as measured last.
+        costs: How many times as long a step takes under each defense, by label. A defense that is
+            not in it takes as long as none.
 
     Example:
         >>> pace = Pace(minutes=15)
@@ -41,39 +41,44 @@ class Pace:
 
     @property
     def left(self) -> float:
-        """Seconds until the budget ends."""
+        """The seconds until the budget ends."""
         return self._end - time.monotonic()
 
     def step_of(self, label: str) -> float:
-        """Seconds of a step under a defense."""
+        """Return the seconds of a step under a defense."""
         return self.step_seconds * self.costs.get(label, 1.0)
 
     def measured(self, label: str, seconds: float) -> None:
-        """A step under a defense took so long: a slow defense makes no slow machine."""
+        """Record how long a step under a defense took.
+
+        The time is divided by the defense's cost: a slow defense makes no slow machine.
+        """
         self.step_seconds = seconds / self.costs.get(label, 1.0)
 
     def compared(self, label: str, seconds: float) -> None:
-        """The same of a defense's first steps: how much slower they are than undefended ones."""
+        """Record how much slower a defense's first steps are than undefended ones."""
         self.costs[label] = seconds / self.step_seconds if self.step_seconds else 1.0
 
     def fits(self, seconds: float) -> bool:
-        """Whether there is time for it, and for what is reserved."""
+        """Return whether there is time for this many seconds, and for what is reserved."""
         return seconds + self.reserved <= self.left
 
 
 class Progress(TrainerCallback):
-    """Shows a training's steps and the time that is left, and ends it where it cannot be finished
-    in time, also if the machine gets slower on the way.
+    """A callback that shows a training's steps, and ends the training if it cannot finish in time.
+
+    It also ends it if the machine gets slower on the way.
 
     Args:
-        pace: Of all trainings.
-        label: Of the defense.
-        title: Of the bar.
-        longest: Seconds after which it ends, late or not. Without it, when its steps are done.
+        pace: The pace of all trainings.
+        label: The label of the defense.
+        title: The title of the bar.
+        longest: Seconds after which the training ends, late or not. Default: when its steps are
+            done.
 
     Attributes:
         is_late: Whether the training was ended for lack of time.
-        step_seconds: Of its steps, the first one left out if there were others.
+        step_seconds: Seconds of a step, without the first one if there were others.
     """
 
     def __init__(self, pace: Pace, label: str, title: str, longest: float = math.inf) -> None:

@@ -27,7 +27,7 @@ _NUMBER_WIDTH, _NUMBER_HEIGHT = 20, 15  # of a point's number
 
 
 def markdown_table(choice: Choice, score: MainScore, command: str) -> str:
-    """The words, what to type, and a line for every defense."""
+    """Return the explanation, the command to type, and a table row for every defense."""
     header = [
         "defense", "learning rate", "accuracy", "points lost", f"best attack {score.verb}", "by",
         "members recognized",
@@ -59,8 +59,9 @@ def train_flags(
     source: SourceSettings | None,
     folder: Path,
 ) -> str:
-    """A file for `gradguard train --config`: the setting that is recommended, on the same data, for
-    as many steps as the measured accuracy is of.
+    """Return a file for `gradguard train --config` with the recommended setting on the same data.
+
+    It trains for as many steps as the measured accuracy is of.
     """
     assert choice.chosen is not None
     data = {} if source is None else {
@@ -84,14 +85,15 @@ def train_flags(
 
 
 def train_command(folder: Path, source: SourceSettings | None) -> str:
-    """What to type, once `train.yaml` is in the folder."""
+    """Return the command to type, once `train.yaml` is in the folder."""
     command = f"gradguard train --config {shlex.quote(str(folder / TRAIN_FILE))}"
     return f"{command} --model MODEL --dataset FILE" if source is None else command
 
 
 def flags_of(defense: Defense) -> dict[str, Any] | None:
-    """What names a defense in a file; `None` where a file cannot: for a chain, a class that is not
-    registered, or a setting that is an object.
+    """Return the flags that name a defense in a file, or `None` if a file cannot.
+
+    A file cannot name a chain, a class that is not registered, or a setting that is an object.
     """
     if DEFENSES.get(defense.name) is not type(defense):
         return None
@@ -106,7 +108,7 @@ def flags_of(defense: Defense) -> dict[str, Any] | None:
 def html_report(
     choice: Choice, chance: float, settings: TrialSettings, score: MainScore, command: str
 ) -> str:
-    """The page: one file, no script, nothing from elsewhere."""
+    """Return the page: one file without scripts that loads nothing from elsewhere."""
     outcomes = choice.outcomes
     ticks = score.ticks([chance, *(outcome.leak.high or 0.0 for outcome in outcomes)])
     end = ticks[-1][0]
@@ -154,7 +156,7 @@ def html_report(
 
 
 def _place_numbers(points: list[dict[str, Any]]) -> None:
-    """Each beside its point, and below the numbers of others that stand there."""
+    """Place each number beside its point, and below other points' numbers that stand there."""
     placed: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda point: (point["y"], point["number"])):
         height = point["y"] - 7

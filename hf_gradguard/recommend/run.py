@@ -1,4 +1,4 @@
-"""Trials and attacks, and what is recommended of them."""
+"""Trials and attacks, and the recommendation that follows from them."""
 
 from __future__ import annotations
 
@@ -66,26 +66,30 @@ def recommend(
     source: SourceSettings | None = None,
     **settings: Any,
 ) -> Choice:
-    """Train a model for a few steps under each defense, attack each, and say which to train with.
+    """Train a model for a few steps under each defense, attack each, and choose one.
 
     Each defense trains at its own best learning rate, and is attacked at both ends of its training.
     Up to three finalists are judged on three more seeds. In `output`: `recommend.json`, `.md` and
     `.html`, the audits, and, if flags can name what is recommended, `train.yaml` for `gradguard
-    train --config`. An interrupted run goes on. Trainings are short: audit the long one too.
+    train --config`. An interrupted run continues where it stopped. Trainings are short: audit the
+    long one too.
 
     Args:
         model: A classifier of texts, words or images, or a language model, as its training starts.
-            Left as it was. Where tokens have labels, accuracy is the share predicted right.
+            It is not changed. Where tokens have labels, accuracy is the fraction predicted
+            correctly.
         processing_class: Its tokenizer or image processor.
         samples: `(text or image, class id)` each, in random order: all the data that is used.
-        defenses: As for `audit`. Default: noise and pruning in several strengths.
-        attacks: As for `audit`, knowing the noise's covariance. Default: strong quick ones.
-        output: Folder to write to. Holds private data afterwards.
+        defenses: Defenses, as for `audit`. Default: noise and pruning in several strengths.
+        attacks: Attacks, as for `audit`, which know the noise's covariance. Default: strong quick
+            ones.
+        output: The folder to write to. It holds private data afterwards.
         source: Names of the model and the data, for `train.yaml`.
         **settings: Fields of `TrialSettings`.
 
     Raises:
-        ValueError: If samples are too few, no attack works on `none`, or as `audit` says.
+        ValueError: If there are too few samples, no attack works on `none`, or `audit` refuses the
+            settings.
 
     Example:
         >>> few = {"steps": 1, "batch_size": 4, "attacked": 4, "output": "out"}
@@ -132,7 +136,7 @@ def _to_compare(model: nn.Module, defenses: Spec | Sequence[Spec] | None) -> dic
 
 
 def _known_of(choice: Choice, defenses: Mapping[str, Defense], model: nn.Module) -> str:
-    """What slower attacks recovered behind the chosen one than there is time for here."""
+    """Return what slower attacks than there is time for recovered behind the chosen defense."""
     if choice.chosen is None:
         return ""
     links = chained_defenses(defenses[choice.chosen.defense])
@@ -142,14 +146,16 @@ def _known_of(choice: Choice, defenses: Mapping[str, Defense], model: nn.Module)
 
 
 class _Comparison:
-    """First trials of all defenses on one seed, then of finalists on others, within the budget.
+    """The comparison: first trials of all defenses on one seed, then of finalists on others.
+
+    It keeps to the budget of minutes.
 
     Args:
-        defenses: By label, the undefended first, then in order of preference.
-        trials: Trains them.
-        server: Attacks them.
-        settings: Of all.
-        pace: Of the time that is left.
+        defenses: Defenses by label, the undefended first, then in order of preference.
+        trials: The trials, which train them.
+        server: The server, which attacks them.
+        settings: The settings of all trials.
+        pace: The pace, which knows the time that is left.
     """
 
     def __init__(
@@ -170,7 +176,7 @@ class _Comparison:
         self._attack_seconds = self._judging_seconds = 0.0
 
     def run(self) -> tuple[list[Outcome], list[Outcome]]:
-        """All of the first trials, and what judges the finalists, where there are any."""
+        """Return all first outcomes, and those of the finalists, if there are any."""
         self.prepare()
         try:
             screened = self.screen()
@@ -185,8 +191,9 @@ class _Comparison:
         return screened, self.judge(screened[0], last) if last else screened
 
     def prepare(self) -> None:
-        """What is needed anyway, and says how long things take: the untrained model's accuracy,
-        attacks on it, and a few steps.
+        """Measure what is needed anyway and says how long things take.
+
+        These are the untrained model's accuracy, attacks on it, and a few training steps.
         """
         began = time.monotonic()
         self.untrained = self._trials.untrained()
@@ -202,7 +209,7 @@ class _Comparison:
         self._start = undefended
 
     def say_minutes(self) -> None:
-        """How long all would take, and what the budget is."""
+        """Log how long all trials would take, and what the budget is."""
         trainings = MIDDLE_RATES * len(self._defenses) + 4 * self._settings.seeds
         seconds = trainings * self._training_seconds(*self._defenses)
         seconds += (len(self._defenses) + 6) * self._attack_seconds
@@ -214,26 +221,26 @@ class _Comparison:
         )
 
     def _training_seconds(self, *labels: str) -> float:
-        """Of a training and its evaluation at the latest speed, a mean over these defenses."""
+        """Return the seconds of a training and its evaluation, a mean over these defenses."""
         steps = [self._pace.step_of(label) for label in labels]
         return self._settings.steps * sum(steps) / len(steps) + self._judging_seconds
 
     def _share(self, rounds: int, trainings: float = 0.0) -> float:
-        """Seconds for a round of attacks, the first of so many, beside trainings' seconds."""
+        """Return the seconds for one of `rounds` rounds of attacks, after trainings' seconds."""
         return max(0.0, self._pace.left - trainings) / rounds
 
     @property
     def _shortest_round(self) -> float:
-        """Seconds of as few messages as have an interval."""
+        """The seconds of a round with as few messages as have an interval."""
         return self._attack_seconds * FEWEST_MESSAGES / self._messages
 
     def _measure_round(self, attacked: Summary, seconds: float, defenses: int = 1) -> None:
-        """How long a whole one takes. At least: what an earlier run stored took no time."""
+        """Record how long a whole round takes at least: what an earlier run stored took no time."""
         whole = seconds / defenses * self._messages / len(attacked.audit.messages)
         self._attack_seconds = max(self._attack_seconds, whole)
 
     def _rates(self, *waiting: str) -> int:
-        """How many learning rates of each of these defenses there is time for."""
+        """Return how many learning rates of each of these defenses there is time for."""
         if not self._pace.reserved:  # not even for a comparison: first what the next run needs
             return 1
         count, training = len(waiting), self._training_seconds(*waiting)
@@ -246,12 +253,13 @@ class _Comparison:
         return min(MIDDLE_RATES, max(most, FEWEST_RATES))
 
     def screen(self) -> list[Outcome]:
-        """Each defense at the best of its rates, on one seed and half of the messages. One that
-        leaks too much at the start already is never recommended, so it waits until the others were
-        tried.
+        """Return each defense's outcome at its best rate, on one seed and half of the messages.
+
+        A defense that leaks too much at the start is never recommended, so it waits until the
+        others were tried.
 
         Raises:
-            OutOfTime: If there is no time for one.
+            OutOfTime: If there is no time for one defense.
         """
         outcomes, plain, waiting = list[Outcome](), list[float](), list(self._defenses)
         starts = {"none": self._start}
@@ -293,12 +301,14 @@ class _Comparison:
         return outcomes
 
     def _reserve(self, label: str, tried: int, is_attacked: bool) -> None:
-        """Time for what comes after the trainings of one more defense, of so many. The first ones
-        are compared by short rounds where time is short, and as far as it reaches: the same command
-        goes on. Behind them: time for the attacks on a finalist, and for one more seed.
+        """Reserve time for what comes after the trainings of one more defense.
+
+        The first defenses are compared by short rounds if time is short, and as far as it reaches:
+        the same command continues. For later ones, time is reserved for the attacks on a finalist,
+        and for one more seed.
 
         Raises:
-            OutOfTime: If there is none for the defense.
+            OutOfTime: If there is no time for the defense.
         """
         training = self._training_seconds(label)
         attack = self._attack_seconds if tried > 1 else self._shortest_round
@@ -323,7 +333,7 @@ class _Comparison:
         training: tuple[str, Defense, float, int | None] | None = None,
         half: Literal[0, 1] = 0,
     ) -> Summary:
-        """Attack at the start, or behind a training, for so many seconds.
+        """Attack at the start, or after a training, for at most this many seconds.
 
         Raises:
             OutOfTime: If two messages do not fit.
@@ -351,8 +361,9 @@ class _Comparison:
         )
 
     def judge(self, plain: Outcome, last: list[Outcome]) -> list[Outcome]:
-        """The undefended training and the finalists, on as many seeds that chose nothing as there
-        is time for; finalists on the other half of the messages too.
+        """Judge the undefended training and the finalists on as many new seeds as time allows.
+
+        Finalists are also attacked on the other half of the messages.
         """
         right = dict[str, list[list[float]]]()
         possible, last = last, self._affordable(last)
@@ -391,7 +402,7 @@ class _Comparison:
         ]  # fmt: skip
 
     def _affordable(self, last: list[Outcome]) -> list[Outcome]:
-        """As many as there is time to train once more and attack, promising ones first."""
+        """Return as many finalists as time allows to train and attack again, promising first."""
         self._pace.reserved = 0.0
         by_promise = promising_first(last, self._settings.budget, self.guess, self.score)
         for count in range(len(last), 0, -1):
@@ -411,7 +422,7 @@ class _Comparison:
         return self._trials.has_judged(outcome.defense, defense, outcome.learning_rate, seed)
 
     def _attack_finalists(self, last: list[Outcome], seed: int | None) -> None:
-        """On the other half of the messages. What time is short for, the first half alone says."""
+        """Attack finalists on the other half of the messages, as far as there is time."""
         one = {outcome.defense: self._defenses[outcome.defense] for outcome in last}
         with suppress(OutOfTime):
             start = self._attack(one, "final_start", self._share(rounds=2), half=1)
@@ -424,7 +435,7 @@ class _Comparison:
                 self._stages[label][-1] = {"start": start, "end": end}
 
     def limits_words(self) -> str:
-        """What there was no time for: defenses, and messages of those that were tried."""
+        """Return what there was no time for: defenses, and messages of those that were tried."""
         whole = self._messages
         fewer = [
             label for label, halves in self._stages.items()
@@ -474,14 +485,14 @@ def _write(
 
 
 def run_recommend(flags: Mapping[str, Any]) -> None:
-    """`gradguard recommend`: print the words and the table of a recommendation on disk.
+    """Run `gradguard recommend`: print the explanation and the table of a recommendation.
 
     Args:
-        flags: Those that were used, by name.
+        flags: The flags that were used, by name.
 
     Raises:
-        ValueError: For settings that are wrong.
-        OSError: If a file cannot be read or the output folder not be written to.
+        ValueError: If settings are wrong.
+        OSError: If a file cannot be read, or the output folder cannot be written to.
     """
     settings = fill(CommandSettings, flags)
     # Refused before a download: an output that cannot be written to, or a misspelt name.

@@ -1,4 +1,4 @@
-"""What `gradguard recommend` takes. Nothing heavy is imported here."""
+"""Settings of `gradguard recommend`; this module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -17,39 +17,41 @@ DEFAULT_DEFENSES = {
     "gaussian_noise:relative_scale=5,gaussian_noise:relative_scale=20,gradient_sketch,"
     "gaussian_noise:relative_scale=1",
 }
-"""By a domain's name, as for `gradguard audit`, in order of preference among equals."""
+"""The default defenses by a domain's name, as for `gradguard audit`, in order of preference among
+equals.
+"""
 DEFAULT_ATTACKS = {"text": "span", "image": "inverting_gradients:steps=10"}
 FALLBACK_ATTACKS = {
     "text": "tag:steps=300,seconds=4",  # 300 steps alone took 100 seconds a sentence of MiniLM
     "image": "",
 }
-"""Added where the defaults reconstruct little of the undefended gradient."""
+"""Attacks that are added if the defaults reconstruct little of the undefended gradient."""
 WARMUP = 0.1  # of a training's steps, the recommended one's too
 
 
 @dataclass(kw_only=True)
 class TrialSettings:
-    """Settings of the trials, equal for all defenses.
+    """The settings of the trials, equal for all defenses.
 
     Args:
         steps: Optimizer steps of a training.
         batch_size: Samples in a message of training.
         message_size: Samples in a message that is attacked.
-        attacked: Samples that are attacked, of four messages at least, half of them behind
-            finalists alone. They are never trained on.
+        attacked: Samples that are attacked, of four messages at least; half of them only behind
+            finalists. They are never trained on.
         decoys: Further samples, which nothing is trained on: candidates for membership inference,
             beside those that are attacked. 0 leaves it out.
-        learning_rate: Undefended rates are tried around it, those behind noise as large as the
-            gradient around twice it, and further where the best is at an end.
-        budget: Accuracy that may be lost, as a share.
-        seeds: Trainings of each finalist at most, beside the one that chose its learning rate.
-        budget_minutes: To take at most. Defenses that do not fit are left out, and named; seeds and
-            learning rates become fewer.
-        max_length: Longer texts are cut to so many tokens.
-        seed: Of the split, the trainings and the attacks.
+        learning_rate: The rate that undefended rates are tried around. Rates behind noise as large
+            as the gradient are tried around twice it, and further ones where the best is at an end.
+        budget: The accuracy that may be lost, as a fraction.
+        seeds: The most trainings of each finalist, beside the one that chose its learning rate.
+        budget_minutes: The most minutes to take. Defenses that do not fit are left out, and named;
+            seeds and learning rates become fewer.
+        max_length: The most tokens of a text; longer ones are cut.
+        seed: The seed of the split, the trainings and the attacks.
 
     Raises:
-        ValueError: For values out of range.
+        ValueError: If a value is out of range.
     """
 
     _argument_group_name: ClassVar[str] = "trainings and messages"
@@ -103,7 +105,7 @@ class TrialSettings:
 
 @dataclass(kw_only=True)
 class CommandSettings(AttackedSettings, TrialSettings):
-    """What the command takes beside them."""
+    """The settings of the command beside those of the trials."""
 
     _argument_group_name: ClassVar[str] = "defenses and attacks"
 

@@ -33,18 +33,18 @@ from .pace import OutOfTime, Pace, Progress
 from .settings import WARMUP, TrialSettings
 
 MOST_RATES = 6
-"""Learning rates that are tried of a defense at most."""
+"""The most learning rates that are tried for a defense."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Samples by what they are for. Nothing that is attacked or judges is trained on.
+    """A split of samples by their use; samples that are attacked or judge are never trained on.
 
     Args:
-        attacked: For attacks.
-        choosing: For choosing learning rates.
-        judging: For the accuracy that is reported.
-        training: All others.
+        attacked: Samples to attack.
+        choosing: Samples that choose learning rates.
+        judging: Samples that give the accuracy that is reported.
+        training: All other samples.
 
     Example:
         >>> split = Split.draw([("a film", 0)] * 100, attacked=8, batch_size=16)
@@ -59,8 +59,9 @@ class Split:
 
     @classmethod
     def draw(cls, samples: Sequence[Sample], attacked: int, batch_size: int) -> Split:
-        """Of samples in random order: a fifth judges, 1,000 at most, and another chooses, 500 at
-        most.
+        """Split samples in random order.
+
+        A fifth of them judges, 1,000 at most, and another fifth chooses, 500 at most.
 
         Raises:
             ValueError: If too few are left to train on.
@@ -84,12 +85,13 @@ class Trials:
     """Trainings of one model on one split, stored as cells.
 
     Args:
-        model: As it starts. Never changed.
-        modality: Makes batches of samples.
-        split: Of the data.
-        settings: Of all trainings.
-        folder: Holds cells, and the trained weights of each defense's best rate.
-        pace: Ends trainings that do not fit. Default: all of them do.
+        model: The model as it starts. It is never changed.
+        processing_class: Its tokenizer or image processor.
+        modality: The modality, which makes batches of samples.
+        split: The split of the data.
+        settings: The settings of all trainings.
+        folder: The folder of cells, and of the trained weights of each defense's best rate.
+        pace: The pace, which ends trainings that do not fit. Default: all of them fit.
     """
 
     def __init__(
@@ -112,8 +114,9 @@ class Trials:
         self._key = digest(model, judged, len(split.training), sizes, codes)
 
     def calibrated(self, defense: Defense) -> Defense:
-        """With the noise that the Trainer finds here for a `target_epsilon`: an attack has no
-        training to find it for.
+        """Return the defense with the noise that the Trainer finds here for a `target_epsilon`.
+
+        An attack has no training to find it for.
         """
         if not isinstance(defense, DPSGD) or defense.target_epsilon is None:
             return defense
@@ -125,7 +128,7 @@ class Trials:
         return dataclasses.replace(defense, target_epsilon=None, noise_multiplier=multiplier)
 
     def choosing(self, label: str, defense: Defense, rate: float) -> float:
-        """Accuracy of a training of the first seed, on the samples that choose a rate."""
+        """Return the accuracy of the first seed's training, on the samples that choose a rate."""
         path = self._weights(label, defense, rate)
 
         def measured() -> Cell:
@@ -138,13 +141,13 @@ class Trials:
     def judging(
         self, label: str, defense: Defense, rate: float, seed: int | None = None
     ) -> list[float]:
-        """Which judging samples are right after a training.
+        """Return which judging samples are predicted correctly after a training.
 
         Args:
-            label: Of the defense.
-            defense: Of every message.
-            rate: Learning rate.
-            seed: Of the training; `None` for the one that chooses rates.
+            label: The label of the defense.
+            defense: The defense of every message.
+            rate: The learning rate.
+            seed: The seed of the training; `None` for the one that chooses rates.
         """
         path = self._weights(label, defense, rate, seed)
 
@@ -156,17 +159,19 @@ class Trials:
         return right
 
     def has_judged(self, label: str, defense: Defense, rate: float, seed: int) -> bool:
-        """Whether an earlier run did that."""
+        """Return whether an earlier run evaluated this training on the judging samples."""
         return f"{self._weights(label, defense, rate, seed).stem}-judging" in self._cells
 
     def best(self, label: str, defense: Defense, most: int = MOST_RATES) -> float:
-        """The best learning rate of those tried, of equals the smallest. The middle one is tried
-        first, then those beside the best until both of its neighbors are worse, in steps of two.
+        """Return the best of the tried learning rates, and the smallest of equally good ones.
+
+        The middle rate is tried first, then those beside the best until both of its neighbors are
+        worse, in steps of a factor of two.
 
         Args:
-            label: Of the defense.
-            defense: Of every message.
-            most: Rates that are tried, beside those that an earlier run tried.
+            label: The label of the defense.
+            defense: The defense of every message.
+            most: The most rates to try, beside those that an earlier run tried.
 
         Raises:
             OutOfTime: If there is no time for one.
@@ -200,16 +205,19 @@ class Trials:
 
     @property
     def final_seeds(self) -> list[int]:
-        """Of the trainings that judge finalists."""
+        """The seeds of the trainings that judge finalists."""
         return [self.settings.seed + number for number in range(1, self.settings.seeds + 1)]
 
     def untrained(self) -> list[float]:
-        """Which judging samples the model gets right before any training."""
+        """Return which judging samples the model predicts correctly before any training."""
         return right_shares(copy.deepcopy(self.model), self.modality, self.split.judging)
 
     def measure_speed(self, defenses: Mapping[str, Defense], longest: float = 10.0) -> None:
-        """Take four steps under each defense, or as many as begin within so many seconds, for the
-        pace. The first defense is the undefended one.
+        """Take four steps under each defense, or as many as begin in time, to measure the pace.
+
+        Args:
+            defenses: Defenses by label, the undefended one first.
+            longest: Seconds after which no further step begins.
         """
         settings = dataclasses.replace(self.settings, steps=4)
         for number, (label, defense) in enumerate(defenses.items()):
@@ -220,7 +228,7 @@ class Trials:
             record(label, progress.step_seconds)
 
     def middle_rate(self, defense: Defense) -> float:
-        """The first one to try."""
+        """Return the first learning rate to try."""
         # Behind noise the best is 1 to 8 times the undefended one (findings/rates.md).
         ratio = defense.facts.noise_ratio
         return self.settings.learning_rate * (2 if ratio is None or ratio >= 1 else 1)
@@ -228,7 +236,7 @@ class Trials:
     def trained(
         self, label: str, defense: Defense, rate: float, seed: int | None = None
     ) -> nn.Module:
-        """The model after that training."""
+        """Return the model after a training, which is run if its weights are not stored."""
         model, path = copy.deepcopy(self.model), self._weights(label, defense, rate, seed)
         if not path.exists():  # it was removed by hand
             self._run(label, defense, rate, path, seed)
@@ -281,15 +289,15 @@ def train(
     """Train a model in place, in one process, without output and checkpoints.
 
     Args:
-        model: To train.
-        defense: Of every message. A copy is used.
+        model: The model to train.
+        defense: The defense of every message. A copy is used.
         rows: Samples to train on.
-        modality: Makes batches of them.
-        settings: Their `steps` and `batch_size` are used.
-        rate: Peak learning rate.
-        seed: Of the order of rows, of dropout and of the defense.
-        processing_class: Goes to the Trainer.
-        progress: Follows the steps.
+        modality: The modality, which makes batches of them.
+        settings: Settings, of which `steps` and `batch_size` are used.
+        rate: The peak learning rate.
+        seed: The seed of the order of rows, of dropout and of the defense.
+        processing_class: The Trainer's `processing_class`.
+        progress: A callback that follows the steps.
     """
     with tempfile.TemporaryDirectory() as folder:
         args = quiet_arguments(
@@ -309,7 +317,7 @@ def train(
 
 
 def quiet_arguments(folder: str, model: nn.Module, **settings: Any) -> GradGuardConfig:
-    """Of a training on the model's device that writes and prints nothing."""
+    """Return arguments of a training on the model's device that writes and prints nothing."""
     return GradGuardConfig(
         folder, save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
         remove_unused_columns=False, use_cpu=next(model.parameters()).device.type == "cpu",
@@ -318,7 +326,7 @@ def quiet_arguments(folder: str, model: nn.Module, **settings: Any) -> GradGuard
 
 
 def right_shares(model: nn.Module, modality: Modality, samples: Sequence[Sample]) -> list[float]:
-    """Of each sample whether its class was predicted right, or which share of its tokens."""
+    """Return each sample's accuracy: 0 or 1, or the fraction of its tokens predicted correctly."""
     model.eval()
     device, shares = next(model.parameters()).device, [0.0] * len(samples)
     # Texts of about one length together: half of a mixed batch is padding.
