@@ -1,4 +1,6 @@
-"""How much could leak, without attacking: from derivatives of the gradient map.
+"""Estimators of how much could leak, computed from derivatives of the gradient map.
+
+No attack is run.
 
 Example:
     >>> bound = inversion_influence_lower_bound(gmap, delta)  # how far delta moves a reconstruction

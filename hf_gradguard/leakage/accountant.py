@@ -1,4 +1,4 @@
-"""How much a whole training run has leaked about each example, so far.
+"""Accounting of how much a training has leaked about each example so far.
 
     FIM(z) ≼ Σ_t κ FIM_t(z),    κ = q/(q + (1-q) e^{-ε})
 
@@ -34,17 +34,17 @@ _LITTLE_NOISE = 1e-3
 
 
 def subsampling_factor(sampling_rate: float, noise_multiplier: float, delta: float) -> float:
-    """κ: what a step's information is multiplied by because the members of the batch are unknown.
+    """Return κ, by which the secrecy of a batch's members multiplies a step's information.
 
     Args:
-        sampling_rate: q = B/n, with batches drawn uniformly without replacement, afresh at each
-            step. An epoch's shuffle is no such draw.
+        sampling_rate: q = B/n, with batches drawn uniformly without replacement, independently at
+            each step. An epoch's shuffle is no such draw.
         noise_multiplier: σ of the noise σC on the sum of smoothly clipped gradients.
         delta: The probability that the bound fails at this step, between 0 and 1.
 
     Raises:
         ValueError: If an argument is out of range.
-        ImportError: Without `dp-accounting`, which the extra `accounting` brings.
+        ImportError: If `dp-accounting` is missing, which the extra `accounting` brings.
 
     Example:
         >>> round(subsampling_factor(sampling_rate=0.01, noise_multiplier=10.0, delta=1e-5), 4)
@@ -62,17 +62,19 @@ def subsampling_factor(sampling_rate: float, noise_multiplier: float, delta: flo
 
 
 def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
-    """The smallest ε for which Gaussian noise is (ε, δ)-differentially private, by `dp-accounting`:
-    the root of δ = Φ(1/2σ - εσ) - e^ε Φ(-1/2σ - εσ). Below σ = 0.001, where the two terms leave no
-    digits, it is the root without the second, which is larger by a few millionths.
+    """Return the smallest ε for which Gaussian noise is (ε, δ)-differentially private.
+
+    It is the root of δ = Φ(1/2σ - εσ) - e^ε Φ(-1/2σ - εσ), by `dp-accounting`. Below σ = 0.001,
+    where the two terms leave no digits, it is the root without the second, which is larger by a few
+    millionths.
 
     Args:
-        noise_multiplier: σ: standard deviation of the noise, divided by the largest change that
+        noise_multiplier: σ: the standard deviation of the noise, divided by the largest change that
             replacing one record makes.
         delta: δ, between 0 and 1.
 
     Raises:
-        ImportError: Without `dp-accounting`, which the extra `accounting` brings.
+        ImportError: If `dp-accounting` is missing, which the extra `accounting` brings.
 
     Reference: Balle and Wang (2018), Theorem 8.
 
@@ -95,15 +97,16 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
 
 
 class FisherAccountant:
-    """dFIL of each example, added up over the steps that it took part in. Private to the client,
-    like the examples.
+    """The dFIL of each example, added up over the steps that it took part in.
+
+    It is private to the client, like the examples.
 
     Args:
         sampling_rate: q; with `noise_multiplier` and `delta` each step is multiplied by κ
-            (`subsampling_factor`). Leave all three out where batches are not drawn afresh at
-            random: κ = 1.
-        noise_multiplier: σ.
-        delta: Failure probability of κ at each step.
+            (`subsampling_factor`). Leave all three out if batches are not drawn at random
+            independently: κ = 1.
+        noise_multiplier: σ of the noise σC on the sum of smoothly clipped gradients.
+        delta: The probability that κ fails at a step.
 
     Example:
         >>> from hf_gradguard.leakage import dfil
@@ -138,16 +141,17 @@ class FisherAccountant:
         self.failure_probability = 0.0
 
     def step(self, keys: Sequence[Key], dfil: Tensor, standard_error: Tensor | None = None) -> None:
-        """Add one release.
+        """Add the information of one message.
 
         An example that is n times in the batch counts n times the sum of its rows: its Jacobian is
         the sum of theirs, and ‖a_1 + … + a_n‖² ≤ n Σ ‖a_i‖².
 
         Args:
-            keys: Which example each row of the batch is: its index in the data set, or its content
-                (`example_keys`).
+            keys: The example that each row of the batch is: its index in the data set, or its
+                content (`example_keys`).
             dfil: η̄² of each row, `(B,)`.
-            standard_error: Of `dfil`, if it is an estimate; taken as independent between steps.
+            standard_error: The standard errors of `dfil`, if it is an estimate; they are taken as
+                independent between steps.
 
         Raises:
             TypeError: If a key is neither an integer nor a string.
@@ -158,7 +162,16 @@ class FisherAccountant:
     def release(
         self, keys: Sequence[Key], dfil: Tensor, standard_error: Tensor | None = None
     ) -> dict[str, Any]:
-        """What `step` would add, as JSON can hold it: to be written down before it is shared.
+        """Return what `step` would add, as JSON can hold it, to be stored before it is shared.
+
+        Args:
+            keys: The example that each row of the batch is.
+            dfil: η̄² of each row, `(B,)`.
+            standard_error: The standard errors of `dfil`, if it is an estimate.
+
+        Raises:
+            TypeError: If a key is neither an integer nor a string.
+            ValueError: If lengths differ, or a value is negative or NaN.
 
         Example:
             >>> accountant = FisherAccountant()
@@ -188,7 +201,7 @@ class FisherAccountant:
         }
 
     def add_release(self, release: Mapping[str, Any]) -> None:
-        """Add what `release` said of one, with the κ that it had."""
+        """Add what `release` returned, with the κ that it had."""
         copies = Counter(release["keys"])
         sums = {key: [0.0, 0.0] for key in copies}  # rows of one example have the same probes
         for key, value, error in zip(
@@ -205,24 +218,22 @@ class FisherAccountant:
         self.failure_probability = min(failure, 1.0)
 
     def dfil(self, key: Key) -> float:
-        """η̄² of an example over all steps so far; 0 for one that has not taken part."""
+        """Return η̄² of an example over all steps so far; 0 if it has not taken part."""
         return self._totals[self._rows[key]] if key in self._rows else 0.0
 
     def standard_error(self, key: Key) -> float:
-        """Standard error of `dfil(key)`."""
+        """Return the standard error of `dfil(key)`."""
         return math.sqrt(self._variances[self._rows[key]]) if key in self._rows else 0.0
 
     def mse_bound(self, key: Key) -> float:
-        """Least mean squared error per coordinate of an unbiased attacker on this example, after
-        all steps.
-        """
+        """Return the least MSE per coordinate of an unbiased attacker on an example so far."""
         return mse_bound_from_dfil(self.dfil(key))
 
     def worst(self) -> tuple[Key, float]:
-        """The example that has leaked most, and its η̄².
+        """Return the example that has leaked most, and its η̄².
 
         Raises:
-            ValueError: Before the first step.
+            ValueError: If there was no step yet.
         """
         if not self._rows:
             raise ValueError("Nothing has been accounted yet.")
@@ -235,7 +246,7 @@ class FisherAccountant:
         return iter(self._rows)
 
     def state_dict(self) -> Tensors:
-        """All of it, as tensors. Private to the client."""
+        """Return the whole state as tensors, which are private to the client."""
         return {
             "keys": torch.tensor(list(json.dumps(list(self._rows)).encode()), dtype=torch.uint8),
             "totals": torch.tensor(self._totals, dtype=torch.float64),
@@ -245,8 +256,10 @@ class FisherAccountant:
         }
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Take in what `state_dict` returned. What this object has counted beyond that stays: those
-        messages were shared as well. Later steps use its own κ, whatever the earlier ones used.
+        """Add what `state_dict` returned to what this object has counted.
+
+        What this object has counted beyond that state stays: those messages were shared as well.
+        Later steps use this object's own κ, whatever the earlier ones used.
         """
         keys: list[Key] = json.loads(bytes(state["keys"].tolist()))
         totals, variances = state["totals"].tolist(), state["variances"].tolist()
@@ -261,8 +274,9 @@ class FisherAccountant:
     def load_releases(
         self, releases: Iterable[Mapping[str, Any]], state: Tensors | None = None
     ) -> None:
-        """Take in `releases` on top of what `state_dict` returned before them. As for
-        `load_state_dict`, what this object has counted beyond that stays.
+        """Add `releases` on top of what `state_dict` returned before them.
+
+        As for `load_state_dict`, what this object has counted beyond that stays.
         """
         resumed = FisherAccountant()
         if state is not None:
@@ -280,7 +294,7 @@ class FisherAccountant:
 
 
 def _plain(key: Any) -> Key:
-    """A key that is equal to itself the next time, and that JSON can hold."""
+    """Return a key that equals itself the next time, and that JSON can hold."""
     plain: Key = key.item() if hasattr(key, "item") else key
     if not isinstance(plain, Key):
         raise TypeError(f"A key is an integer or a string, and not {type(key).__name__}.")
@@ -288,8 +302,9 @@ def _plain(key: Any) -> Key:
 
 
 def example_keys(gmap: GradientMap) -> list[str]:
-    """One key per sample of the batch, from its content: its real tokens or its pixels. Not
-    reversible, but guessable.
+    """Return one key per sample of the batch, made from its real tokens or its pixels.
+
+    A key cannot be inverted, but the content behind it can be guessed.
 
     Example:
         >>> [len(key) for key in example_keys(gmap)]  # SHA-256, in hexadecimal digits

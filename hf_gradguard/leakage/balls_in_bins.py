@@ -1,14 +1,14 @@
-"""What all messages of a training tell of a row whose place among them is secret: each row is put
-into one of them, drawn uniformly and independently (balls in bins, random allocation).
+"""Privacy of a row whose place among a training's messages is secret.
 
-An attacker that asks "was this row used at all?" has to look at all places. With it, messages C g +
-σ z follow a mixture of Gaussians N(m_i, 1), one for each place i; without it N(0, 1). That pair
-dominates any rows, also where gradients depend on earlier messages, if C is lower triangular and
-not negative (Choquette-Choo et al., 2025). Nobody integrates a mixture in thousands of dimensions:
-figures here are upper ends of Monte Carlo estimates, at 99.9 %.
+Each row is put into one of the messages, drawn uniformly and independently (balls in bins, random
+allocation). An attacker that asks "was this row used at all?" has to look at all places. With the
+row, messages C g + σ z follow a mixture of Gaussians N(m_i, 1), one for each place i; without it
+they follow N(0, 1). That pair dominates any rows, also where gradients depend on earlier messages,
+if C is lower triangular and not negative (Choquette-Choo et al., 2025). A mixture in thousands of
+dimensions cannot be integrated: figures here are upper ends of Monte Carlo estimates, at 99.9 %.
 
-An attacker that knows the place, or asks whether the row is in this one message, is not covered:
-for that one `gaussian_epsilon(σ, δ)` and `membership_power(σ)` hold.
+An attacker that knows the place, or asks whether the row is in one given message, is not covered:
+for it, `gaussian_epsilon(σ, δ)` and `membership_power(σ)` hold.
 
 References: Chua et al., "Balls-and-Bins Sampling for DP-SGD" (2024); Choquette-Choo et al.,
 "Near-Exact Privacy Amplification for Matrix Mechanisms" (2025).
@@ -28,12 +28,12 @@ from .differential_privacy import least_noise, of_rounded_sums
 
 DRAWS = 100_000
 CONFIDENCE = 0.999
-"""Of an upper end, one-sided."""
+"""The confidence of an upper end, one-sided."""
 _DEVIATIONS = 3.0902  # of a normal estimate, by that confidence
 _OF_BOTH = (1 + CONFIDENCE) / 2  # of a threshold and of a share, so that both hold by it
 _CHUNK = 2**22  # entries of messages drawn at a time
 _SHIFTS = (0.0, 1.5, 3.0, 4.5, 6.0)
-"""By which draws are moved, in deviations, to where losses are large; as many of each."""
+"""Shifts of draws, in deviations, to where losses are large; each is used equally often."""
 _COARSEST = 0.1  # of a δ, its standard error relative to it
 _DOUBLINGS = 4  # of draws that were too few for it
 _MOST_EPSILON = 200.0
@@ -44,25 +44,27 @@ def balls_in_bins_epsilon(
     column: Tensor, noise_multiplier: float, bins: int, delta: float,
     scale: float | None = None, draws: int = DRAWS,
 ) -> float:  # fmt: skip
-    """ε of a whole training for whoever does not know the places of rows.
+    """Return ε of a whole training against an attacker that does not know the places of rows.
 
     Args:
-        column: c, `(T,)`, of the messages' factor: at least 0, never rising.
-        noise_multiplier: σ, of noise of σ times the clip and `scale`.
-        bins: Places of a pass, each as likely. A row is in message i, i + bins, i + 2 bins, …
+        column: The column c of the messages' factor, `(T,)`: at least 0, never rising.
+        noise_multiplier: σ of the noise, which is σ times the clip and `scale`.
+        bins: The number of places in a pass, each equally likely. A row is in messages i, i + bins,
+            i + 2 bins, …
         delta: δ.
-        scale: The sensitivity that noise was made for. Default: that of as many passes.
-        draws: How many, to begin with: where they are too few for this δ, up to 16 times as many.
+        scale: The sensitivity that noise was made for. Default: that of the same number of passes.
+        draws: The number of draws to begin with. If they are too few for this δ, up to 16 times as
+            many are used.
 
     Returns:
         The upper end of an interval at 99.9 %, by the estimate's standard error (it is taken for
-        normal). In the neighboring data set the row's gradient is zero, or it is in this one; the
-        larger ε of both. Infinite above 200, and with next to no noise.
+            normal). In the neighboring data set the row's gradient is zero, or it is in this one;
+            the larger ε of both counts. It is infinite above 200, and with next to no noise.
 
     Raises:
         ValueError: If an argument is out of range.
-        ArithmeticError: If so many draws are too few.
-        ImportError: Without scipy, which the extra `accounting` brings.
+        ArithmeticError: If there are too few draws.
+        ImportError: If scipy is missing, which the extra `accounting` brings.
 
     Example:
         >>> from hf_gradguard.defenses.factorization import make_factor
@@ -83,20 +85,21 @@ def balls_in_bins_power(
     column: Tensor, noise_multiplier: float, bins: int, false_alarms: float = 0.01,
     scale: float | None = None, draws: int = DRAWS,
 ) -> float:  # fmt: skip
-    """A bound on membership inference by whoever does not know the places of rows: the share of
-    members that the best test of all messages finds.
+    """Bound membership inference by an attacker that does not know the places of rows.
+
+    The bound is the fraction of members that the best test of all messages finds.
 
     Args:
-        column: As for `balls_in_bins_epsilon`.
-        noise_multiplier: Likewise.
-        bins: Likewise. Of rows whose place is in no message nobody is found.
-        false_alarms: α, the share of others that the test takes for members.
-        scale: As there.
-        draws: How many.
+        column: The column c of the messages' factor, as for `balls_in_bins_epsilon`.
+        noise_multiplier: σ of the noise, which is σ times the clip and `scale`.
+        bins: The number of places in a pass. Of rows whose place is in no message, none is found.
+        false_alarms: α, the fraction of non-members that the test takes for members.
+        scale: The sensitivity that noise was made for, as for `balls_in_bins_epsilon`.
+        draws: The number of draws.
 
     Returns:
-        Its upper end, at 99.9 % (Clopper and Pearson; both the threshold and the share are drawn);
-        1 with next to no noise.
+        The upper end of its interval, at 99.9 % (Clopper and Pearson; both the threshold and the
+            fraction are drawn); 1 with next to no noise.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -126,14 +129,14 @@ def balls_in_bins_power(
 def balls_in_bins_noise_multiplier(
     target_epsilon: float, delta: float, column: Tensor, bins: int, draws: int = DRAWS
 ) -> float:
-    """The least σ, to half a percent, with which `balls_in_bins_epsilon` is within a target.
+    """Return the least σ, to half a percent, with which `balls_in_bins_epsilon` meets a target.
 
     Args:
-        target_epsilon: ε above 0, and at most 200.
+        target_epsilon: The largest ε, above 0 and at most 200.
         delta: δ.
-        column: As for `balls_in_bins_epsilon`.
-        bins: Likewise.
-        draws: Likewise.
+        column: The column c of the messages' factor, as for `balls_in_bins_epsilon`.
+        bins: The number of places in a pass.
+        draws: The number of draws to begin with.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -159,8 +162,10 @@ def balls_in_bins_noise_multiplier(
 
 
 class _Losses(NamedTuple):
-    """Of draws of one of the two, log p/q with p their own density; and what they weigh, where
-    they were drawn from a mixture of densities in the place of p: p over that, which is bounded.
+    """Privacy losses log p/q of draws from p, and the weights of the draws.
+
+    Draws may come from a mixture of densities instead of p. A weight is p over that mixture, which
+    is bounded.
     """
 
     losses: Tensor
@@ -168,10 +173,10 @@ class _Losses(NamedTuple):
 
 
 class _Pair:
-    """Messages with a row and without it, in the noise's deviations.
+    """The distributions of messages with a row and without it, in units of the noise's deviation.
 
     A factor that is the same from message to message moves a row's mean along with its place: m_i
-    is one pulse, i messages later. Where that is plain to see behind the noise nothing is drawn.
+    is one pulse, i messages later. Nothing is drawn if the pulse is plain to see behind the noise.
     """
 
     def __init__(
@@ -204,7 +209,7 @@ class _Pair:
         self._squares = torch.nn.functional.pad(squares, (0, self._bins - self._used))
 
     def with_row(self, draws: int, shifts: Sequence[float] = (0.0,)) -> _Losses:
-        """Shifted along the row's mean, as far wherever it is."""
+        """Draw losses of messages with the row, shifted along the row's mean."""
         norms = self._squares.sqrt().clamp(min=1e-6)
         factors = 1 + torch.tensor(shifts)[:, None] / norms  # (shifts, bins)
         chunks = []
@@ -218,7 +223,7 @@ class _Pair:
         return _joined(chunks)
 
     def without_row(self, draws: int, shifts: Sequence[float] = (0.0,)) -> _Losses:
-        """Shifted against the mean of all means."""
+        """Draw losses of messages without the row, shifted against the mean of all means."""
         direction = self._pulse.cumsum(0)  # in proportion to that mean: each place adds a pulse
         direction[self._used :] -= direction[: -self._used].clone()
         direction /= direction.norm()
@@ -233,7 +238,7 @@ class _Pair:
         return _joined(chunks)
 
     def _chunks(self, draws: int, kinds: int) -> Iterator[tuple[Tensor, torch.Generator]]:
-        """Of which kind each draw is, all kinds in turn."""
+        """Yield for chunks of draws which shift each one has, all shifts in turn."""
         generator = torch.Generator().manual_seed(0)  # the same settings, the same figures
         for chunk in torch.arange(draws).split(max(1, _CHUNK // len(self._pulse))):
             yield chunk % kinds, generator
@@ -242,14 +247,14 @@ class _Pair:
         return torch.randn(count, len(self._pulse), generator=generator)
 
     def _means(self, places: Tensor) -> Tensor:
-        """`(n, T)`."""
+        """Return the means of messages for these places, `(n, T)`."""
         messages = len(self._pulse)
         padded = torch.nn.functional.pad(self._pulse, (messages, 0))
         steps = torch.arange(messages) + messages
         return padded[steps - places.clamp(max=messages)[:, None]]
 
     def _exponents(self, messages: Tensor) -> Tensor:
-        """⟨m_i, y⟩ of each place, `(n, bins)`."""
+        """Return ⟨m_i, y⟩ for each place, `(n, bins)`."""
         spectrum = torch.fft.rfft(messages, self._length) * self._spectrum
         products = torch.fft.irfft(spectrum, self._length)
         used = products[:, : self._used]
@@ -260,7 +265,7 @@ class _Pair:
 
 
 def _weights(log_density: Tensor, drawn_from: Sequence[Tensor]) -> Tensor:
-    """Of log densities, all relative to one."""
+    """Return the weights of draws from a mixture of densities, given relative to one of them."""
     mixture = torch.stack(list(drawn_from)).logsumexp(0) - math.log(len(drawn_from))
     return (log_density - mixture).exp()
 
@@ -281,8 +286,10 @@ def _epsilon(draw: Callable[..., _Losses], draws: int, delta: float) -> float:
 
 
 def _solved(sample: _Losses, delta: float, deviations: float) -> tuple[float, float]:
-    """The ε at which the estimate of δ, or so many standard errors above it, is this δ; and that
-    error relative to the estimate, infinite where nothing was drawn beyond ε.
+    """Return the ε at which the estimate of δ, plus some standard errors, is this δ.
+
+    The second number is the standard error relative to the estimate, infinite if nothing was drawn
+    beyond ε.
     """
     low, high = 0.0, _MOST_EPSILON
 

@@ -1,11 +1,10 @@
-"""From leakage to the least error of an attacker, per coordinate and squared: functions of numbers,
-nothing else.
+"""Bounds from leakage to an attacker's least squared error per coordinate, as plain functions.
 
-One ladder for uniform noise, from loose and cheap to tight and dear:
+There is one ladder for uniform noise, from loose and cheap to tight and expensive:
 
     1/‖FIM‖₂  ≤  m/Tr FIM  ≤  Tr(FIM⁻¹)/m = E[I²]/m
 
-All hold for *unbiased* attackers, but for `mse_bound_with_prior` and `mse_bound_of_biased`. An
+All hold for *unbiased* attackers, except `mse_bound_with_prior` and `mse_bound_of_biased`. An
 attacker that knows what inputs look like is biased, and may do better than any of the others.
 """
 
@@ -22,7 +21,9 @@ FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
 
 
 def mse_bound_from_dfil(dfil: FloatOrTensor) -> FloatOrTensor:
-    """MSE ≥ 1/η̄² (Guo et al., Theorem 2). Infinite where nothing leaks, 0 where all does.
+    """Return the bound MSE ≥ 1/η̄² (Guo et al., Theorem 2).
+
+    It is infinite where nothing leaks, and 0 where everything does.
 
     Args:
         dfil: η̄² = Tr FIM/m; a number, or one per sample.
@@ -35,20 +36,20 @@ def mse_bound_from_dfil(dfil: FloatOrTensor) -> FloatOrTensor:
 
 
 def mse_bound_of_biased(dfil: float, bias_slope: float, squared_bias: float = 0.0) -> float:
-    """MSE ≥ (1 + Tr B/m)²/η̄² + ‖b‖²/m: the biased form of `mse_bound_from_dfil`.
+    """Return the bound MSE ≥ (1 + Tr B/m)²/η̄² + ‖b‖²/m of a biased attacker.
 
-    An attacker x̂ with bias b(x) = E x̂ - x and its slope B = ∂b/∂x has a covariance of at least
-    (I + B) FIM⁻¹ (I + B)ᵀ, and Tr(A FIM⁻¹ Aᵀ) ≥ (Tr A)²/Tr FIM. One that always says the same has
-    Tr B = -m: its error is its bias alone.
+    It is the biased form of `mse_bound_from_dfil`. An attacker x̂ with bias b(x) = E x̂ - x and its
+    slope B = ∂b/∂x has a covariance of at least (I + B) FIM⁻¹ (I + B)ᵀ, and Tr(A FIM⁻¹ Aᵀ) ≥ (Tr
+    A)²/Tr FIM. One whose answer never changes has Tr B = -m: its error is its bias alone.
 
     Args:
         dfil: η̄² = Tr FIM/m, in 1/input².
-        bias_slope: Tr B/m, without a unit: 0 of an unbiased attacker, -1 of one that ignores what
+        bias_slope: Tr B/m, without a unit: 0 for an unbiased attacker, -1 for one that ignores what
             was shared.
         squared_bias: ‖b‖²/m, in input².
 
     Raises:
-        ValueError: For a negative dFIL or squared bias.
+        ValueError: If the dFIL or the squared bias is negative.
 
     Reference: Guo et al. (2022), Section 2, whose Theorem 2 is of b = 0; van Trees (1968).
 
@@ -63,7 +64,9 @@ def mse_bound_of_biased(dfil: float, bias_slope: float, squared_bias: float = 0.
 
 
 def mse_bound_from_norm(norm: FloatOrTensor) -> FloatOrTensor:
-    """MSE ≥ 1/η² with η² = ‖FIM‖₂ (Guo et al., Theorem 2): never above the bound from dFIL.
+    """Return the bound MSE ≥ 1/η² with η² = ‖FIM‖₂ (Guo et al., Theorem 2).
+
+    It is never above the bound from dFIL.
 
     Args:
         norm: η², from `fisher_norm`.
@@ -76,16 +79,19 @@ def mse_bound_from_norm(norm: FloatOrTensor) -> FloatOrTensor:
 
 
 def mse_bound_with_prior(trace: float, prior_norm: float, num_coordinates: int) -> float:
-    """MSE ≥ m / (E Tr J_F + m λ_max(J_P)): the Bayesian Cramér-Rao bound, which holds for biased
-    attackers too.
+    """Return the Bayesian Cramér-Rao bound MSE ≥ m / (E Tr J_F + m λ_max(J_P)).
 
-    (Chen et al. write d for m, their number of input coordinates.)
+    It holds for biased attackers too. (Chen et al. write d for m, their number of input
+    coordinates.)
 
     Args:
         trace: Tr J_F averaged over inputs drawn from the prior.
         prior_norm: λ_max of J_P = E ∇log p(x) ∇log p(x)ᵀ, which must exist: p has to be smooth and
             vanish at its boundary. For N(μ, τ²I) it is 1/τ².
-        num_coordinates: m.
+        num_coordinates: m, the number of input coordinates.
+
+    Raises:
+        ValueError: If an argument is out of range.
 
     Example:
         >>> mse_bound_with_prior(trace=600.0, prior_norm=2.0, num_coordinates=300)
@@ -100,14 +106,18 @@ def mse_bound_with_prior(trace: float, prior_norm: float, num_coordinates: int) 
 
 
 def mse_bound_from_rdp(epsilon: float, diameters: float | Sequence[float] | Tensor = 1.0) -> float:
-    """MSE ≥ Σ_i diam_i² / (4m (e^ε₂ - 1)) for a mechanism of (2, ε₂)-Rényi differential privacy
-    (Guo et al., Theorem 1).
+    """Return the bound MSE ≥ Σ_i diam_i² / (4m (e^ε₂ - 1)) (Guo et al., Theorem 1).
+
+    It is for a mechanism of (2, ε₂)-Rényi differential privacy.
 
     Args:
         epsilon: ε₂ ≥ 0, for neighbors that differ in one record's *content* (see
             `rdp_of_order_two`).
         diameters: The range of each coordinate: one number for all, or m of them. 1 for pixels in
             [0, 1].
+
+    Raises:
+        ValueError: If an argument is out of range.
 
     Example:
         >>> round(mse_bound_from_rdp(1.0), 4), mse_bound_from_rdp(0.0)
@@ -128,22 +138,23 @@ def mse_bound_from_rdp(epsilon: float, diameters: float | Sequence[float] | Tens
 def rdp_of_order_two(
     noise_multiplier: float, *, steps: int = 1, batch_size: int = 1, dataset_size: int = 1
 ) -> float:
-    """ε₂ of Gaussian noise on a sum over records, by `dp-accounting`, for neighbors that differ in
-    one record's content.
+    """Return ε₂ of Gaussian noise on a sum over records, by `dp-accounting`.
 
-    Reconstruction needs that relation: the attacker asks which of two contents a record has.
-    Replacing a record moves a sum of gradients of norm C by up to 2C.
+    Neighbors differ in one record's content. Reconstruction needs that relation: the attacker asks
+    which of two contents a record has. Replacing a record moves a sum of gradients of norm C by up
+    to 2C.
 
     Args:
-        noise_multiplier: Standard deviation of the noise, divided by the largest change that
+        noise_multiplier: The standard deviation of the noise, divided by the largest change that
             replacing one record makes. For noise σC on a sum of gradients clipped to C: σ/2.
-        steps: How often.
-        batch_size: Records in a step, drawn afresh without replacement; equal to `dataset_size` for
-            all of them.
-        dataset_size: Records that there are.
+        steps: The number of steps.
+        batch_size: Records in a step, drawn independently at each step without replacement; equal
+            to `dataset_size` for all of them.
+        dataset_size: The number of records.
 
     Raises:
-        ImportError: Without `dp-accounting`, which the extra `accounting` brings.
+        ValueError: If an argument is out of range.
+        ImportError: If `dp-accounting` is missing, which the extra `accounting` brings.
 
     Example:
         >>> n, regularization, std = 12_665, 1e-2, 1e-2

@@ -1,15 +1,15 @@
-"""(ε, δ) of messages with Gaussian noise on a sum of clipped gradients of rows that were drawn at
-random, by privacy loss distributions.
+"""Differential privacy of messages: (ε, δ) by privacy loss distributions.
 
+Messages have Gaussian noise on a sum of clipped gradients of rows that were drawn at random.
 Neighbors are data sets of which one has one row more. A row changes a message's sum by C at most,
 and is in it with probability q, independently of other rows (Poisson sampling). Sums are rounded to
-the grid of their noise first (`Stream.noisy`), which adds at most GRID of its deviation to C. What
-is computed here is therefore of the numbers that are shared, and not of real ones.
+the grid of their noise first (`Stream.noisy`), which adds at most GRID of its deviation to C. So
+what is computed here is of the numbers that are shared, and not of real ones.
 
 References: Abadi et al., "Deep Learning with Differential Privacy" (2016); Koskela, Jälkö and
-Honkela, "Computing Tight Differential Privacy Guarantees Using FFT" (2020). Of single messages:
-Dong, Roth and Su, "Gaussian Differential Privacy" (2022). How losses are composed is said in
-`loss_distributions`.
+Honkela, "Computing Tight Differential Privacy Guarantees Using FFT" (2020); for single messages,
+Dong, Roth and Su, "Gaussian Differential Privacy" (2022). `loss_distributions` says how losses are
+composed.
 """
 
 from __future__ import annotations
@@ -27,38 +27,41 @@ from .accountant import gaussian_epsilon
 from .loss_distributions import sampled_gaussian_epsilon
 
 TOLERANCE = 1e-3
-"""Of a calibrated noise multiplier, relative to it; upward. It leaves at most five times as much of
-a target.
+"""The tolerance of a calibrated noise multiplier, relative to it and upward. It leaves at most five
+times as much of a target.
 """
 SPENT = 0.99
-"""The share of a target after which it counts as spent: the rest takes noise without bounds."""
+"""The fraction of a target after which it counts as spent: the rest would take noise without
+bounds.
+"""
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e6
-"""Of noise multipliers that are calibrated."""
+"""The range of noise multipliers that are calibrated."""
 NO_PROTECTION = 10.0
-"""The ε above which logs and cards say so. At α false alarms (ε, δ) allows a test that finds
-1 - e^-ε (1 - δ - α) of the members. Ponomareva et al., "How to DP-fy ML" (2023), draw it too.
+"""The ε above which logs and cards say that there is no protection. At α false alarms (ε, δ) allows
+a test that finds 1 - e^-ε (1 - δ - α) of the members. Ponomareva et al., "How to DP-fy ML" (2023),
+draw the same line.
 """
 
 
 def dp_sgd_epsilon(
     noise_multiplier: float, sampling_rate: float, messages: int, delta: float
 ) -> float:
-    """The ε of DP-SGD with Poisson-sampled batches.
+    """Return the ε of DP-SGD with Poisson-sampled batches.
 
     Args:
         noise_multiplier: σ of the noise σC on the sum of gradients clipped to C.
-        sampling_rate: q: the probability of a row to be in a batch.
-        messages: How many batches were shared.
+        sampling_rate: q, the probability that a row is in a batch.
+        messages: The number of batches that were shared.
         delta: δ.
 
     Returns:
         An upper bound, a few thousandths above the least one that privacy loss distributions give.
-        It counts that sums are rounded to the grid of their noise: noise of more than about 16,000
-        hides no more.
+            It counts that sums are rounded to the grid of their noise: noise of more than about
+            16,000 hides no more.
 
     Raises:
         ValueError: If an argument is out of range.
-        ImportError: Without `dp-accounting`, which the extra `accounting` brings.
+        ImportError: If `dp-accounting` is missing, which the extra `accounting` brings.
 
     Example:
         >>> round(dp_sgd_epsilon(1.1, sampling_rate=256 / 60_000, messages=14_062, delta=1e-5), 2)
@@ -70,17 +73,17 @@ def dp_sgd_epsilon(
 def membership_power(
     noise_multiplier: float, false_alarms: float = 0.01, messages: int = 1
 ) -> float:
-    """A bound on membership inference against DP-SGD: the share of members that the
-    best test finds, whatever it knows of the model, the other members and the candidate.
+    """Bound membership inference against DP-SGD: the fraction of members that the best test finds.
 
-    A member moves the sum by C at most, and along that line the noise has standard deviation σC. So
-    no test has more power than the one of a mean of 0 against 1/σ (Neyman and Pearson): Φ(Φ⁻¹(α) +
-    √k/σ), where all of k messages, or none, hold the row.
+    The test may know the model, the other members and the candidate. A member moves the sum by C at
+    most, and along that line the noise has standard deviation σC. So no test has more power than
+    that of a mean of 0 against 1/σ (Neyman and Pearson): Φ(Φ⁻¹(α) + √k/σ), where all of k messages,
+    or none, hold the row.
 
     Args:
         noise_multiplier: σ of the noise σC on the sum of gradients clipped to C.
-        false_alarms: α, the share of others that the test takes for members.
-        messages: k.
+        false_alarms: α, the fraction of non-members that the test takes for members.
+        messages: k, the number of messages.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -101,7 +104,7 @@ def membership_power(
 
 
 def of_rounded_sums(noise_multiplier: float) -> float:
-    """σ over the most that a row moves a sum on the grid of its noise, 1 + GRID · σ of C.
+    """Return σ relative to the most that a row moves a rounded sum, (1 + GRID · σ) of C.
 
     Example:
         >>> round(of_rounded_sums(10.0), 4)
@@ -111,7 +114,7 @@ def of_rounded_sums(noise_multiplier: float) -> float:
 
 
 def protection_note(epsilon: float) -> str:
-    """Say of a large ε, in parentheses, that there is no protection to speak of; nothing of others.
+    """Return a warning in parentheses if ε is too large to protect, else an empty string.
 
     Args:
         epsilon: ε, as it stands before the note.
@@ -137,19 +140,19 @@ def dp_sgd_noise_multiplier(
     messages: int,
     account: PrivacyAccount | None = None,
 ) -> float:
-    """The smallest σ, to a thousandth of it, that keeps ε within a target.
+    """Return the smallest σ, to a thousandth of it, that keeps ε within a target.
 
     Args:
-        target_epsilon: ε > 0.
+        target_epsilon: The largest ε, above 0.
         delta: δ.
         sampling_rate: q of the messages to come.
-        messages: How many they are.
-        account: Of messages that were shared already, which count too.
+        messages: The number of messages to come.
+        account: The account of messages that were shared already, which count too.
 
     Raises:
-        ValueError: If an argument is out of range, if those messages have spent it all, or if no
-            noise keeps the target, or any.
-        ImportError: Without `dp-accounting`.
+        ValueError: If an argument is out of range, the shared messages have spent the whole target,
+            no noise keeps it, or any does.
+        ImportError: If `dp-accounting` is missing.
 
     Example:
         >>> sigma = dp_sgd_noise_multiplier(4.0, 1e-5, sampling_rate=0.05, messages=50)
@@ -197,11 +200,11 @@ def least_noise(
     """Find the least σ whose ε is within a target.
 
     Args:
-        epsilon: ε of a σ, falling.
-        target: ε at most.
+        epsilon: A function that returns ε of a σ and decreases.
+        target: The largest ε.
         start: A guess of σ.
-        tolerance: How much too large σ may be, relative to it; and five times that is how much of
-            the target may be left.
+        tolerance: How much too large σ may be, relative to it. Five times that is how much of the
+            target may be left.
 
     Raises:
         ValueError: If the most noise is not enough, or the least is.
@@ -248,13 +251,13 @@ def least_noise(
 
 
 class PrivacyAccount:
-    """What messages a client has shared, and their ε together.
+    """The account of what messages a client has shared, which gives their ε together.
 
     Args:
-        messages: How many there were, by (noise multiplier, sampling rate).
+        messages: The number of messages by (noise multiplier, sampling rate).
 
     Raises:
-        ValueError: For a noise multiplier, a sampling rate or a number out of range.
+        ValueError: If a noise multiplier, a sampling rate or a number is out of range.
 
     Example:
         >>> account = PrivacyAccount()
@@ -270,7 +273,16 @@ class PrivacyAccount:
             self.add(multiplier, rate, count)
 
     def add(self, noise_multiplier: float, sampling_rate: float, messages: int = 1) -> None:
-        """Some messages were shared."""
+        """Record that messages were shared.
+
+        Args:
+            noise_multiplier: σ of their noise.
+            sampling_rate: q, the probability that a row is in a batch.
+            messages: How many were shared.
+
+        Raises:
+            ValueError: If an argument is out of range.
+        """
         if not 0 < noise_multiplier < math.inf:
             raise ValueError(
                 f"noise_multiplier must be above 0 and finite, but is {noise_multiplier!r}."
@@ -285,19 +297,19 @@ class PrivacyAccount:
         self.messages[key] = self.messages.get(key, 0) + messages
 
     def epsilon(self, delta: float, interval: float | None = None) -> float:
-        """Compute ε of all messages together at that δ, 0 before the first.
+        """Return ε of all messages together at this δ; 0 before the first.
 
         Args:
             delta: δ.
-            interval: Not used any more, and accepted so that calls keep working: grids follow ε.
+            interval: Ignored, and accepted so that older calls keep working: grids follow ε.
 
         Returns:
             An upper bound, a few thousandths above the least one that privacy loss distributions
-            give. Of the same δ it never falls while messages are added.
+                give. For the same δ it never decreases while messages are added.
 
         Raises:
-            ValueError: Unless δ is between 0 and 1.
-            ImportError: Without `dp-accounting`, which the extra `accounting` brings.
+            ValueError: If δ is not between 0 and 1.
+            ImportError: If `dp-accounting` is missing.
         """
         if not 0 < delta < 1:
             raise ValueError(f"delta must be between 0 and 1, but is {delta!r}.")
@@ -314,13 +326,14 @@ class PrivacyAccount:
         return epsilon
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All of it, as tensors."""
+        """Return the whole account as tensors."""
         rows = [(*key, count) for key, count in self.messages.items()]
         return {"messages": torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take in what `state_dict` returned. What this account has counted beyond that stays:
-        those messages were shared as well.
+        """Add what `state_dict` returned to this account.
+
+        What this account has counted beyond that stays: those messages were shared as well.
         """
         for multiplier, rate, count in state["messages"].tolist():
             key = (multiplier, rate)

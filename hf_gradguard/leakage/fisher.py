@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class DFIL(NamedTuple):
-    """η̄² of every sample, `(B,)`, in units of 1/input², and its standard error.
+    """The dFIL η̄² of every sample, `(B,)`, in units of 1/input², and its standard error.
 
     Example:
         >>> leakage = dfil(gmap, noise_variance=1e-6, num_probes=4)
@@ -66,23 +66,26 @@ def dfil(
     num_probes: int | None = 50,
     generator: Stream | torch.Generator | None = None,
 ) -> DFIL:
-    """η̄² = Tr FIM_j / m_j for every sample j: its leakage per coordinate, private like the sample.
+    """Return η̄² = Tr FIM_j / m_j of every sample j: its leakage per coordinate.
+
+    It is private, like the sample.
 
     Args:
         gmap: The client's gradient map. `smoothly_clipped` makes one of a clipped gradient.
         noise_variance: Diagonal Σ of the noise on the client's mean gradient: one number, or one
             tensor per shared parameter. An infinite variance stands for a coordinate that is not
             shared.
-        num_probes: Independent draws, one pass each for the whole batch. `None` computes it
-            exactly, in m passes.
-        generator: Source of the draws, a `Stream` or a generator on the input's device. Default: a
-            new `Stream`.
+        num_probes: The number of independent draws, one pass each for the whole batch. `None`
+            computes it exactly, in m passes.
+        generator: The source of the draws, a `Stream` or a generator on the input's device.
+            Default: a new `Stream`.
 
     Returns:
         η̄² and its standard error, one per sample. m_j counts pixels, or real tokens times hidden
-        size. Infinite for a sample that some coordinate without noise depends on. The standard
-        error is 0 where the figure is exact or infinite, and infinite for one probe. It is that of
-        normal probes: with signs, which are used, a little less where few parameters tell most.
+            size. η̄² is infinite for a sample that some coordinate without noise depends on. The
+            standard error is 0 where the figure is exact or infinite, and infinite for one probe.
+            It is that of normal probes: with signs, which are used, it is a little less where few
+            parameters tell most.
 
     Raises:
         ValueError: If `num_probes` is below 1, or the variances do not fit.
@@ -110,18 +113,19 @@ def fisher_trace(
     num_probes: int | None = None,
     generator: Stream | torch.Generator | None = None,
 ) -> Estimate:
-    """Tr J_F = Tr(J Σ⁻¹ Jᵀ) = Σ_i s_i²/Σ_ii of the whole batch.
+    """Return Tr J_F = Tr(J Σ⁻¹ Jᵀ) = Σ_i s_i²/Σ_ii of the whole batch.
 
     Args:
         gmap: The client's gradient map.
         noise_variance: Diagonal Σ, as in `dfil`.
-        num_probes: Independent draws, one pass each. `None` computes it exactly, in m passes.
-        generator: Source of the draws, a `Stream` or a generator on the input's device. Default: a
-            new `Stream`.
+        num_probes: The number of independent draws, one pass each. `None` computes it exactly, in m
+            passes.
+        generator: The source of the draws, a `Stream` or a generator on the input's device.
+            Default: a new `Stream`.
 
     Returns:
         A float with its `standard_error`. Infinite if a coordinate without noise depends on the
-        input.
+            input.
 
     Example:
         >>> estimate = fisher_trace(gmap, noise_variance=1e-6, num_probes=10)
@@ -144,16 +148,18 @@ def fisher_norm(
     tolerance: float = 1e-4,
     max_iterations: int = 300,
 ) -> Eigenvalue:
-    """η² = ‖J Σ⁻¹ Jᵀ‖₂, the information about the best visible direction of the input.
+    """Return η² = ‖J Σ⁻¹ Jᵀ‖₂, the information about the best visible direction of the input.
 
-    By power iteration that keeps its vectors (Lanczos): same products, fewer of them.
+    It is computed by Lanczos' method: power iteration that keeps its vectors, and so needs fewer of
+    the same products.
 
     Args:
         gmap: The client's gradient map.
         noise_variance: Diagonal Σ, as in `dfil`.
-        sample: Of this sample's information, given the others. By default of the whole batch.
-        tolerance: Relative residual of the eigenvalue.
-        max_iterations: Products with J and Jᵀ.
+        sample: The sample whose information is computed, given the others. Default: the whole
+            batch.
+        tolerance: The relative residual of the eigenvalue.
+        max_iterations: The most products with J and Jᵀ.
 
     Returns:
         A float with its `vector`, `residual` and `iterations`. Infinite if a coordinate without
@@ -185,26 +191,26 @@ def bayesian_bound(
     num_probes: int | None = None,
     generator: Stream | torch.Generator | None = None,
 ) -> Estimate:
-    """MSE ≥ 1/(Tr J_F/m + 1/τ²): no attacker, biased or not, has a smaller mean squared error per
-    coordinate.
+    """Bound the MSE of any attacker, biased or not: MSE ≥ 1/(Tr J_F/m + 1/τ²) per coordinate.
 
     That is Theorem 3.2 of Chen et al. where the data's prior has J_P = I/τ². It holds
 
-    - of inputs N(μ, τ²I), whatever μ is, and
-    - of *any* inputs to which noise N(0, τ²I) was added, whatever else attackers know of them. The
+    - for inputs N(μ, τ²I), whatever μ is, and
+    - for *any* inputs to which noise N(0, τ²I) was added, whatever else attackers know of them. The
       score of such a prior is -E[n | x]/τ for the standard normal n that was added. So J_P ≼ I/τ²,
       and a better denoiser does not raise it.
 
-    An attacker that ignores the message has τ². So the share that is left of it, bound/τ², is how
-    little the message says at a resolution of τ.
+    An attacker that ignores the message has τ². So the fraction that is left of it, bound/τ², says
+    how little the message reveals at a resolution of τ.
 
     Args:
-        gmap: The client's gradient map. E Tr J_F is taken here, at one batch. Of several, average
+        gmap: The client's gradient map. E Tr J_F is taken here, at one batch. For several, average
             `fisher_trace`, and give that to `mse_bound_with_prior`.
         noise_variance: Diagonal Σ, as in `dfil`.
         deviation: τ, in the input's unit. Default: `prior_deviation(gmap)`.
-        num_probes: Of Tr J_F, as in `fisher_trace`. `None` computes it exactly.
-        generator: Source of the draws.
+        num_probes: The number of draws for Tr J_F, as in `fisher_trace`. `None` computes it
+            exactly.
+        generator: The source of the draws.
 
     Returns:
         A float with its `standard_error`. 0 if a coordinate without noise depends on the input.
@@ -231,12 +237,14 @@ def bayesian_bound(
 
 
 _EMBEDDINGS = 2**10
-"""Rows of an embedding matrix that say how far words lie apart."""
+"""The number of rows of an embedding matrix that estimate how far words lie apart."""
 
 
 def prior_deviation(gmap: GradientMap) -> float:
-    """The deviation of one coordinate of the input, of what attackers may expect: of embeddings
-    over the vocabulary, of pixels over this batch's images, each from its channel's mean.
+    """Return the standard deviation of one input coordinate under what attackers may expect.
+
+    It is that of embeddings over the vocabulary, or of pixels over this batch's images, from the
+    mean of each channel.
 
     Example:
         >>> prior_deviation(gmap) > 0
@@ -253,7 +261,7 @@ def prior_deviation(gmap: GradientMap) -> float:
 
 
 def _exact_traces(unknowns: Unknowns, variance: Tensors) -> Tensor:
-    """Tr FIM_j of every sample, `(B,)`, by a pass for every coordinate."""
+    """Return Tr FIM_j of every sample, `(B,)`, by a pass for every coordinate."""
     precision = {name: _precision(v) for name, v in variance.items()}
     squares = [
         torch.stack(
@@ -274,8 +282,9 @@ def _gram(
     num_probes: int,
     generator: Stream | torch.Generator | None,
 ) -> Tensor:
-    """Inner products of the (Jw)_j of k independent w, `(B, k, k)`. Keeps k vectors of the input's
-    size.
+    """Return inner products of the (Jw)_j of k independent w, `(B, k, k)`.
+
+    It keeps k vectors of the input's size.
     """
     check_probes(num_probes)
     generator, parameters = generator or Stream(), gmap.parameters
@@ -292,8 +301,9 @@ def _gram(
 
 
 def _unprotected(gmap: GradientMap, unknowns: Unknowns, variance: Tensors) -> Tensor:
-    """J w for a random w on the coordinates without noise: with probability 1 non-zero wherever one
-    of them shows.
+    """Return J w for a random w on the coordinates without noise.
+
+    It is non-zero, with probability 1, wherever one of them depends on the input.
     """
     bare = {name: v == 0 for name, v in variance.items()}
     if not any(mask.any() for mask in bare.values()):
@@ -303,15 +313,15 @@ def _unprotected(gmap: GradientMap, unknowns: Unknowns, variance: Tensors) -> Te
 
 
 def _precision(variance: Tensor) -> Tensor:
-    """1/Σ_ii, and 0 where there is no noise: those coordinates are looked after by
-    `_unprotected`.
-    """
+    """Return 1/Σ_ii, and 0 where there is no noise; `_unprotected` handles those coordinates."""
     return torch.where(variance > 0, 1 / variance, 0.0)
 
 
 class DFILBound(Estimator):
-    """1/√dFIL by 50 probes: the least RMSE per coordinate of an unbiased attacker that knows
-    the covariance of the message's Gaussian noise. Infinite where nothing depends on the input.
+    """The bound 1/√dFIL by 50 probes: the least RMSE per coordinate of an unbiased attacker.
+
+    The attacker knows the covariance of the message's Gaussian noise. The bound is infinite where
+    nothing depends on the input.
     """
 
     title = "dFIL bound"
@@ -329,7 +339,7 @@ class DFILBound(Estimator):
 
 
 class BayesianBound(Estimator):
-    """`bayesian_bound` of each sample, as a root: of data that all leak as much as this one."""
+    """The root of each sample's `bayesian_bound`, for data that all leak as much as this sample."""
 
     title = "Bayesian bound"
     meaning = (

@@ -1,5 +1,6 @@
-"""Products with J Jᵀ in the coordinates that an attacker has to find: its largest eigenpair, and
-solutions of systems with it.
+"""Products with J Jᵀ in the coordinates that an attacker has to find.
+
+They give its largest eigenpair, and solutions of systems with it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WORST_ERROR = 0.01
 
 @dataclass
 class Eigenpair:
-    """An eigenvalue, its unit eigenvector, ‖Av - λv‖ and the products it took."""
+    """An eigenvalue, its unit eigenvector, the residual ‖Av - λv‖ and the number of products."""
 
     value: float
     vector: Tensor
@@ -33,8 +34,9 @@ class Eigenpair:
 
 @dataclass
 class Solution:
-    """x with Ax = b, ‖b - Ax‖/‖b‖, an estimate of the relative error of x, and the products it
-    took.
+    """The solution x of Ax = b, with ‖b - Ax‖/‖b‖ and an estimate of x's relative error.
+
+    `iterations` is the number of products that it took.
     """
 
     x: Tensor
@@ -46,14 +48,16 @@ class Solution:
 def largest_eigenpair(
     operator: Operator, start: Tensor, tolerance: float, max_iterations: int
 ) -> Eigenpair:
-    """Lanczos with full orthogonalization, until ‖Av - λv‖ ≤ tolerance · λ.
+    """Return the largest eigenpair by Lanczos' method with full orthogonalization.
+
+    It iterates until ‖Av - λv‖ ≤ tolerance · λ.
 
     Args:
-        operator: v ↦ Av.
+        operator: The function v ↦ Av.
         start: A vector that is not orthogonal to the eigenvector, such as a random one.
-        tolerance: Relative to the eigenvalue, whose own error is at most that and usually its
-            square.
-        max_iterations: Products, and vectors kept.
+        tolerance: The residual relative to the eigenvalue, whose own error is at most that and
+            usually its square.
+        max_iterations: The most products, and vectors kept.
 
     Raises:
         FloatingPointError: If a product is not finite.
@@ -83,14 +87,20 @@ def largest_eigenpair(
 def solve(
     operator: Operator, b: Tensor, damping: float, tolerance: float, max_iterations: int
 ) -> Solution:
-    """x with (A + damping) x = b, by conjugate gradients from zero with full orthogonalization of
-    the residuals.
+    """Solve (A + damping) x = b by conjugate gradients with full orthogonalization of residuals.
 
     With damping > 0 it stops when ‖r‖ ≤ tolerance · damping · ‖x‖, which bounds the relative error
-    of x. Otherwise, and in any case, it stops when nothing of b is left but rounding. From zero,
-    all iterates lie in the span of b, Ab, A²b…, so a singular A with b in its range gives the
-    shortest solution. Every part of b above rounding has been looked at then, so a nearly singular
-    A shows as a small Ritz value and is refused.
+    of x. In any case it stops when nothing of b is left but rounding. It starts from zero, so all
+    iterates lie in the span of b, Ab, A²b…, and a singular A with b in its range gives the shortest
+    solution. All of b above rounding has been used then, so a nearly singular A shows as a small
+    Ritz value and is refused.
+
+    Args:
+        operator: The function v ↦ Av.
+        b: The right-hand side.
+        damping: A number of at least 0 that is added to A's diagonal.
+        tolerance: The largest relative error of x.
+        max_iterations: The most products, and vectors kept.
 
     Raises:
         FloatingPointError: If a product is not finite.
@@ -181,7 +191,7 @@ class _Basis:
         self._count += 1
 
     def orthogonalize(self, vector: Tensor) -> tuple[Tensor, float]:
-        """The part of a vector that is orthogonal to all of these, and its length."""
+        """Return the component of a vector that is orthogonal to the basis, and its length."""
         rows = self._rows[: self._count]
         for _ in range(2):  # once leaves the rounding errors of the parts taken away
             vector = vector - rows.T @ (rows @ vector)
@@ -198,10 +208,10 @@ def _tridiagonal(diagonal: list[float], off_diagonal: list[float]) -> np.ndarray
 
 
 def finite(value: Tensor) -> float:
-    """A number.
+    """Return a tensor's number, which must be finite.
 
     Raises:
-        FloatingPointError: If it is none.
+        FloatingPointError: If it is not.
     """
     number = float(value)
     if not math.isfinite(number):
@@ -210,7 +220,7 @@ def finite(value: Tensor) -> float:
 
 
 def not_finite() -> FloatingPointError:
-    """The error for a product that overflowed."""
+    """Return the error for a product that overflowed."""
     return FloatingPointError(
         "A product with the Jacobian is not finite: the loss has no second derivative here, or it "
         "overflows."
@@ -226,12 +236,13 @@ broadcast to it.
 class Unknowns:
     """The m coordinates of a batch, or of one of its samples, that an attacker has to find.
 
-    Padding is none of them: its embedding is public. All pixels are, and all real tokens, special
+    Padding is not among them: its embedding is public. All pixels are, and all real tokens, special
     ones included.
 
     Args:
         gmap: The client's gradient map.
-        sample: Only this sample's coordinates are unknown; the others' are given.
+        sample: The only sample whose coordinates are unknown; the others' are given. Default: all
+            are unknown.
 
     Raises:
         ValueError: If there is no such sample, a sample has no coordinates, or the padding is
@@ -263,31 +274,34 @@ class Unknowns:
         self.size = len(self._template)
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """The unknown entries of a tensor in the input's shape, as a vector in at least float32."""
+        """Return the unknown entries of a tensor in the input's shape as a vector.
+
+        Its type is float32 or wider.
+        """
         return tensor[self._mask].to(torch.promote_types(tensor.dtype, torch.float32))
 
     def unpack(self, vector: Tensor) -> Tensor:
-        """The inverse of `pack`, with zeros elsewhere."""
+        """Return a vector's entries in the input's shape, zero elsewhere: the inverse of `pack`."""
         x = self._gmap.input
         return torch.zeros_like(x).masked_scatter(self._mask, vector.to(x.dtype))
 
     def vjp(self, delta: Tensors) -> Tensor:
-        """J δ. Coordinates that an earlier defense of a chain withheld carry nothing."""
+        """Return J δ; coordinates that an earlier defense of a chain withheld carry nothing."""
         return self.pack(self._gmap.vjp(self._gmap.restrict(delta)))
 
     def jvp(self, v: Tensor) -> Tensors:
-        """Jᵀ v."""
+        """Return Jᵀ v."""
         return self._gmap.restrict(self._gmap.jvp(self.unpack(v)))
 
     def gram(self, v: Tensor, weights: Tensors | None = None) -> Tensor:
-        """J D Jᵀ v with a diagonal D of `weights`, or the identity."""
+        """Return J D Jᵀ v with a diagonal D of `weights`, or the identity."""
         product = self.jvp(v)
         if weights is not None:
             product = {name: tensor * weights[name] for name, tensor in product.items()}
         return self.vjp(product)
 
     def dense_gram(self, weights: Tensors | None = None) -> Tensor:
-        """J D Jᵀ as an (m, m) matrix: m products.
+        """Return J D Jᵀ as an (m, m) matrix, by m products.
 
         Raises:
             FloatingPointError: If a product is not finite.
@@ -304,26 +318,27 @@ class Unknowns:
         return (matrix + matrix.T) / 2
 
     def units(self) -> Iterator[Tensor]:
-        """The unit vectors e_1 to e_m."""
+        """Yield the unit vectors e_1 to e_m."""
         for index in range(self.size):
             unit = torch.zeros_like(self._template)
             unit[index] = 1
             yield unit
 
     def random_vector(self) -> Tensor:
-        """A standard normal vector, the same every time: where an iteration starts decides nothing
-        but its length.
+        """Return a standard normal vector that is the same every time.
+
+        The vector that an iteration starts from affects only how long it takes.
         """
         generator = torch.Generator().manual_seed(0)
         return torch.randn(self.size, generator=generator).to(self._template)
 
 
 def variances(gmap: GradientMap, noise_variance: NoiseVariance) -> Tensors:
-    """The diagonal of Σ as tensors that broadcast to the shared parameters.
+    """Return the diagonal of Σ as tensors that broadcast to the shared parameters.
 
     Raises:
-        ValueError: If a name is missing or too many, a shape does not fit, or a variance is
-            negative or NaN.
+        ValueError: If a name is missing or unknown, a shape does not fit, or a variance is negative
+            or NaN.
     """
     parameters = gmap.parameters
     if isinstance(noise_variance, Mapping):
@@ -359,20 +374,20 @@ def variances(gmap: GradientMap, noise_variance: NoiseVariance) -> Tensors:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """One number that was expanded to a shape, as that number."""
+    """Return a tensor that is one number expanded to a shape as that number."""
     is_expanded = tensor.numel() and not any(tensor.stride())
     return tensor[(0,) * tensor.dim()] if is_expanded else tensor
 
 
 class Influence(float):
-    """The norm of an input error.
+    """The norm of an input error, as a float.
 
     Attributes:
         num_coordinates: m, the number of unknown coordinates.
-        per_sample: The norm of each sample's part, `(B,)`.
+        per_sample: The norm of each sample's error, `(B,)`.
         error: For I itself, the predicted error of the input, in its shape. `None` for a lower
             bound.
-        iterations: Products with J Jᵀ that it took.
+        iterations: The number of products with J Jᵀ.
         residual: For I, ‖b - Ax‖/‖b‖ of the system that was solved; for a lower bound, that of its
             eigenvalue.
         relative_error: For I, a bound on its own relative error, from the residual; an estimate
@@ -399,12 +414,12 @@ class Influence(float):
 
 
 class Eigenvalue(float):
-    """An eigenvalue.
+    """An eigenvalue, as a float with its eigenvector.
 
     Attributes:
         vector: Its unit eigenvector, in the input's shape.
         residual: ‖Av - λv‖, a bound on its distance to an exact eigenvalue.
-        iterations: Products that it took.
+        iterations: The number of products.
 
     Example:
         >>> from hf_gradguard.leakage import largest_eigenvalue
@@ -426,11 +441,11 @@ class Eigenvalue(float):
 
 
 class Estimate(float):
-    """A mean over random draws.
+    """A mean over random draws, as a float with its standard error.
 
     Attributes:
-        standard_error: Of the mean. 0 where the figure is exact, infinite where one draw cannot
-            tell.
+        standard_error: The standard error of the mean. 0 where the figure is exact, infinite where
+            one draw cannot tell.
 
     Example:
         >>> from hf_gradguard.leakage import fisher_trace
@@ -456,8 +471,7 @@ class Estimate(float):
 
 
 def mean_square_norm(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """E‖y‖² of a Gaussian vector y = Mz and its standard error, from the inner products of k
-    independent draws.
+    """Return E‖y‖² of a Gaussian vector y = Mz and its standard error.
 
     The variance of one ‖y‖² is 2‖MMᵀ‖_F², and (y_aᵀy_b)² of two different draws is an unbiased
     estimate of ‖MMᵀ‖_F². There are k(k-1)/2 pairs of draws, so this error is far steadier than the
@@ -465,7 +479,7 @@ def mean_square_norm(gram: Tensor) -> tuple[Tensor, Tensor]:
     skewed.
 
     Args:
-        gram: Inner products y_aᵀy_b, `(..., k, k)`.
+        gram: Inner products y_aᵀy_b of k independent draws, `(..., k, k)`.
 
     Returns:
         The mean and its standard error, `(...)`; infinite for k = 1.

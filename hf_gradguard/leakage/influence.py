@@ -1,5 +1,4 @@
-"""Inversion influence (I²F): how far a perturbation δ of the shared gradient moves what an attacker
-reconstructs.
+"""Inversion influence (I²F): how far a change δ of the shared gradient moves a reconstruction.
 
     I(δ)    = ‖(J Jᵀ + εI)⁻¹ J δ‖
     I_lb(δ) = ‖J δ‖ / (λ_max(J Jᵀ) + ε)  ≤  ‖J δ‖² / ‖(J Jᵀ + εI) J δ‖  ≤  I(δ)
@@ -8,8 +7,8 @@ The unit is that of the input: the norm of its error over all coordinates; divid
 mean square. It is a first-order figure for an attacker that inverts g exactly. Use it to rank
 perturbations and samples, not to predict an attack's error.
 
-Everything happens in input space, by products J(Jᵀv): never a vector of parameters but the one in
-hand.
+Everything is computed in input space, by products J(Jᵀv), with a single vector of the parameters'
+size at a time.
 
 Reference: Zhang et al., "Understanding Deep Gradient Leakage via Inversion Influence Functions"
 (2023), Eq. 4 to 6. They have ε only in I, so that their lower bound can exceed it.
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from ..defenses import Message
 
 MAX_ITERATIONS = 300
-"""Of the search for an eigenvalue."""
+"""The most iterations of the search for an eigenvalue."""
 
 
 def inversion_influence(
@@ -56,7 +55,7 @@ def inversion_influence(
     tolerance: float = 1e-5,
     max_iterations: int = 1000,
 ) -> Influence:
-    """I(δ) = ‖(J Jᵀ + εI)⁻¹ J δ‖, by conjugate gradients on v ↦ J(Jᵀv) + εv.
+    """Return I(δ) = ‖(J Jᵀ + εI)⁻¹ J δ‖, by conjugate gradients on v ↦ J(Jᵀv) + εv.
 
     At ε = 0 on a singular J Jᵀ this is the pseudo-inverse: a direction of the input that the
     gradient says nothing about counts as no error. So I is what δ adds to the error, not what an
@@ -68,12 +67,13 @@ def inversion_influence(
         gmap: The client's gradient map.
         delta: What is shared minus the true gradient. Missing parameters count as unperturbed.
         damping: ε ≥ 0, in the unit of J Jᵀ. A usual choice is 1e-3 * `largest_eigenvalue(gmap)`.
-        sample: Count only this sample's coordinates as unknown: the influence on an attacker that
-            knows all the others. By default all are unknown at once.
-        tolerance: Relative error of I at which to stop, guaranteed by ‖r‖ ≤ tolerance · ε · ‖x‖. At
-            ε = 0 it goes on until nothing of Jδ is left but rounding. Each iteration is one pass
-            for Jᵀv and one for Jδ.
-        max_iterations: Also bounds memory: as many vectors of the input's size are kept.
+        sample: The only sample whose coordinates are unknown: the influence on an attacker that
+            knows all the others. Default: all are unknown at once.
+        tolerance: The relative error of I at which to stop, guaranteed by ‖r‖ ≤ tolerance · ε ·
+            ‖x‖. At ε = 0 it iterates until nothing of Jδ is left but rounding. Each iteration is
+            one pass for Jᵀv and one for Jδ.
+        max_iterations: The most iterations. It also bounds memory: as many vectors of the input's
+            size are kept.
 
     Returns:
         A float that also has `rmse`, `error`, `per_sample`, `iterations`, `residual` and
@@ -112,23 +112,22 @@ def inversion_influence_lower_bound(
     tolerance: float = 1e-4,
     random: bool = False,
 ) -> Influence:
-    """I_lb(δ) = ‖J δ‖ / (λ_max(J Jᵀ) + ε), at most I(δ) at the same ε; needs no solving.
+    """Return I_lb(δ) = ‖J δ‖ / (λ_max(J Jᵀ) + ε), at most I(δ) at the same ε, without solving.
 
-    `per_sample` has ‖(Jδ)_j‖ in the numerator: a lower bound of
-    `inversion_influence(gmap, delta, damping, sample=j)`, since no block of J Jᵀ has a larger
-    eigenvalue than the whole.
+    `per_sample` has ‖(Jδ)_j‖ in the numerator: a lower bound of `inversion_influence(gmap, delta,
+    damping, sample=j)`, since no block of J Jᵀ has a larger eigenvalue than the whole.
 
     Args:
         gmap: The client's gradient map.
         delta: What is shared minus the true gradient.
         damping: ε ≥ 0, in the unit of J Jᵀ.
-        sample: Count only this sample's coordinates as unknown.
-        eigenvalue: What `largest_eigenvalue(gmap)` returned, if it is known already: it does not
+        sample: The only sample whose coordinates are unknown. Default: all are unknown.
+        eigenvalue: The result of `largest_eigenvalue(gmap)`, if it is known already: it does not
             depend on δ.
-        tolerance: Of the eigenvalue, if it is not known. Its residual is added to it.
-        random: Whether δ is noise on every coordinate. Jδ then has a share of all directions, the
-            more the larger their eigenvalue, and the search for the largest begins there: one
-            product less.
+        tolerance: The tolerance of the eigenvalue, if it is not known. Its residual is added to it.
+        random: Whether δ is noise on every coordinate. Then Jδ has a component in every direction,
+            larger where the eigenvalue is, and the search for the largest begins there, which saves
+            one product.
 
     Returns:
         A float that also has `rmse`, `per_sample`, `iterations` and `residual`. 0 where J is.
@@ -162,17 +161,17 @@ def inversion_influence_lower_bound(
 def one_product_bound(
     gmap: GradientMap, delta: Tensors, damping: float = 0.0, *, sample: int | None = None
 ) -> float:
-    """‖b‖² / ‖(J Jᵀ + εI) b‖ with b = J δ: at most I(δ), at least I_lb(δ), and no eigenvalue is
-    searched for.
+    """Return ‖b‖² / ‖(J Jᵀ + εI) b‖ with b = J δ: at most I(δ), at least I_lb(δ).
 
-    For I(δ) = ‖A⁻¹b‖ with a symmetric A, ‖b‖² = ⟨A⁻¹b, A b⟩ ≤ I(δ) ‖A b‖; and ‖A b‖ ≤ λ_max ‖b‖.
+    No eigenvalue is computed. For I(δ) = ‖A⁻¹b‖ with a symmetric A, ‖b‖² = ⟨A⁻¹b, A b⟩ ≤ I(δ) ‖A
+    b‖; and ‖A b‖ ≤ λ_max ‖b‖.
 
     Args:
-        gmap: The client's gradient map. Of one by differences, three times the error of a product
-            is taken off, so that it stays a lower bound.
+        gmap: The client's gradient map. For one by differences, three times the error of a product
+            is subtracted, so that it remains a lower bound.
         delta: What is shared minus the true gradient.
         damping: ε ≥ 0, in the unit of J Jᵀ.
-        sample: Count only this sample's coordinates as unknown.
+        sample: The only sample whose coordinates are unknown. Default: all are unknown.
 
     Returns:
         A norm over all coordinates; divided by √m, the root mean square. 0 where Jδ is.
@@ -206,16 +205,17 @@ def largest_eigenvalue(
     tolerance: float = 1e-4,
     max_iterations: int = MAX_ITERATIONS,
 ) -> Eigenvalue:
-    """λ_max(J Jᵀ), by Lanczos in input space. It is also that of JᵀJ, at a small part of the
-    memory.
+    """Return λ_max(J Jᵀ), by Lanczos' method in input space.
+
+    It is also the largest eigenvalue of JᵀJ, at a small fraction of the memory.
 
     Args:
         gmap: The client's gradient map.
-        sample: Count only this sample's coordinates.
-        tolerance: Bound on ‖J Jᵀv - λv‖/λ. λ is at most that far from an eigenvalue, and usually
+        sample: The only sample whose coordinates count. Default: all count.
+        tolerance: A bound on ‖J Jᵀv - λv‖/λ. λ is at most that far from an eigenvalue, and usually
             its square.
-        max_iterations: Each is one pass for Jᵀv and one for Jδ, and keeps one vector of the input's
-            size.
+        max_iterations: The most iterations. Each is one pass for Jᵀv and one for Jδ, and keeps one
+            vector of the input's size.
 
     Returns:
         A float that also has `vector` (unit norm, the input's shape), `residual` and `iterations`.
@@ -236,8 +236,7 @@ def largest_eigenvalue(
 
 
 class Directions(NamedTuple):
-    """Eigenvalues of J Jᵀ, ascending, `(count,)`, and unit eigenvectors,
-    `(count, *input.shape)`.
+    """Eigenvalues of J Jᵀ, ascending, `(count,)`, and unit eigenvectors, `(count, *input.shape)`.
 
     Example:
         >>> directions = smallest_directions(gmap, count=2, sample=0)
@@ -252,15 +251,15 @@ class Directions(NamedTuple):
 def smallest_directions(
     gmap: GradientMap, count: int = 1, *, sample: int | None = None
 ) -> Directions:
-    """The directions of the input that the gradient says least about, by a dense J Jᵀ.
+    """Return the directions of the input that the gradient says least about, by a dense J Jᵀ.
 
-    A perturbation of norm 1 along such a direction u, δ = Jᵀu/√λ, has I(δ) = 1/√λ. With `count` the
-    number of coordinates m this is the whole spectrum.
+    A perturbation of norm 1 along such a direction u, δ = Jᵀu/√λ, has I(δ) = 1/√λ. With `count`
+    equal to the number of coordinates m this is the whole spectrum.
 
     Args:
         gmap: The client's gradient map.
-        count: From 1 to m.
-        sample: Count only this sample's coordinates.
+        count: The number of directions, from 1 to m.
+        sample: The only sample whose coordinates count. Default: all count.
 
     Raises:
         ValueError: If `count` is out of range, or m above 8192: the cost is 2m passes and m²
@@ -288,7 +287,7 @@ def expected_squared_influence(
     sample: int | None = None,
     tolerance: float = 1e-3,
 ) -> Estimate:
-    """E I(δ)² over δ ~ N(0, Σ): at ε = 0 and Σ = σ²I it is σ² Tr((J Jᵀ)⁻¹).
+    """Return E I(δ)² over δ ~ N(0, Σ); at ε = 0 and Σ = σ²I it is σ² Tr((J Jᵀ)⁻¹).
 
     Args:
         gmap: The client's gradient map.
@@ -297,10 +296,10 @@ def expected_squared_influence(
         num_probes: How many δ to draw and solve for. `None` computes it exactly from a dense J Jᵀ,
             where at ε = 0 eigenvalues below m · eps · λ_max count as directions that the gradient
             says nothing about, as in a pseudo-inverse.
-        generator: Source of the draws, a `Stream` or a generator on the input's device. Default: a
-            new `Stream`.
-        sample: Count only this sample's coordinates as unknown.
-        tolerance: Relative error at which to stop solving, in I.
+        generator: The source of the draws, a `Stream` or a generator on the input's device.
+            Default: a new `Stream`.
+        sample: The only sample whose coordinates are unknown. Default: all are unknown.
+        tolerance: The relative error of I at which to stop solving.
 
     Returns:
         A float with its `standard_error`: 0 if exact, infinite for one draw.
@@ -334,9 +333,7 @@ def expected_squared_influence(
 
 
 def gaussian(gmap: GradientMap, deviation: Tensors, generator: Stream | torch.Generator) -> Tensors:
-    """Independent normal numbers of the given standard deviations, in the shared parameters'
-    shapes.
-    """
+    """Draw independent normal numbers of these standard deviations, in the parameters' shapes."""
     return {
         name: deviation[name] * normal(generator, p.shape, p.device, p.dtype)
         for name, p in gmap.parameters.items()
@@ -365,18 +362,18 @@ def _check_iteration(damping: float, tolerance: float, max_iterations: int) -> N
 
 
 class Estimator(ABC):
-    """Base of all estimators. A subclass has a `title` and one method, `estimate`.
+    """A base of all estimators; a subclass has a `title` and one method, `estimate`.
 
     An estimator is made for one gradient map, and asked about each message that a defense made of
-    it. What does not depend on the message it computes once.
+    it. It computes once what does not depend on the message.
 
     Args:
         gmap: The client's gradient map.
 
     Attributes:
-        title: What tables call it. It is an error of the input, so higher leaks less.
-        meaning: What kind of error, for legends: the end of a sentence that begins with the title.
-        needs_noise: Whether it takes messages with Gaussian noise of known covariance alone.
+        title: Its name in tables. It is an error of the input, so higher leaks less.
+        meaning: The kind of error, for legends: the end of a sentence that begins with the title.
+        needs_noise: Whether it takes only messages with Gaussian noise of known covariance.
         ranks: Whether audits compare it to what attacks recover.
 
     Example:
@@ -396,19 +393,19 @@ class Estimator(ABC):
     def __call__(
         self, message: Message, generator: Stream | torch.Generator | None = None
     ) -> Tensor:
-        """The error of every sample that is to be expected from this message.
+        """Return the error of every sample that is to be expected from this message.
 
         Args:
             message: What a defense shared of the map's gradient.
-            generator: Source of random probes, a `Stream` or a generator on the input's device.
+            generator: The source of random probes, a `Stream` or a generator on the input's device.
                 Default: a new `Stream`.
 
         Returns:
-            `(B,)` errors of the input, from 0 (all is known) to infinity (nothing is).
+            `(B,)` errors of the input, from 0 (everything is known) to infinity (nothing is).
 
         Raises:
-            ValueError: If the estimator says nothing of such a message, with the reason.
-            ArithmeticError: If it cannot be computed, with the reason.
+            ValueError: If the estimator says nothing of such a message; the message has the reason.
+            ArithmeticError: If it cannot be computed; the message has the reason.
         """
         if self.needs_noise and message.noise is None:
             raise ValueError(
@@ -425,11 +422,11 @@ class Estimator(ABC):
 
     @abstractmethod
     def estimate(self, message: Message, generator: Stream | torch.Generator | None) -> Tensor:
-        """The estimate itself. Implemented by subclasses."""
+        """Estimate the errors, `(B,)`; subclasses implement it."""
 
 
 class I2FLowerBound(Estimator):
-    """I_lb of what the defense did to the gradient, a norm; see `inversion_influence_lower_bound`.
+    """The norm I_lb of what the defense did to the gradient; see `inversion_influence_lower_bound`.
 
     Divided by √m it would put short texts, which are found more easily, above long ones.
     """
@@ -441,7 +438,7 @@ class I2FLowerBound(Estimator):
 
     @cached_property
     def eigenvalue(self) -> Eigenvalue:
-        """λ_max(J Jᵀ), which no defense changes."""
+        """The largest eigenvalue λ_max(J Jᵀ), which no defense changes."""
         return largest_eigenvalue(self.gmap)
 
     def estimate(self, message: Message, generator: Stream | torch.Generator | None) -> Tensor:
@@ -451,10 +448,10 @@ class I2FLowerBound(Estimator):
 
 
 def make_estimator(name: str, gmap: GradientMap) -> Estimator:
-    """The estimator of that name, for a gradient map.
+    """Return the estimator of this name, for a gradient map.
 
     Raises:
-        ValueError: For an unknown name, listing the right ones.
+        ValueError: If the name is unknown; the message lists the names.
 
     Example:
         >>> estimator = make_estimator("i2f_lower_bound", gmap)

@@ -1,13 +1,14 @@
 """Fisher information of what is shared about labels.
 
 A client shares y = g + N(0, Σ). Sample j has the label a or b, and an attacker knows everything
-else: the input, all other samples, the noise. Then it tells two normal laws apart, which are
+else: the input, all other samples, the noise. Then it distinguishes two normal laws, which are
 
     μ_ab = ‖Σ^(-1/2) (g(a) - g(b))‖
 
-deviations apart, and is right with a chance of at most Φ(μ_ab/2). Cross-entropy is linear in a
-label's class probabilities. So μ² is also Fisher information: of p on the simplex of K classes,
-the mean per dimension of its tangent is the mean of μ_ab²/2 over all pairs of classes.
+deviations apart, and its answer is correct with a probability of at most Φ(μ_ab/2). Cross-entropy
+is linear in a label's class probabilities. So μ² is also Fisher information: for p on the simplex
+of K classes, the mean per dimension of its tangent is the mean of μ_ab²/2 over all pairs of
+classes.
 
 References: Hannun, Guo, van der Maaten, "Measuring Data Leakage in Machine-Learning Models with
 Fisher Information" (2021), for information about attributes; Neyman, Pearson (1933).
@@ -41,23 +42,25 @@ def label_information(
     num_probes: int | None = None,
     generator: Stream | torch.Generator | None = None,
 ) -> Estimate:
-    """The Fisher information about a label, per dimension: the mean of μ²/2 over pairs of classes.
+    """Return the Fisher information about a label, per dimension.
 
-    First-order passes are enough, so it works with any attention kernel.
+    It is the mean of μ²/2 over pairs of classes. First-order passes are enough, so it works with
+    any attention kernel.
 
     Args:
         gmap: The client's gradient map, of a model with a class for each sample.
         noise_variance: Diagonal Σ, as in `dfil`.
-        sample: Of this sample's label. By default the mean over the batch.
-        classes: K. Default: the `num_labels` of the model's config.
-        num_probes: Random pairs of classes for each sample, two passes each for the whole batch.
-            `None` computes it exactly, in K - 1 passes a sample.
-        generator: Source of the pairs, a `Stream` or a generator on the labels' device. Default: a
-            new `Stream`.
+        sample: The sample whose label it is about. Default: the mean over the batch.
+        classes: K, the number of classes. Default: the `num_labels` of the model's config.
+        num_probes: The number of random pairs of classes for each sample, two passes each for the
+            whole batch. `None` computes it exactly, in K - 1 passes a sample.
+        generator: The source of the pairs, a `Stream` or a generator on the labels' device.
+            Default: a new `Stream`.
 
     Returns:
-        A float with its `standard_error`: 0 where exact, infinite for one probe. Infinite if a
-        coordinate without noise shows a label. Behind clipping it is that of the label as it is.
+        A float with its `standard_error`: 0 where exact, infinite for one probe. It is infinite if
+            a coordinate without noise shows a label. Behind clipping it is that of the label before
+            clipping.
 
     Raises:
         ValueError: If labels are no classes, or the map is one device's part of a model.
@@ -86,11 +89,12 @@ def label_information(
 
 
 def label_success_bound(information: float) -> float:
-    """How often an attacker is right at most that has to tell which of two labels a sample has,
-    both as likely, on average over pairs: Φ(√(I/2)).
+    """Bound the accuracy of an attacker that decides between two labels: Φ(√(I/2)).
+
+    Both labels of a sample are equally likely, and the bound is on the average over pairs.
 
     Args:
-        information: Of `label_information`.
+        information: I, the result of `label_information`.
 
     Example:
         >>> label_success_bound(0.0), round(label_success_bound(2.0), 3)
@@ -101,7 +105,7 @@ def label_success_bound(information: float) -> float:
 
 
 def class_labels(gmap: GradientMap) -> str | None:
-    """The entry of a batch with a class for each sample; `None` where there is none.
+    """Return the name of the batch entry with a class for each sample, or `None`.
 
     Example:
         >>> class_labels(gmap)
@@ -115,7 +119,7 @@ def class_labels(gmap: GradientMap) -> str | None:
 
 
 class _Labels:
-    """A batch's labels, and what is shared with others in their place."""
+    """The labels of a batch, and the gradients that would be shared with other labels."""
 
     def __init__(
         self, gmap: GradientMap, noise_variance: NoiseVariance, classes: int | None = None
@@ -135,7 +139,7 @@ class _Labels:
         self._precision = {n: v.reciprocal() for n, v in variances(gmap, noise_variance).items()}
 
     def mean_over_pairs(self, sample: int) -> float:
-        """The mean of μ²/2 over all pairs of classes, of one sample."""
+        """Return the mean of μ²/2 over all pairs of classes, for one sample."""
         squares, moved = 0.0, {name: torch.zeros_like(g) for name, g in self._true_gradient.items()}
         for other_class in range(self.classes):
             if other_class == self.true_classes[sample]:
@@ -152,7 +156,7 @@ class _Labels:
         return over_pairs / (self.classes * (self.classes - 1))
 
     def of_random_pairs(self, samples: range, generator: Stream | torch.Generator) -> float:
-        """An unbiased draw of the mean of μ²/2 over pairs and these samples."""
+        """Return an unbiased draw of the mean of μ²/2 over pairs and these samples."""
         classes, other_classes = self.true_classes.clone(), self.true_classes.clone()
         random_classes = self._integers(self.classes, len(samples), generator).to(classes)
         step = 1 + self._integers(self.classes - 1, len(samples), generator).to(classes)
@@ -176,11 +180,11 @@ class _Labels:
         return self._gmap.gradient_at(self._gmap.input, **entries)
 
     def _shared_change(self, gradient: Tensors, reference: Tensors) -> Tensors:
-        """What of the difference of two gradients is shared."""
+        """Return the difference of two gradients in the coordinates that are shared."""
         return self._gmap.restrict({name: g - reference[name] for name, g in gradient.items()})
 
     def _information(self, change: Tensors) -> float:
-        """Δᵀ Σ⁻¹ Δ. What does not move tells nothing, with noise or without."""
+        """Return Δᵀ Σ⁻¹ Δ; an entry that does not change tells nothing, with noise or without."""
         squares = [
             torch.where(moved != 0, moved.double().square() * self._precision[name], 0.0).sum()
             for name, moved in change.items()
@@ -192,8 +196,9 @@ class _Labels:
 
 
 class LabelBound(Estimator):
-    """How often an attacker at least takes the wrong one of two labels, sample by sample: 1 less
-    `label_success_bound`.
+    """The least rate at which an attacker takes the wrong one of two labels, for each sample.
+
+    It is 1 less `label_success_bound`.
     """
 
     title = "label bound"
@@ -204,7 +209,7 @@ class LabelBound(Estimator):
     needs_noise = True
     ranks = False  # labels are not what attacks reconstruct
     most_classes: ClassVar[int] = 10
-    """Of which all pairs are taken; of more it is a few random ones."""
+    """The most classes of which all pairs are taken; for more, a few random ones are."""
     pairs: ClassVar[int] = 4
 
     def estimate(self, message: Message, generator: Stream | torch.Generator | None) -> Tensor:

@@ -1,9 +1,9 @@
-"""ε of sums with Gaussian noise whose rows were drawn at random, for noise of any strength: privacy
-loss distributions on grids that follow ε.
+"""Privacy loss distributions on grids that follow ε, for sums with Gaussian noise of any strength.
 
-The privacy loss of a message is log p/q at what was drawn from p, where p and q are the message's
-densities with a row and without it, or the other way around. Losses of independent messages add
-up, and δ(ε) is the mean of max(0, 1 - e^(ε - loss)). Three steps keep ε an upper bound:
+They give ε of sums whose rows were drawn at random. The privacy loss of a message is log p/q at
+what was drawn from p, where p and q are the message's densities with a row and without it, or the
+other way around. Losses of independent messages add up, and δ(ε) is the mean of max(0, 1 - e^(ε -
+loss)). Three steps keep ε an upper bound:
 
 - A loss between two points of a grid is split between both, so that p and q keep their masses
   ("Connect the Dots"). A pair on a grid tells at least as much as the pair that it stands for.
@@ -11,7 +11,7 @@ up, and δ(ε) is the mean of max(0, 1 - e^(ε - loss)). Three steps keep ε an 
   into its middle. Rounding of the Fourier transform is then relative to δ, however small δ is.
 - What lies beyond a grid's upper end is counted as an infinite loss, by Chernoff's bound.
 
-The grid is halved until ε no longer falls, so that it is as fine as this ε needs.
+The grid is halved until ε no longer decreases, so that it is as fine as this ε needs.
 
 References: Koskela, Jälkö and Honkela, "Computing Tight Differential Privacy Guarantees Using FFT"
 (2020); Doroshenko et al., "Connect the Dots" (2022); Zhu, Dong and Wang, "Optimal Accounting of
@@ -38,12 +38,12 @@ _STEEPEST = 30.0  # of a tilt, in units of a grid's interval
 
 
 class LossDistribution(NamedTuple):
-    """Hold the masses of privacy losses at the points of a grid.
+    """The masses of privacy losses at the points of a grid.
 
     Args:
-        interval: Between two points.
-        lowest: Its first point, in intervals.
-        masses: Of each point, under a tilt where there is one.
+        interval: The distance between two points.
+        lowest: The first point, in intervals.
+        masses: The mass of each point, under a tilt if there is one.
         infinite: The mass of an infinite loss, without a tilt.
     """
 
@@ -58,13 +58,13 @@ class LossDistribution(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Hold messages of the same noise and sampling rate.
+    """A group of messages of the same noise and sampling rate.
 
     Args:
-        message: The losses of one of them.
-        messages: How many they are.
+        message: The losses of one message.
+        messages: The number of messages.
         losses: A few points of its grid.
-        logarithms: Of its masses, split between these.
+        logarithms: The logarithms of its masses, split between these points.
     """
 
     message: LossDistribution
@@ -83,8 +83,10 @@ class Group(NamedTuple):
             return cls(message, messages, losses, np.log(np.maximum(fewer, 0)))
 
     def cumulant(self, tilt: float) -> tuple[float, float]:
-        """Compute log E e^(tilt · loss) of a message and its derivative, the mean loss under that
-        tilt. The first is an upper bound, for an exponential is convex.
+        """Compute log E e^(tilt · loss) of a message, and the mean loss under the tilt.
+
+        The second is the derivative of the first. The first is an upper bound, since an exponential
+        is convex.
         """
         exponents = self.logarithms + tilt * self.losses
         largest = exponents.max()
@@ -99,7 +101,7 @@ def sampled_gaussian_epsilon(
     """Compute ε of messages together, each of which holds a row with some probability.
 
     Args:
-        messages: How many there are, by (noise multiplier, sampling rate).
+        messages: The number of messages by (noise multiplier, sampling rate).
         delta: δ.
         most: A bound on ε that is known already. It decides where the search begins.
 
@@ -120,8 +122,9 @@ def _epsilon(
     messages: Mapping[tuple[float, float], int], delta: float, most: float, with_row: bool,
     enough: float = 0.0,
 ) -> float:  # fmt: skip
-    """Of one of the two: drawn with the row in the data, or without it. Below enough it is not
-    looked for.
+    """Return ε of one of the two pairs: drawn with the row in the data, or without it.
+
+    Below `enough` it is not computed further.
     """
     interval = 2.0 ** math.floor(math.log2(most))
     epsilon, steepest = math.inf, 1 / most
@@ -148,8 +151,9 @@ def _epsilon(
 
 
 def _is_fine(groups: Sequence[Group], epsilon: float, interval: float) -> bool:
-    """Whether what halving a grid changes tells how coarse it is: losses far above 1 may lie as far
-    below a point of either.
+    """Return whether the change that halving a grid makes tells how coarse the grid is.
+
+    Losses far above 1 may lie equally far below a point of either grid.
     """
     coarsest = SETTLED * epsilon
     if interval > epsilon / 32 or (len(groups) > 1 and interval > max(1.0, coarsest)):
@@ -164,10 +168,10 @@ def _message(
     multiplier: float, rate: float, interval: float, count: int, delta: float, with_row: bool,
     ceiling: float,
 ) -> LossDistribution | None:  # fmt: skip
-    """The losses of one message, on a grid fine enough for `count` of them; `None` where that has
-    too many points. Above the ceiling they are infinite.
+    """Return the losses of one message, on a grid fine enough for `count` of them.
 
-    A message is x ~ N(0, 1), or N(1/σ, 1) if it holds the row, and its loss rises with x.
+    It is `None` if that grid has too many points. Losses above the ceiling are infinite. A message
+    is x ~ N(0, 1), or N(1/σ, 1) if it holds the row, and its loss increases with x.
     """
     from scipy.special import log_ndtr, ndtr, ndtri
 
@@ -223,12 +227,12 @@ def _message(
 
 
 def _power_of_ten(share: float) -> float:
-    """At most the share: not another one for each number of messages."""
+    """Return the largest power of ten within a share, so that few different ones occur."""
     return 10.0 ** math.floor(math.log10(max(share, 1e-300)))
 
 
 def _loss(place: float, multiplier: float, rate: float) -> float:
-    """log(1 - q + q e^(x/σ - 1/(2σ²)))."""
+    """Return log(1 - q + q e^(x/σ - 1/(2σ²)))."""
     exponent = place / multiplier - 1 / (2 * multiplier**2)
     if exponent < 1:
         return math.log1p(rate * math.expm1(exponent)) if rate < 1 else exponent
@@ -236,7 +240,7 @@ def _loss(place: float, multiplier: float, rate: float) -> float:
 
 
 def _inverse(losses: np.ndarray, multiplier: float, rate: float) -> np.ndarray:
-    """x of each loss; -∞ below all of them."""
+    """Return x of each loss, and -∞ below all of them."""
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         if rate == 1:
             exponents = losses
@@ -248,7 +252,7 @@ def _inverse(losses: np.ndarray, multiplier: float, rate: float) -> np.ndarray:
 
 
 def _between(places: np.ndarray) -> np.ndarray:
-    """The mass of N(0, 1) between each place and the next."""
+    """Return the mass of N(0, 1) between each place and the next."""
     from scipy.special import ndtr
 
     is_right = places[:-1] > 0
@@ -257,8 +261,10 @@ def _between(places: np.ndarray) -> np.ndarray:
 
 
 def _tilt(groups: Sequence[Group], delta: float, start: float, most: float) -> float:
-    """The tilt of Chernoff's bound on ε, (log E e^(tilt · loss) - log δ) / tilt, at its least:
-    the losses' mean under it is that bound. A twentieth off serves as well.
+    """Return the tilt at which Chernoff's bound on ε is least, to about a twentieth.
+
+    The bound is (log E e^(tilt · loss) - log δ) / tilt; the losses' mean under that tilt is the
+    bound.
     """
 
     def is_too_small(tilt: float) -> bool:
@@ -282,8 +288,9 @@ def _tilt(groups: Sequence[Group], delta: float, start: float, most: float) -> f
 
 
 def _centered(groups: Sequence[Group], steepest: float, epsilon: float) -> float:
-    """A tilt under which losses lie about ε, where Chernoff's bound is far above it: where a few
-    rare messages tell nearly all.
+    """Return a tilt under which losses lie about ε, where Chernoff's bound is far above it.
+
+    That happens where a few rare messages tell nearly everything.
     """
     tilt = steepest
     while tilt > 1e-3 * steepest:
@@ -296,7 +303,7 @@ def _centered(groups: Sequence[Group], steepest: float, epsilon: float) -> float
 def _composed(
     groups: Sequence[Group], delta: float, tilts: tuple[float, float], interval: float
 ) -> tuple[LossDistribution, float] | None:
-    """All messages' losses under a tilt, and the logarithm of what their masses are relative to."""
+    """Return all messages' losses under a tilt, and the log of what masses are relative to."""
     from scipy.signal import fftconvolve
 
     total, log_total = None, 0.0
@@ -360,7 +367,7 @@ def _self_composed(
 
 
 def _coarsened(losses: LossDistribution, interval: float, tilt: float) -> LossDistribution:
-    """The same on a grid of a multiple of its interval, split as a message's losses are."""
+    """Return the losses on a coarser grid, split between its points as `_message` splits them."""
     ratio = round(interval / losses.interval)
     if ratio == 1:
         return losses
@@ -376,7 +383,7 @@ def _coarsened(losses: LossDistribution, interval: float, tilt: float) -> LossDi
 
 
 def _solved(tilted: LossDistribution, log_scale: float, tilt: float, delta: float) -> float:
-    """The least ε at which the losses' δ is that one."""
+    """Return the least ε at which the losses have this δ."""
     from scipy.signal import lfilter
 
     allowance = delta * (1 - _LEFT_OUT) - tilted.infinite

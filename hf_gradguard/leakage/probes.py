@@ -1,4 +1,4 @@
-"""What layers of a received model do with public inputs, whatever form their weights have.
+"""Behavior of a received model's layers on public inputs, whatever form their weights have.
 
 Honest layers pass most samples on, by units that differ. Layers that were made to leak do not:
 their units fire for few samples (Boenisch et al., "When the Curious Abandon Honesty", 2021), or all
@@ -37,11 +37,11 @@ _ATTENTIONS = ("attentions", "encoder_attentions", "decoder_attentions")
 def examine_behavior(
     model: nn.Module, weights: Mapping[str, Tensor], probes: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, str, str]]:
-    """What layers do with probes.
+    """Find layers that behave on probes as layers made to leak do.
 
     Args:
-        model: It stays as it is, and so does its gradient.
-        weights: `(out, in)` of the layers that are trained, by name.
+        model: The model. Neither it nor its gradient is changed.
+        weights: The weights `(out, in)` of the layers that are trained, by name.
         probes: Public inputs, as the model takes them.
 
     Yields:
@@ -77,10 +77,10 @@ def examine_behavior(
 
 
 class _Behavior:
-    """What was observed of layers, over all passes.
+    """The behavior of layers that was observed over all passes.
 
     Attributes:
-        slopes: `(samples, units)`: how strongly a sample's outputs depend on each unit.
+        slopes: How strongly a sample's outputs depend on each unit, `(samples, units)`.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -93,7 +93,7 @@ class _Behavior:
         self._generator = torch.Generator().manual_seed(0)
 
     def observe(self, batch: Mapping[str, Tensor]) -> None:
-        """One pass, forward and back."""
+        """Observe one pass, forward and back."""
         outputs: dict[str, Tensor] = {}
         modules = dict(self.model.named_modules())
         hooks = [
@@ -153,7 +153,7 @@ class _Behavior:
         self._places[name].append(is_chosen.mean(-1).flatten().cpu())
 
     def variety(self, name: str) -> float:
-        """How differently units vary over probes, where 1 is how drawn units do."""
+        """Return how differently units vary over probes, where 1 is how random units do."""
         if not self._drawn[name]:
             return 1.0
         units, drawn = torch.cat(self._outputs[name]), torch.cat(self._drawn[name])
@@ -163,8 +163,10 @@ class _Behavior:
         return (1 - _likeness(units)) / variety_of_drawn
 
     def choices(self) -> dict[str, tuple[float, float]]:
-        """Of each attention the largest weight of the median query, and how many places are some
-        query's choice, as a share.
+        """Return for each attention how sharp it is, and how many places it chooses.
+
+        The first number is the largest weight of the median query, the second the fraction of
+        places that some query chooses.
         """
         return {
             name: (float(torch.cat(largest).median()), float(torch.cat(self._places[name]).mean()))
@@ -173,7 +175,7 @@ class _Behavior:
 
 
 def _units_last(module: nn.Module, tensor: Tensor) -> Tensor:
-    """`(samples, positions, units)`."""
+    """Return outputs as `(samples, positions, units)`."""
     tensor = tensor.detach().float()
     if not isinstance(module, nn.Linear | Conv1D):
         tensor = tensor.movedim(1, -1)
@@ -181,7 +183,7 @@ def _units_last(module: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def _rare_share(slopes: Tensor) -> float:
-    """The share of units that few samples reach. Slopes that merely differ reach all."""
+    """Return the fraction of units that few samples reach; all reach slopes that merely differ."""
     slopes = slopes / slopes.norm(dim=1, keepdim=True).clamp(min=1e-30)
     slopes = slopes[:, slopes.any(0)]
     if slopes.shape[1] < FEWEST_UNITS // 2:
@@ -191,7 +193,7 @@ def _rare_share(slopes: Tensor) -> float:
 
 
 def _likeness(outputs: Tensor) -> float:
-    """The mean squared correlation of two units."""
+    """Return the mean squared correlation of two units."""
     centered = outputs - outputs.mean(0)
     unit = centered / centered.norm(dim=0).clamp(min=1e-30)
     squares = (unit.T @ unit).square()
@@ -200,7 +202,7 @@ def _likeness(outputs: Tensor) -> float:
 
 
 def _clustered_share(weight: Tensor) -> float:
-    """The share of rows that are similar, or opposite, to many others."""
+    """Return the fraction of rows that are similar, or opposite, to many others."""
     if weight.shape[1] < LEAST_ALIKE or len(weight) > MOST_UNITS:
         return 0.0
     unit = nn.functional.normalize(weight, dim=1)
@@ -213,7 +215,7 @@ def _clustered_share(weight: Tensor) -> float:
 
 @contextlib.contextmanager
 def _with_attentions(model: Any) -> Iterator[dict[str, Any]]:
-    """Attention whose weights can be asked for, where the model has one."""
+    """Let the model return its attention weights inside the context, if it can."""
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     takes = inspect.signature(model.forward).parameters
     if implementation is None or not {"output_attentions", "kwargs"} & {*takes}:
@@ -227,8 +229,9 @@ def _with_attentions(model: Any) -> Iterator[dict[str, Any]]:
 
 
 def probe_inputs(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Drawn inputs for models of texts, and of images: from 0 to 1, and of mean 0 and variance 1.
-    None for other models.
+    """Return random inputs for models of texts or images; none for other models.
+
+    Images come twice: in [0, 1], and of mean 0 and variance 1.
 
     Example:
         >>> [batch["input_ids"].shape for batch in probe_inputs(model)]
@@ -262,7 +265,7 @@ def probe_inputs(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def _draw_images(channels: int, height: int, width: int) -> Tensor:
-    """Of mean 0 and variance 1. Power falls with frequency, as in photographs."""
+    """Draw images of mean 0 and variance 1, whose power falls with frequency as in photographs."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(SAMPLES, channels, height, width, generator=generator)
     squares = torch.fft.fftfreq(height)[:, None].square() + torch.fft.rfftfreq(width).square()

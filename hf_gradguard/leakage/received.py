@@ -1,15 +1,15 @@
-"""What in a received model makes gradients give away their data, seen before training.
+"""Checks of a received model, before training, for what makes its gradients leak data.
 
-A sender can make weights so that a layer's gradient holds samples one by one: rows that
-all measure the same with biases in a ladder (Fowl et al., "Robbing the Fed", 2021, "Decepticons",
-2022), rows that hardly any sample activates (Boenisch et al., "When the Curious Abandon Honesty",
-2021), heads that let one class through (Wen et al., "Fishing for User Data in Large-Batch Federated
-Learning", 2022). What they have in common does not occur by itself: rows alike, rows of zeros,
+A sender can make weights so that a layer's gradient holds samples one by one: rows that all measure
+the same with biases in a ladder (Fowl et al., "Robbing the Fed", 2021, "Decepticons", 2022), rows
+that hardly any sample activates (Boenisch et al., "When the Curious Abandon Honesty", 2021), heads
+that let one class through (Wen et al., "Fishing for User Data in Large-Batch Federated Learning",
+2022). What they have in common does not occur by itself: rows that are the same, rows of zeros,
 biases that outweigh all that a row can say, layers that the architecture does not have. Where
 weights look ordinary, what layers do with public inputs still shows it (probes.py).
 
-A model that passes may still be made to leak. Honest layers leak too, and a few made units hide
-among them.
+A model that passes may still be made to leak. Honest layers leak too, and a few manipulated units
+can hide among them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _CONVOLUTION = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that makes gradients leak.
+    """One property of a model that makes gradients leak.
 
     Args:
-        check: Which check found it.
-        name: Of the parameter or module.
-        says: What it is, in a sentence.
+        check: The name of the check that found it.
+        name: The name of the parameter or module.
+        says: A sentence that describes it.
 
     Example:
         >>> print(Finding("rows_of_zeros", "classifier", "1 of 2 rows are zero."))
@@ -74,21 +74,21 @@ def check_received(
     reference: nn.Module | Mapping[str, Tensor] | None = None,
     probes: Mapping[str, Tensor] | None = None,
 ) -> list[Finding]:
-    """What in a received model makes the gradients leak that a client would share of it.
+    """Find what in a received model makes the gradients leak that a client would share.
 
-    Looks at weights, at structure, and at what layers do with public inputs. Frozen parameters do
-    not count, but for those of attention.
+    The check looks at weights, at structure, and at what layers do with public inputs. Frozen
+    parameters do not count, except those of attention.
 
     Args:
-        model: As it was received.
-        reference: A copy that you trust, or its state: what is not in it, or has other shapes, is
-            named too, and so is what is 30 times as large. Default: the architecture that the
+        model: The model as it was received.
+        reference: A copy that you trust, or its state: parameters that are not in it, have other
+            shapes, or are 30 times as large are reported too. Default: the architecture that the
             model's own configuration describes, by names and shapes.
         probes: Public inputs like the client's, as the model takes them, in one batch. Default:
-            drawn ones, for models of texts and of images.
+            random ones, for models of texts and of images.
 
     Returns:
-        What was found; nothing is no proof.
+        The findings; an empty list is no proof.
 
     Example:
         >>> check_received(model)
@@ -117,7 +117,7 @@ def check_received(
 def _on_probes(
     model: nn.Module, weights: Mapping[str, Tensor], probes: Mapping[str, Tensor] | None
 ) -> list[Finding]:
-    """Where a model cannot be run, that is said: then weights alone were examined."""
+    """Find layers by their behavior, and warn if only weights can be examined."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return []
     batches = probe_inputs(model) if probes is None else [dict(probes)]
@@ -137,7 +137,7 @@ def _on_probes(
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Layers that are trained: weights as `(out, in)`, with their biases."""
+    """Yield the layers that are trained: weights as `(out, in)`, with their biases."""
     # an output head that is a table's is looked at as a table: padding has a row of zeros
     looked_at = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, module in model.named_modules():
@@ -160,8 +160,9 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _rows_alike(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
-    """Rows that are multiples of each other measure one thing, and their gradients' differences
-    are single samples.
+    """Find rows that are multiples of each other.
+
+    They measure one thing, and their gradients' differences are single samples.
     """
     rows = weight[weight.norm(dim=1) > 0]
     if rows.shape[1] < LEAST_INPUTS or len(rows) < FEWEST:
@@ -177,7 +178,7 @@ def _rows_alike(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
 
 
 def _partners(rows: Tensor) -> Tensor:
-    """How many other rows have each row's direction, or its opposite."""
+    """Return how many other rows have each row's direction, or its opposite."""
     if len(rows) > LARGEST:
         return _equal(rows) - 1
     unit = nn.functional.normalize(rows, dim=1)
@@ -199,14 +200,15 @@ def _partners(rows: Tensor) -> Tensor:
 
 
 def _equal(rows: Tensor) -> Tensor:
-    """How many rows are exactly like each row."""
+    """Return how many rows are exactly equal to each row."""
     _, inverse, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
     return counts[inverse]
 
 
 def _rows_of_zeros(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
-    """Where most of a layer is cut off, the gradient is of what is left. A layer that is all zero
-    (adapters begin so) tells nothing.
+    """Find layers of which most rows are zero, so that the gradient is of the others' samples.
+
+    A layer that is all zero (adapters begin so) tells nothing.
     """
     nothing = (weight == 0).all(1)
     if not nothing.any() or nothing.all():
@@ -224,7 +226,7 @@ def _rows_of_zeros(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
 
 
 def _biases_out_of_reach(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
-    """Units that are always on, always off, or decided by one sample in many."""
+    """Find units that are always on, always off, or decided by one sample in many."""
     if bias is None or weight.shape[1] < LEAST_INPUTS:
         return
     reach = weight.norm(dim=1)
@@ -237,7 +239,7 @@ def _biases_out_of_reach(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
 
 
 def _rows_out_of_scale(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
-    """One sample's gradient drowns all others' where a few rows are huge."""
+    """Find a few huge rows, where one sample's gradient drowns all others'."""
     lengths = weight.norm(dim=1)
     usual = lengths[lengths > 0]
     if len(usual) < 2:
@@ -251,8 +253,9 @@ def _rows_out_of_scale(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
 
 
 def _mirrored_rows(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
-    """Trap weights: a row's positive entries are its negative ones, a little smaller, so that
-    hardly any sample activates it. Sums of rows that were drawn differ by as much as rows are long;
+    """Find trap weights: the positive entries of a row are its negative ones, a little smaller.
+
+    Hardly any sample activates such a row. Sums of random rows differ by as much as rows are long;
     these do not.
     """
     lengths = weight.norm(dim=1)
@@ -285,7 +288,7 @@ def _equal_rows(table: Tensor) -> Iterator[str]:
 
 
 def _on_pixels(model: nn.Module) -> list[Finding]:
-    """A first layer that reads all pixels at once."""
+    """Find a first layer that reads all pixels at once."""
     config: Any = getattr(model, "config", None)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
     layers = (m for m in model.named_modules() if isinstance(m[1], nn.Linear | _CONVOLUTION))
@@ -339,11 +342,11 @@ def _structure(
 
 
 def _described(model: nn.Module) -> dict[str, tuple[int, ...]] | None:
-    """Names and shapes of the architecture that a model's configuration describes, without its
-    weights; `None` where its class cannot say.
+    """Return names and shapes of the architecture that a model's configuration describes.
 
-    A model of a class that somebody wrote is that class's: only what was put into an instance is
-    seen. Adapters are there because somebody asked for them.
+    It is `None` if the model's class cannot say. No weights are made. For a model of a custom
+    class, only what was put into an instance is seen. Adapters are there because somebody asked for
+    them.
     """
     config = getattr(model, "config", None)
     if config is None or hasattr(model, "get_base_model"):
@@ -368,15 +371,15 @@ FUSED = ("c_attn", "query_key_value", "qkv", "qkv_proj", "wqkv")
 
 
 def sharp_attention(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Attention whose logits lie too far apart for more than one token to count.
+    """Find attention whose logits lie too far apart for more than one token to count.
 
-    By the weights alone: how far apart the logits of one query are for keys of inputs whose entries
-    have variance 1, as layer normalization makes them, in the median head. Frozen layers count too:
-    they decide on what trained ones behind them read. Where queries and keys are normalized (Qwen3,
-    Gemma 3, OLMo 2), their weights' size says nothing, and attention is not looked at.
+    The weights alone say how far apart the logits of one query are, for keys of inputs whose
+    entries have variance 1, as layer normalization makes them, in the median head. Frozen layers
+    count too: they decide what trained layers behind them read. If queries and keys are normalized
+    (Qwen3, Gemma 3, OLMo 2), their weights' size says nothing, and attention is not examined.
 
     Yields:
-        The attention's name, and what it does.
+        The attention's name, and a description of what it does.
 
     Example:
         >>> list(sharp_attention(model))
@@ -407,7 +410,7 @@ _Layer = tuple[Tensor, Tensor | None]
 
 
 def _query_and_key(module: nn.Module) -> tuple[_Layer, _Layer] | None:
-    """Queries' and keys' weights `(out, in)` with biases; of a fused layer all of it is either."""
+    """Return queries' and keys' weights `(out, in)` with biases, which are equal if fused."""
     if any(name in NORMS for name, _ in module.named_children()):
         return None
     layers = {
@@ -435,7 +438,7 @@ def _matrix(layer: Any) -> _Layer:
 
 
 def _head_width(module: nn.Module, model: nn.Module, weight: Tensor) -> int:
-    """Entries of a head's queries; all of them where nothing says it."""
+    """Return the number of entries of a head's queries; all of them if nothing says it."""
     config: Any = getattr(model, "config", None)
     for owner, names in (
         (module, ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")),
@@ -453,8 +456,9 @@ def _head_width(module: nn.Module, model: nn.Module, weight: Tensor) -> int:
 
 
 def _spreads(query: _Layer, key: _Layer, width: int) -> Tensor:
-    """`(heads,)`: ‖[W_q b_q]ᵀ W_k‖_F/√d of every head of queries with its own keys. Of shared keys
-    each is several heads'; of a fused layer every head is taken with itself.
+    """Return ‖[W_q b_q]ᵀ W_k‖_F/√d of every head of queries with its own keys, `(heads,)`.
+
+    Several heads may share keys; for a fused layer every head is taken with itself.
     """
     queries = _heads(query[0], width)
     keys = _heads(key[0], width)
