@@ -1,8 +1,9 @@
-"""Audits: what a server could read from a model's shared gradients, under each defense.
+"""Audits of what a server could read from a model's shared gradients, under each defense.
 
-defenses = ["optimal_noise:relative_scale=1"]
-result = audit(model, tokenizer, samples, defenses, "tag:steps=500", output="runs/audit")
-summarize(result).verdicts
+Example:
+    defenses = ["optimal_noise:relative_scale=1"]
+    result = audit(model, tokenizer, samples, defenses, "tag:steps=500", output="runs/audit")
+    summarize(result).verdicts
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The attackers of an audit: what they see and know, what they know of the defense, and what they
-find out on data of their own.
-"""
+"""The attackers of an audit: what they see, know of the defense, and try out beforehand."""
 
 from __future__ import annotations
 
@@ -27,10 +25,10 @@ from .settings import AuditSettings
 _ORDER = 5  # a stream of random numbers, beside a client's
 
 WEIGHTS = (1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
-"""Weights of total variation that an attacker tries on its own images."""
+"""The weights of total variation that an attacker tries on its own images."""
 
 TRIAL_MESSAGES = 2
-"""Messages of its own that an attacker tries them on."""
+"""The number of its own messages that an attacker tries them on."""
 
 SMOOTHING = (
     "An attacker that knows the defense smooths images by the weight that recovered most of images "
@@ -41,10 +39,11 @@ SMOOTHING = (
 def attackers(
     label: str, attack: Attack, defense: Defense, settings: AuditSettings
 ) -> dict[str, Attacker]:
-    """The attackers with one attack under one defense, by the labels of their cells.
+    """Return the attackers with one attack under one defense, by the labels of their cells.
 
     The first does not know the defense. If that makes a difference, a second one does. An attack
-    that reads mechanisms (`candidates`) gains nothing by ignoring one: where it may, it knows it.
+    that reads mechanisms (`candidates`) gains nothing by ignoring one: if it may know the
+    mechanism, it does.
     """
     # A defense names bounds in its message's unit: of an update, that is the weights' change.
     informed_settings = in_gradient_unit(training_of(settings), defense.informed())
@@ -75,7 +74,7 @@ def attackers(
 
 
 def is_default(attack: Attack, name: str) -> bool:
-    """Whether a setting is not the user's: those are never changed."""
+    """Return whether an attack's setting has its default; those of the user are never changed."""
     default = next(f.default for f in fields(attack) if f.name == name)  # type: ignore[arg-type]
     return bool(getattr(attack, name) == default)
 
@@ -86,15 +85,17 @@ def is_default(attack: Attack, name: str) -> bool:
 def with_candidates(
     attacks: Mapping[str, Attack], candidates: list[Any] | None, seed: int
 ) -> dict[str, Attack]:
-    """The attacks, with `candidates` among them if there is a list for it.
+    """Return the attacks, with `candidates` among them if there is a list for it.
 
     Args:
-        attacks: By label.
-        candidates: As `modality.candidates` makes them.
-        seed: Of their order: equal scores are ranked by place, so the place must say nothing.
+        attacks: Attacks by label.
+        candidates: Candidates as `modality.candidates` makes them.
+        seed: The seed of their order: equal scores are ranked by place, so the place must say
+            nothing.
 
     Raises:
-        ValueError: If an attack brings a list of its own, which may not be as clients have it.
+        ValueError: If an attack brings a list of its own, which may not have the form that clients'
+            inputs have.
     """
     listed = dict(attacks)
     if candidates is not None:
@@ -116,14 +117,15 @@ def with_public_texts(
     attacks: Mapping[str, Attack], candidates: Sequence[Any] | None,
     batches: Sequence[dict[str, Tensor]], modality: Modality,
 ) -> dict[str, Attack]:  # fmt: skip
-    """The attacks, with public texts for those that search with some and have none: candidates that
-    are in no audited batch.
+    """Return the attacks, with public texts for those that search with some and have none.
+
+    The public texts are candidates that are in no audited batch.
 
     Args:
-        attacks: By label.
-        candidates: As `modality.candidates` makes them.
-        batches: The audited ones.
-        modality: Of the audit.
+        attacks: Attacks by label.
+        candidates: Candidates as `modality.candidates` makes them.
+        batches: The audited batches.
+        modality: The modality of the audit.
     """
     listed = dict(attacks)
     searches = {
@@ -142,12 +144,11 @@ def with_public_texts(
 
 
 def with_seconds(attacks: Mapping[str, Attack], seconds: float | None) -> dict[str, Attack]:
-    """The attacks, each with so many seconds a message where it takes a time and has none of the
-    user's.
+    """Return the attacks, each with a time per message if it takes one and the user set none.
 
     Args:
-        attacks: By label.
-        seconds: `None` leaves all as they are.
+        attacks: Attacks by label.
+        seconds: The time; `None` changes nothing.
     """
     listed = dict(attacks)
     for label, attack in attacks.items() if seconds is not None else ():
@@ -161,7 +162,7 @@ def with_seconds(attacks: Mapping[str, Attack], seconds: float | None) -> dict[s
 
 
 def smooths(attack: Attack) -> bool:
-    """Whether an attack smooths images, by a weight that the user has not set.
+    """Return whether an attack smooths images, by a weight that the user has not set.
 
     Example:
         >>> from hf_gradguard.attacks import make_attack
@@ -176,13 +177,14 @@ def smooths(attack: Attack) -> bool:
 def attacker_batches(
     candidates: Sequence[Any] | None, batches: Sequence[dict[str, Tensor]], modality: Modality
 ) -> list[dict[str, Tensor]]:
-    """Batches like the audited ones, of candidates that are in none of those, with classes in turn;
-    none if there are not enough.
+    """Return batches like the audited ones, made of candidates that are in none of those.
+
+    Classes are given in turn. The list is empty if there are too few candidates.
 
     Args:
         candidates: Pixels `(C, H, W)` each.
-        batches: The audited ones.
-        modality: Of the audit.
+        batches: The audited batches.
+        modality: The modality of the audit.
     """
     # Texts are not smoothed, and of labels only classes can be made up.
     if IMAGE.key not in batches[0] or modality.labels != "class" or candidates is None:
@@ -203,13 +205,14 @@ def attacker_batches(
 
 
 def choose_weight(attacker: Attacker, uploads: Sequence[Upload], modality: Modality) -> Cell:
-    """The weight of total variation that recovers most of an attacker's own images, or why there is
-    none. It tries with one start each.
+    """Return the weight of total variation that recovers most of an attacker's own images.
+
+    If there is none, the cell has the reason. Each weight is tried with one start.
 
     Args:
-        attacker: Whose attack smooths.
-        uploads: What the defense makes of its own messages.
-        modality: Of the audit.
+        attacker: An attacker whose attack smooths.
+        uploads: What the defense makes of the attacker's own messages.
+        modality: The modality of the audit.
     """
     mean_psnr: dict[float, float] = {}
     for weight in WEIGHTS:
@@ -230,7 +233,7 @@ def choose_weight(attacker: Attacker, uploads: Sequence[Upload], modality: Modal
 
 
 def threat_model(model: nn.Module, modality: Modality, settings: AuditSettings) -> list[str]:
-    """What the attacker sees and knows, a sentence each."""
+    """Return what the attacker sees and knows, one sentence each."""
     score, rows = MAIN_SCORES[modality.settings()["kind"]], settings.rows
     samples = f"one {score.sample}" if rows == 1 else f"{rows} {score.sample}s"
     sentences = [

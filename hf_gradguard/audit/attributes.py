@@ -1,7 +1,7 @@
-"""Attribute inference: what a message tells of its sample, by a classifier that was trained on
-messages of public samples through the same model and defense.
+"""Attribute inference: what a message reveals of its sample, by a trained classifier.
 
-No text comes back. Its label, its topic, its length or a word that it has may show all the same.
+The classifier was trained on messages of public samples through the same model and defense. No text
+is reconstructed. The label, the topic, the length or a word of a text may be inferred all the same.
 """
 
 from __future__ import annotations
@@ -42,18 +42,20 @@ _LEAST_POWER = 1e-10  # of a direction, in units of the strongest: less is round
 _PENALTIES = [1e-4, 1e-3, 1e-2, 1e-1, 1.0]  # C of the logistic regression: small ones bind more
 
 Attribute = Callable[[Any, int], Hashable]
-"""Its value for a sample, `(text or pixels, label)`."""
+"""A function that returns the attribute's value for a sample, `(text or pixels, label)`."""
 
 
 @dataclass(frozen=True)
 class InferredAttribute:
-    """How often a message says which value its sample's attribute has.
+    """The result of inferring one attribute of samples from their messages.
 
     Args:
-        recall: By value: of how many messages of such samples it was inferred, and how many there
+        recall: By value, for how many messages of such samples it was inferred, and how many there
             were, where the attacker holds all values equally likely.
-        correct: How often it is right if it also counts how frequent values are.
-        most_frequent: How often the value is right that is the most frequent in public.
+        correct: For how many messages the inference is correct if it also counts how frequent
+            values are.
+        most_frequent: For how many messages the value that is the most frequent in public is
+            correct.
 
     Example:
         >>> film = InferredAttribute({True: (18, 20), False: (70, 80)}, 91, 80)
@@ -69,28 +71,30 @@ class InferredAttribute:
 
     @property
     def messages(self) -> int:
-        """How many were attacked."""
+        """The number of messages that were attacked."""
         return sum(count for _, count in self.recall.values())
 
     @property
     def accuracy(self) -> float:
-        """The mean over values of the share that was inferred: as if each were equally frequent."""
+        """The balanced accuracy: the mean recall over values, as if each were equally frequent."""
         return sum(right / count for right, count in self.recall.values()) / len(self.recall)
 
     @property
     def prior(self) -> float:
-        """What `accuracy` is for whoever sees no message."""
+        """The `accuracy` of a guess without a message."""
         return 1 / len(self.recall)
 
     @property
     def advantage(self) -> float:
-        """By how much `accuracy` is above the prior."""
+        """The `accuracy` less the prior."""
         return self.accuracy - self.prior
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of `accuracy` over messages, at 95 %: exact intervals of values (Clopper and Pearson),
-        put together as those of independent shares (Zou and Donner, 2008).
+        """The 95 % interval of `accuracy` over messages.
+
+        Exact intervals of values (Clopper and Pearson) are combined as those of independent
+        proportions (Zou and Donner, 2008).
         """
         below = above = 0.0
         for right, count in self.recall.values():
@@ -102,17 +106,17 @@ class InferredAttribute:
 
     @property
     def verdict(self) -> str:
-        """`"beyond the prior"`, or `"cannot tell"` where the interval covers it."""
+        """The verdict: `"beyond the prior"`, or `"cannot tell"` if the interval covers that."""
         return "beyond the prior" if self.interval[0] > self.prior else "cannot tell"
 
     @property
     def correct_share(self) -> float:
-        """At the frequencies that values have."""
+        """The accuracy at the frequencies that values have."""
         return self.correct / self.messages
 
     @property
     def most_frequent_share(self) -> float:
-        """The prior of `correct_share`."""
+        """The accuracy of always guessing the most frequent value; compare `correct_share`."""
         return self.most_frequent / self.messages
 
 
@@ -121,7 +125,7 @@ def infer_attributes(
     public: Sequence[tuple[Any, int]], attributes: Mapping[str, Attribute], defense: Defense, *,
     directions: int = 16, generator: Stream | None = None,
 ) -> dict[str, InferredAttribute]:  # fmt: skip
-    """What messages of one sample each tell of attributes, beyond what is likely without them.
+    """Infer attributes of samples from messages of one sample each, beyond what is likely without.
 
     The attacker has the model, the defense and public samples, and is granted neither labels nor
     lengths. From clean gradients of a quarter of the public samples it learns in which directions
@@ -130,20 +134,20 @@ def infer_attributes(
     label first, then of each attribute within labels. Cross-validation decides scale and penalty.
 
     Args:
-        model: In the mode in which clients run it.
-        tokenizer: The model's; `None` for images.
+        model: The model, in the mode in which clients run it.
+        tokenizer: The model's tokenizer; `None` for images.
         private: `(text, label)` or `(pixels, label)` of those who are attacked.
-        public: Of others, alike: better a few hundred. None may be among the private ones, or of
-            the same document.
-        attributes: By name, a function of a sample.
-        defense: What clients run.
-        directions: Per tensor, beside one for each value: they take as much memory as so many
-            gradients.
-        generator: Of noise and directions. Default: a private one.
+        public: Samples of others in the same form, preferably a few hundred. None may be among the
+            private ones, or of the same document.
+        attributes: Functions of a sample, by the attribute's name.
+        defense: The defense that clients run.
+        directions: Directions per tensor, beside one for each value. They take as much memory as
+            this many gradients.
+        generator: The source of noise and directions. Default: a private one.
 
     Raises:
-        ValueError: If a public sample is private too, a value is too rare in public, or no
-            private sample has it.
+        ValueError: If a public sample is private too, a value is too rare in public, or no private
+            sample has it.
 
     Example:
         >>> forms = "a {} {} film", "the {} plot is {}"
@@ -182,7 +186,7 @@ def _values_of(
     private: Sequence[tuple[Any, int]], public: Sequence[tuple[Any, int]],
     attributes: Mapping[str, Attribute],
 ) -> dict[str, tuple[list[Hashable], list[Hashable]]]:  # fmt: skip
-    """By attribute, of public and of private samples."""
+    """Return the values of public and of private samples, by attribute."""
     texts = {text for text, _ in private if isinstance(text, str)}
     if shared := [text for text, _ in public if isinstance(text, str) and text in texts]:
         raise ValueError(f"public and private samples have one in common: {shared[0]!r}.")
@@ -217,7 +221,10 @@ def _batch(model: nn.Module, tokenizer: Any, sample: tuple[Any, int]) -> dict[st
 
 
 def _contrasts(values: Sequence[Hashable]) -> Tensor:
-    """`(samples, values - 1)`: what makes of gradients the mean of a value less that of all."""
+    """Return weights of samples that give the mean of a value less that of all.
+
+    They are `(samples, values - 1)`.
+    """
     columns = []
     for value in list(dict.fromkeys(values))[1:]:
         is_of_value = torch.tensor([float(other == value) for other in values])
@@ -229,9 +236,10 @@ def _directions(
     model: nn.Module, batches: Sequence[Mapping[str, Tensor]], contrasts: Sequence[Tensor],
     count: int, stream: Stream,
 ) -> Tensors:  # fmt: skip
-    """By tensor, orthonormal rows that span the mean gradient, random mixtures of what gradients
-    differ from it by, which lie where these vary most (Halko, Martinsson and Tropp, 2011), and
-    contrasts between values.
+    """Return orthonormal rows for each tensor that span the directions in which gradients differ.
+
+    They span the mean gradient, contrasts between values, and random mixtures of gradients'
+    deviations from the mean, which lie where these vary most (Halko, Martinsson and Tropp, 2011).
     """
     parameters = GradientMap(model, batches[0]).parameters  # without what no client shares
     device = next(iter(parameters.values())).device
@@ -249,7 +257,7 @@ def _directions(
 
 
 def _orthonormal(rows: Tensor) -> Tensor:
-    """Of the same span, by a small eigenproblem."""
+    """Return orthonormal rows of the same span, by a small eigenproblem."""
     wide = rows.double()
     powers, turns = torch.linalg.eigh(wide @ wide.T)
     is_there = powers > _LEAST_POWER * powers.max()
@@ -259,7 +267,10 @@ def _orthonormal(rows: Tensor) -> Tensor:
 def _features(
     messages: Iterable[Mapping[str, Tensor]], bases: Tensors, trained: int
 ) -> tuple[np.ndarray, int]:
-    """A row for each message: its coordinates, and last the logarithms of so many norms."""
+    """Return one row for each message, coordinates first and then logarithms of norms.
+
+    The second value is the number of norms.
+    """
     coordinates, log_norms = [], []
     for message in messages:
         bases = {name: rows for name, rows in bases.items() if name in message}
@@ -274,7 +285,7 @@ def _features(
 def _within_labels(
     features: np.ndarray, norms: int, labels: Sequence[int], seed: int
 ) -> np.ndarray:
-    """With the coordinates once more for each label, times its probability, which is inferred."""
+    """Return features with the coordinates repeated for each label, times its probability."""
     classes = np.array([sorted(set(labels)).index(label) for label in labels])
     if not 1 < classes.max() + 1 <= _MOST_LABELS or np.bincount(classes).min() < _FOLDS:
         return features
@@ -294,7 +305,7 @@ def _folds(seed: int) -> StratifiedKFold:
 
 
 def _search(norms: int, seed: int) -> GridSearchCV:
-    """A logistic regression of features, of which the last are so many norms."""
+    """Return a search over logistic regressions of features, of which the last are norms."""
     scale = ColumnTransformer(
         [("coordinates", StandardScaler(), slice(0, -norms)),
          ("norms", StandardScaler(), slice(-norms, None))]
@@ -312,7 +323,7 @@ def _attack(
     features: np.ndarray, norms: int, known: Sequence[Hashable], hidden: Sequence[Hashable],
     seed: int,
 ) -> InferredAttribute:  # fmt: skip
-    """Train on the messages whose values are known, and infer the others'."""
+    """Train on the messages whose values are known, and infer the others' values."""
     order = list(dict.fromkeys(known))
     classes = np.array([order.index(value) for value in known])
     truth = np.array([order.index(value) for value in hidden])

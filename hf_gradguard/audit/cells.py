@@ -1,5 +1,7 @@
-"""Finished pieces of an audit on disk, each under a hash of all that determines it: settings, data
-and the code that made it. So an interrupted audit continues where it stopped.
+"""Finished pieces of an audit on disk, each under a hash of all that determines it.
+
+The hash covers settings, data and the code, so that an interrupted audit continues where it
+stopped.
 """
 
 from __future__ import annotations
@@ -34,27 +36,27 @@ PACKAGE = __name__.partition(".")[0]
 _NAME_LISTS = {PACKAGE, f"{PACKAGE}.registry"}
 
 Cell = dict[str, Any]
-"""What one step of an audit gave, or a `reason` why nothing can be given, or a `crash`."""
+"""The result of one step of an audit, or a `reason` why there is none, or a `crash`."""
 
 
 @dataclass
 class Audit:
-    """What an audit found. `asdict` of it is `audit.json`.
+    """The results of an audit; `asdict` of it is `audit.json`.
 
     Args:
         settings: Model, data, threat model, seeds, versions: all that it takes to repeat it.
         defenses: `{label: settings}`.
         attacks: `{label: settings}`.
         messages: The originals, one entry per message that was attacked. Private data.
-        chance: Scores of guesses without a gradient: for each of these messages
-            `{score: one number per sample}`.
+        chance: Scores of guesses without a gradient: for each of these messages `{score: one number
+            per sample}`.
         shared: One entry per message, repeat and defense: `relative_error` ‖shared - g‖/‖g‖ and
             `cosine` of what was shared; `pairs`, of batches that differ in one word: `[correct,
             relative_change, direction_ratio]` of each, or `no_pairs`, why there are none;
-            `estimates`, one number per sample for each estimator
-            (`None` is infinite), and `no_estimates`, the reasons of the others; `labels`, those
-            that were recovered from it, or `no_labels`, why none were. Or `reason`, if the defense
-            refused; or `crash`, if it failed.
+            `estimates`, one number per sample for each estimator (`None` is infinite), and
+            `no_estimates`, the reasons of the others; `labels`, those that were recovered from it,
+            or `no_labels`, why none were. Or `reason`, if the defense refused; or `crash`, if it
+            failed.
         cells: One entry per message, repeat, defense and attack: `scores`, the reconstruction, and
             `membership` of an attack that ranks candidates; or `reason`, if the attack is not
             applicable; or `crash`, if it failed.
@@ -76,12 +78,12 @@ class Audit:
 
 
 class Cells:
-    """One JSON file for each cell, named by a hash of all that determines it. Other settings make
-    other cells.
+    """A folder with one JSON file for each cell, named by a hash of all that determines it.
+
+    Other settings make other cells.
 
     Args:
-        folder: Where they lie. Made if it is not there, for its owner alone: cells hold private
-            data.
+        folder: The folder. It is made if needed, for its owner alone: cells hold private data.
 
     Raises:
         OSError: If nothing can be written there.
@@ -105,8 +107,9 @@ class Cells:
         return (self.folder / f"{key}.json").exists()
 
     def once(self, key: str, make: Callable[[], Cell]) -> Cell:
-        """The cell of that key, made if it is not there yet. A crash is not stored: it is tried
-        again when the audit goes on.
+        """Return the cell of this key, and make it if there is none yet.
+
+        A crash is not stored: it is tried again when the audit is continued.
         """
         path = self.folder / f"{key}.json"
         if key not in self:
@@ -130,8 +133,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def digest(*values: Any) -> str:
-    """A hash of values: tensors by their entries, modules by weights and modes, dataclasses by
-    their fields, the modules that they loaded, and the source of their class.
+    """Return a hash of values.
+
+    Tensors are hashed by their entries, modules by weights and modes, and dataclasses by their
+    fields, the modules that they loaded, and the source of their class.
     """
     state = hashlib.sha256()
     _feed(state, values)
@@ -180,12 +185,12 @@ def _feed(state: Any, value: Any) -> None:
 
 
 def code_digest(*classes: type) -> str:
-    """A hash of the source that classes depend on.
+    """Return a hash of the source that classes depend on.
 
     It covers the module of each class and of its bases, and all modules that those import from
     their own package or from this one, however deep. Imports for type checkers only do not count.
-    Of another package the version counts too. Where that package is installed (not editable), the
-    version says it all, and nothing is read.
+    The version of another package counts too. If that package is installed (not editable), the
+    version says everything, and nothing is read.
 
     A module is read once, and again when it was reloaded: what counts is the code that runs, not
     what was edited since. A class whose source cannot be read (typed into a prompt, or compiled)
@@ -212,7 +217,7 @@ def code_digest(*classes: type) -> str:
 
 
 def modules_of(module: str) -> set[str]:
-    """A module and all that it imports from its own package or from this one."""
+    """Return a module and all that it imports from its own package or from this one."""
     # Imports form a graph with shared nodes: each module is visited once.
     modules, waiting = set[str](), [module]
     packages = frozenset({module.partition(".")[0], PACKAGE})
@@ -225,7 +230,10 @@ def modules_of(module: str) -> set[str]:
 
 
 def _package_version(top: str) -> str:
-    """Of the distributions that bring a package, but for this one, whose source says more."""
+    """Return the versions of the distributions that bring a package; none for this package.
+
+    The source of this package says more than its version.
+    """
     if top == PACKAGE:
         return ""
     return " ".join(version(name) for name in sorted(set(_distributions().get(top, []))))
@@ -257,7 +265,7 @@ def _source(module: str) -> bytes:
 
 
 def _imports(module: str, packages: frozenset[str]) -> list[str]:
-    """Modules of these packages that a module imports, also within its functions."""
+    """Return modules of these packages that a module imports, also within its functions."""
     path = source_file(module)
     if path is None:
         return []
@@ -274,7 +282,7 @@ def _imports(module: str, packages: frozenset[str]) -> list[str]:
 
 @cache
 def _imported_names(source: bytes, module: str) -> tuple[tuple[str, str], ...]:
-    """What a source in a package imports, each with the module that it comes from."""
+    """Return what a source in a package imports, each with the module that it comes from."""
     package = module.split(".")
     names: list[tuple[str, str]] = []
     for node in _executed_nodes(ast.parse(source)):
@@ -288,7 +296,7 @@ def _imported_names(source: bytes, module: str) -> tuple[tuple[str, str], ...]:
 
 
 def _executed_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under `if TYPE_CHECKING`."""
+    """Yield all nodes except those under `if TYPE_CHECKING`."""
     waiting = [tree]
     while waiting:
         yield (node := waiting.pop())
@@ -301,17 +309,20 @@ def _executed_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 # --- means of what cells hold, with their intervals
 
 SHARES = {*TEXT_SCORES, PERCENTILE}
-"""Scores from 0 to 1."""
+"""The scores from 0 to 1."""
 
 COUNTED = {"labels", "top1", "tpr_1%", "tpr_0.1%"}
-"""Of these a sample has all or nothing."""
+"""The scores that are 0 or 1 for each sample."""
 
 Values = dict[int, dict[str, list[float]]]
-"""For each message, for each score, one number per sample."""
+"""For each message and each score one number per sample."""
 
 
 def values_of(cells: Sequence[Cell]) -> Values:
-    """Per message and score, the mean over repeats of each sample: repeats are no new samples."""
+    """Return per message and score the mean over repeats of each sample.
+
+    Repeats are no new samples.
+    """
     repeats: dict[int, list[dict[str, list[float]]]] = {}
     for cell in cells:
         if "scores" in cell:
@@ -323,7 +334,7 @@ def values_of(cells: Sequence[Cell]) -> Values:
 
 
 def estimates(values: Values) -> dict[str, Estimate]:
-    """The mean of each score with its interval, all from one bootstrap."""
+    """Return the mean of each score with its interval, all from one bootstrap."""
     messages = list(values.values())
     if not messages or not messages[0]:
         return {}
@@ -339,7 +350,10 @@ def estimates(values: Values) -> dict[str, Estimate]:
 
 
 def with_open_ends(scores: Mapping[str, Estimate], messages: int) -> dict[str, Estimate]:
-    """With room for what no message showed, where counts or equal messages give no spread."""
+    """Return estimates with intervals that have room for what no message showed.
+
+    It applies to counts, and to equal messages, which give no spread.
+    """
     opened = dict(scores)
     for name, estimate in scores.items():
         mean, low, high = estimate.mean, estimate.low, estimate.high
@@ -351,7 +365,7 @@ def with_open_ends(scores: Mapping[str, Estimate], messages: int) -> dict[str, E
 
 
 def differences(minuend: Values, subtrahend: Values, scores: set[str]) -> dict[str, Estimate]:
-    """Means and intervals of the difference, over the messages that both have."""
+    """Return means and intervals of the difference, over the messages that both have."""
     return estimates(
         {
             message: {

@@ -1,4 +1,4 @@
-"""One client of an audit: its batch, protected by a defense, measured and attacked."""
+"""One client of an audit: its batch is protected by a defense, measured and attacked."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 Modality = Texts | Images
-"""What texts and images do differently in an audit."""
+"""The handling of texts or of images in an audit."""
 
 _DROPOUT, DEFENSE, _ATTACK, _PROBES, _PAIRS = 0, 1, 2, 4, 6  # streams of random numbers
 _BOUNDS = ("clip_norm", "clip_coordinate")  # settings of attacks in the message's unit
 
 
 def modality_of(model: nn.Module, processing_class: Any, settings: AuditSettings) -> Modality:
-    """How inputs of a model become a batch, are scored, and are shown.
+    """Return how inputs of a model become a batch, are scored, and are shown.
 
     Raises:
         ValueError: If a model of texts comes without a tokenizer.
@@ -60,14 +60,14 @@ def modality_of(model: nn.Module, processing_class: Any, settings: AuditSettings
 
 @dataclass(frozen=True)
 class Shared:
-    """What a client differentiates, and what of it is shared.
+    """The settings of what a client differentiates, and what of it is shared.
 
     Args:
-        input_embeddings: Whether the token embeddings' gradient is.
-        withhold: Patterns of parameters that are not.
+        input_embeddings: Whether the token embeddings' gradient is shared.
+        withhold: Patterns of parameters that are not shared.
         loss_fn: The client's loss. Default: the model's own.
-        micro_batches: Parts of a client's batch, protected one by one. The client averages what is
-            shared of them.
+        micro_batches: The number of parts of a client's batch, which are protected one by one. The
+            client averages their messages.
         local: How the client trains on its batch before it sends the change of its weights. `None`:
             it sends the gradient.
     """
@@ -81,12 +81,13 @@ class Shared:
 
 @dataclass(frozen=True)
 class Attacker:
-    """An attack under one defense, as an attacker would set it.
+    """An attack under one defense, with the settings that an attacker would choose.
 
     Args:
         attack: The attack with its settings.
         grants: Fields of the observation that it is granted beyond the threat model's.
-        knows_defense: Whether it does what there is to do about the defense, or there is nothing.
+        knows_defense: Whether it uses all that can be known of the defense, or there is nothing to
+            know.
     """
 
     attack: Attack
@@ -95,14 +96,15 @@ class Attacker:
 
 
 class Client:
-    """One client's batch, with its gradient map, made when it is first needed and the same for
-    every defense.
+    """One client's batch, with its gradient map, which is the same for every defense.
+
+    The map is made when it is first needed.
 
     Args:
         model: The model, in the mode in which the client runs it.
         batch: The client's batch.
         shared: What of its gradient is shared.
-        seeds: Of all that is random here: the same for every defense and every attack.
+        seeds: The seeds of all that is random here: the same for every defense and every attack.
     """
 
     def __init__(
@@ -112,17 +114,17 @@ class Client:
         self._estimators: dict[str, Estimator] = {}
 
     def generator(self, stream: int) -> Stream:
-        """A new one, the same at every call."""
+        """Return a new stream, which draws the same numbers at every call."""
         return Stream.from_seeds(*self.seeds, stream)
 
     @cached_property
     def gmap(self) -> GradientMap:
-        """Of the whole batch."""
+        """The gradient map of the whole batch."""
         return self._map(self.batch)
 
     @cached_property
     def micro_maps(self) -> list[GradientMap]:
-        """One map for each micro-batch."""
+        """The gradient maps of the micro-batches."""
         count, rows = self.shared.micro_batches, count_rows(self.batch)
         if count == 1:
             # The same map, so that estimators and defenses share its cache.
@@ -150,24 +152,24 @@ class Client:
             )  # fmt: skip
 
     def gradient(self) -> dict[str, Tensor]:
-        """What would be shared without a defense."""
+        """Return the gradient that would be shared without a defense."""
         return mean_of([gmap.gradient() for gmap in self.micro_maps])
 
     def estimator(self, name: str) -> Estimator:
-        """One for all defenses: it keeps what does not depend on them."""
+        """Return an estimator for all defenses, which computes common terms once."""
         if name not in self._estimators:
             self._estimators[name] = ESTIMATORS[name](self.gmap)
         return self._estimators[name]
 
 
 class Upload:
-    """What one defense shares of one client's batch, computed when it is first needed.
+    """The message that one defense makes of one client's batch, computed when it is first needed.
 
     Args:
         client: The client.
-        defense: Its defense.
+        defense: The defense.
         state: What the defense remembers of the client's earlier messages.
-        other_clients: With other batches. Where a defense's first messages are empty and it
+        other_clients: Clients with other batches. If a defense's first messages are empty and it
             remembers nothing, theirs come first.
     """
 
@@ -186,7 +188,11 @@ class Upload:
 
     @cached_property
     def message(self) -> Message:
-        """What the server receives."""
+        """The message that the server receives.
+
+        Raises:
+            ValueError: If the defense's first messages are empty, and no others come before.
+        """
         warmup = self.defense.facts.warmup_messages
         if warmup and not (self._has_begun or self.warmup_clients):
             raise ValueError(
@@ -204,7 +210,7 @@ class Upload:
         return average_of(messages)
 
     def distance(self) -> Cell:
-        """How far what is shared is from the gradient, or why nothing is."""
+        """Return how far the message is from the gradient, or why there is none."""
         gradient = self.client.gradient()
 
         def measure() -> Cell:  # a defense may refuse; that no gradient can be taken ends the audit
@@ -224,7 +230,7 @@ class Upload:
         return _outcome(measure, ValueError, FloatingPointError)
 
     def estimate(self, name: str) -> Cell:
-        """What an estimator says of it, `None` for infinity, or why it says nothing."""
+        """Return an estimator's figures for the message, `None` for infinity, or a reason."""
 
         def estimate() -> Cell:
             estimator = self.client.estimator(name)
@@ -234,8 +240,9 @@ class Upload:
         return {"estimator": name, **_outcome(estimate, ValueError, ArithmeticError)}
 
     def recover_labels(self, modality: Modality) -> Cell:
-        """The labels that are recovered from it, whether or not attacks are granted them; or why
-        none are.
+        """Return the labels that are recovered from the message, or why none are.
+
+        It does not matter whether attacks are granted them.
         """
 
         def recover() -> Cell:
@@ -245,7 +252,7 @@ class Upload:
         return _outcome(recover, ValueError, FloatingPointError)
 
     def distinguish(self, modality: Modality, pairs: int, adaptive: bool) -> Cell:
-        """Pairs that differ in one word, each with a message of its own; or why there are none."""
+        """Return pairs that differ in one word, each with its own message, or a reason."""
         numbers = count()
 
         def send(batch: dict[str, Tensor]) -> Observation:
@@ -263,7 +270,7 @@ class Upload:
         return _outcome(measure, ValueError, FloatingPointError)
 
     def attack(self, attacker: Attacker, modality: Modality) -> Cell:
-        """Scores and reconstruction, or why the attack is not applicable."""
+        """Return the scores and the reconstruction of an attack, or why it is not applicable."""
 
         def attack() -> Cell:
             observation = self.observation(attacker, modality)
@@ -273,7 +280,7 @@ class Upload:
         return _outcome(attack, ValueError, FloatingPointError)
 
     def observation(self, attacker: Attacker, modality: Modality) -> Observation:
-        """What an attacker sees of the message, and knows of it."""
+        """Return what an attacker sees of the message, and knows of it."""
         batch, granted = self.client.batch, self._granted(attacker.grants)
         return self._observed(labels=modality.granted(batch), **granted, **modality.observed(batch))
 
@@ -284,7 +291,11 @@ class Upload:
         self, observation: Observation, reconstruction: Reconstruction, attacker: Attacker,
         modality: Modality,
     ) -> Cell:  # fmt: skip
-        """An attack's reconstruction beside the batch that it is of."""
+        """Return the scores of a reconstruction, compared with the batch that it is of.
+
+        Raises:
+            ValueError: If the attack returned what cannot be scored; the message names it.
+        """
         batch = self.client.batch
         try:
             scored = modality.score(reconstruction, batch)
@@ -305,8 +316,9 @@ class Upload:
         }
 
     def _granted(self, grants: frozenset[str]) -> dict[str, Any]:
-        """What an attacker is granted of the defense, if there is any: Σ of Gaussian noise, and how
-        messages come from gradients.
+        """Return what an attacker is granted of the defense.
+
+        It may be Σ of Gaussian noise, and how messages come from gradients.
         """
         granted: dict[str, Any] = {}
         noise, is_mean = self.message.noise, self.client.shared.micro_batches > 1
@@ -323,9 +335,10 @@ class Upload:
 def attack_together(
     uploads: Sequence[Upload], attackers: Sequence[Attacker], modality: Modality
 ) -> list[Cell]:
-    """What `attack` gives of each upload of one client, by membership inference with one list of
-    candidates, whose gradients are computed once. Uploads that cannot be attacked together are
-    attacked one by one.
+    """Attack several uploads of one client by membership inference with one list of candidates.
+
+    The result equals that of `attack` for each upload, but candidates' gradients are computed once.
+    Uploads that cannot be attacked together are attacked one by one.
     """
     attack: Any = attackers[0].attack
     pairs = list(zip(uploads, attackers, strict=True))
@@ -346,7 +359,7 @@ def attack_together(
 def _membership(
     reconstruction: Reconstruction, attack: Attack, modality: Modality, batch: dict[str, Tensor]
 ) -> Cell:
-    """Of a ranking of candidates their scores, and which of them were in the message."""
+    """Return the scores of a ranking of candidates, and which of them were in the message."""
     if not isinstance(reconstruction, Ranked) or not isinstance(attack, Candidates):
         return {}
     if attack.places:  # words at a place of one text
@@ -359,8 +372,9 @@ def _membership(
 
 
 def _outcome(make: Callable[[], Cell], *refusals: type[Exception]) -> Cell:
-    """What was made; or the reason that a refusal gives, which is final; or a crash, which may not
-    happen again.
+    """Return what `make` returns, the reason of a refusal, or a crash.
+
+    A refusal is final; a crash may not happen again.
     """
     try:
         return make()
@@ -373,7 +387,7 @@ def _outcome(make: Callable[[], Cell], *refusals: type[Exception]) -> Cell:
 
 @contextmanager
 def _reproducible(model: nn.Module, stream: Stream) -> Iterator[None]:
-    """Dropout that the stream determines, and buffers (batch statistics) put back afterwards."""
+    """Let the stream determine dropout inside the context, and restore buffers afterwards."""
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
     # torch.manual_seed takes 63 bits.
     seed = int.from_bytes(stream.bytes(8), "little") >> 1
@@ -399,7 +413,7 @@ def _finite(value: float) -> float | None:
 
 
 def mean_of(gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Name by name.
+    """Return the mean of gradients, name by name.
 
     Example:
         >>> mean_of([{"w": torch.ones(2)}, {"w": torch.zeros(2)}])["w"].tolist()
@@ -411,7 +425,7 @@ def mean_of(gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def average_of(messages: Sequence[Message]) -> Message:
-    """The mean of messages that were protected one by one, each with noise of its own."""
+    """Return the mean of messages that were protected one by one, each with noise of its own."""
     if len(messages) == 1:
         return messages[0]
     # Noise is known of a mean only if it is known of each part.
@@ -436,8 +450,9 @@ def _of_mean(variances: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def training_of(settings: AuditSettings) -> LocalTraining | None:
-    """How clients train before they send; `None` if they send gradients. The attacker knows it, and
-    in which order the batches come.
+    """Return how clients train before they send, or `None` if they send gradients.
+
+    The attacker knows it, and the order of the batches.
 
     Raises:
         ValueError: If the optimizer is unknown.
@@ -461,13 +476,13 @@ def training_of(settings: AuditSettings) -> LocalTraining | None:
 def observe(
     local: LocalTraining | None, model: nn.Module, message: Mapping[str, Tensor], **knowledge: Any
 ) -> Observation:
-    """What a server sees of a message: a gradient, or an update and how it was trained.
+    """Return what a server sees of a message: a gradient, or an update and how it was trained.
 
     Args:
-        local: The client's training, if it is an update.
-        model: As it was sent to the client.
-        message: What came back.
-        **knowledge: As for `Observation`; noise and mechanism are those of the message.
+        local: The client's training, if the message is an update.
+        model: The model as it was sent to the client.
+        message: What the client sent back.
+        **knowledge: Fields of `Observation`; noise and mechanism are those of the message.
 
     Example:
         >>> observation = observe(None, model, shared, input_shape=(2, 8))
@@ -483,8 +498,9 @@ def observe(
 
 
 def in_gradient_unit(local: LocalTraining | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of attacks that a defense names in its message's unit, in that of the observation's
-    gradient.
+    """Convert attack settings from the message's unit to that of the observed gradient.
+
+    A defense names bounds in its message's unit.
 
     Example:
         >>> from hf_gradguard.audit import AuditSettings

@@ -1,4 +1,4 @@
-"""`gradguard audit`: from flags to an audit on disk."""
+"""The command `gradguard audit`: from flags to an audit on disk."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def run_audit(flags: Mapping[str, Any]) -> None:
     """Attack a model on data, write audit.json, table.md and report.html, and print the table.
 
     Args:
-        flags: Those that were used, by name.
+        flags: The flags that were used, by name.
 
     Raises:
-        ValueError: For settings that are wrong.
-        OSError: If a file cannot be read or the output folder not be written to.
+        ValueError: If settings are wrong.
+        OSError: If a file cannot be read, or the output folder cannot be written to.
     """
     settings = read_settings(flags)
     output, count = Path(settings.output), settings.samples
@@ -59,7 +59,7 @@ def run_audit(flags: Mapping[str, Any]) -> None:
 
 
 def check_specs(defenses: Any, attacks: Any) -> None:
-    """Refuse unknown names and settings before anything is loaded. `None` passes."""
+    """Refuse unknown names and settings before anything is loaded; `None` passes."""
     make_defenses(defenses or [])
     make_attacks(attacks or [])
 
@@ -67,14 +67,15 @@ def check_specs(defenses: Any, attacks: Any) -> None:
 def load(
     source: AttackedSettings, count: int, decoys: int, seed: int
 ) -> tuple[nn.Module, Any, list[Sample]]:
-    """The model, its tokenizer or image processor, and samples as its head takes them. A terminal
-    shows the first rows. A model without a head gets one for the data's classes.
+    """Load the model, its tokenizer or image processor, and samples as the model's head takes them.
+
+    A terminal shows the first rows. A model without a head gets one for the data's classes.
 
     Args:
-        source: Their names.
-        count: Samples that are needed.
-        decoys: More of them, or as many as there are.
-        seed: Of the draw, and of a head that the model does not come with.
+        source: Names of the model and the data.
+        count: The number of samples that are needed.
+        decoys: How many more are loaded, or as many as there are.
+        seed: The seed of the draw, and of a head that the model does not come with.
 
     Raises:
         ValueError: If the model has no such head, or the data no such columns.

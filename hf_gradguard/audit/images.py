@@ -1,4 +1,4 @@
-"""Images in an audit: becoming a batch, being scored, being guessed, being shown."""
+"""Images in an audit, which become a batch, are scored, are guessed and are shown."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class Images:
-    """Images for an image classifier.
+    """The modality of images, for an image classifier.
 
     Args:
         model: The model, with a class for each label.
         processor: Its image processor; `None` for a model that takes pixels in [0, 1] of its
             configuration's `image_size` and `num_channels`.
-        settings: Whether labels are known.
+        settings: The audit's settings, which say whether labels are known.
     """
 
     can_grant = True
@@ -45,7 +45,7 @@ class Images:
             self.mean, self.std = list(processor.image_mean), list(processor.image_std)
 
     def batch(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        """The client's batch."""
+        """Return the client's batch."""
         pixels = self._pixels([image for image, _ in samples])
         return with_labels(self.model, None, {IMAGE.key: pixels}, samples)
 
@@ -71,16 +71,16 @@ class Images:
         return pixels.to(dtype)
 
     def observed(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """What an Observation holds of an image besides the gradient."""
+        """Return the fields of an Observation that images need besides the gradient."""
         shape = tuple(IMAGE.main_input(batch).shape)
         return {"input_shape": shape, "image_mean": self.mean, "image_std": self.std}
 
     def granted(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """The labels, if the attacker knows any."""
+        """Return the labels if the attacker knows them, else `None`."""
         return batch["labels"].clone() if self.audit_settings.labels_known else None
 
     def candidates(self, samples: Sequence[Any]) -> list[Any]:
-        """What an attacker makes of a list of images: pixels as clients have them, each once."""
+        """Return an attacker's list of images as pixels in the clients' form, each once."""
         rows = [row[IMAGE.key] for row in samples if isinstance(row, Mapping)]
         samples = [sample for sample in samples if not isinstance(sample, Mapping)]
         pictures = [sample[0] if isinstance(sample, tuple) else sample for sample in samples]
@@ -90,18 +90,19 @@ class Images:
         return [image for index, image in enumerate(pixels) if not _is_in(image, pixels[:index])]
 
     def members_among(self, candidates: Sequence[Any], batch: dict[str, Tensor]) -> list[int]:
-        """The indices of those candidates that are in a batch."""
+        """Return the indices of those candidates that are in a batch."""
         members = IMAGE.main_input(batch).cpu()
         return [index for index, row in enumerate(candidates) if _is_in(row.cpu(), members)]
 
     def show(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """The originals, for the report."""
+        """Return the originals, for the report."""
         images = [png(image) for image in self._plain(batch)]
         return {"images": images, "labels": batch["labels"].tolist()}
 
     def score(self, reconstruction: Reconstruction, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """Scores of a reconstruction, one number per sample, and the reconstruction in the samples'
-        order.
+        """Return the scores of a reconstruction, one per sample, and its images.
+
+        Images are in the samples' order.
 
         Raises:
             ValueError: If the attack gave no image.
@@ -120,34 +121,34 @@ class Images:
     def chance(
         self, batches: Sequence[dict[str, Tensor]], index: int, seed: int
     ) -> dict[str, list[float]]:
-        """Scores of a guess made without a gradient: a uniform gray image."""
+        """Return the scores of a guess made without a gradient: a uniform gray image."""
         plain = self._plain(batches[index])
         return score_images(torch.full_like(plain, 0.5), plain, bootstrap=0).per_sample
 
     def describe_chance(self, messages: int) -> str:
-        """What `chance` guesses, in words."""
+        """Return the words for what `chance` guesses."""
         return "a uniform gray image"
 
     def settings(self) -> dict[str, Any]:
-        """What the report has to know of all images."""
+        """Return what the report has to know of all images."""
         return {"kind": IMAGE.name}
 
     def threat_model(self) -> list[str]:
-        """What the attacker sees and knows of images alone: nothing."""
+        """Return sentences on what the attacker sees and knows only of images: none."""
         return []
 
     def identity(self) -> list[Any]:
-        """What of the processor determines a result, beyond the pixels that it made."""
+        """Return what of the processor determines a result, beyond the pixels that it made."""
         return [self.mean, self.std]
 
     def _plain(self, batch: dict[str, Tensor]) -> Tensor:
-        """`(B, C, H, W)` pixels in [0, 1]."""
+        """Return pixels `(B, C, H, W)` in [0, 1]."""
         pixels = IMAGE.main_input(batch).detach().float().cpu()
         return PixelSpace(pixels, self.mean, self.std).plain(pixels)
 
 
 def png(image: Tensor) -> str:
-    """`(C, H, W)` pixels in [0, 1] as a PNG in base64."""
+    """Return pixels `(C, H, W)` in [0, 1] as a PNG in base64."""
     array = (image.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
     file = io.BytesIO()
     pixels = array[..., 0] if array.shape[2] == 1 else array[..., :3]

@@ -1,4 +1,4 @@
-"""The loop of an audit: protect each message, attack what was shared, score what came out."""
+"""The loop of an audit: protect each message, attack what was shared, score the reconstruction."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ from .report.verdicts import INFORMED, MAIN_SCORES, base_of
 from .settings import AuditSettings
 
 GRANTS = ("labels_known", "lengths_known", "noise_known", "share_input_embeddings")
-"""Settings that decide what the attacker sees."""
+"""The settings that decide what the attacker sees."""
 
 _GROUP_ENTRIES = 2**28  # entries of several defenses' messages that are attacked together: 1 GiB
 _LONGEST_LIST = 20  # entries of a list that is a setting
 
 BURN_IN = 16
-"""Messages before the audited ones, of noise whose strength follows what was shared."""
+"""The number of messages before the audited ones, for noise whose strength follows what was shared.
+"""
 STRENGTH = (
     "Noise relative to the usual gradient is as strong as it is after {} messages of the audited "
     "batches at this model; before the first one it is that of random inputs."
@@ -65,16 +66,16 @@ _Pair = tuple[str, str]  # labels of a defense and of an attack
 
 @dataclass
 class Setup:
-    """What is audited.
+    """The setup of an audit: the model, its batches and what the attacker has.
 
     Args:
-        model: In the mode in which the client runs it.
-        modality: What its inputs ask for.
-        batches: One per message.
-        candidates: Of an attacker that infers membership.
+        model: The model, in the mode in which the client runs it.
+        modality: How the model's inputs are handled.
+        batches: The batches, one per message.
+        candidates: The candidates of an attacker that infers membership.
         shared: What of a client's gradient is shared.
         states: By label of a defense, what it remembers of messages before the audited ones.
-        identity: What else determines a result.
+        identity: Values besides that determine a result.
         assumptions: Further sentences of the threat model.
     """
 
@@ -100,11 +101,11 @@ def run(
 
     Args:
         setup: What is audited.
-        settings: The same for all.
-        defenses: By label, prepared for the model.
-        attacks: By label.
-        cells: Finished pieces; results go to the folder above them.
-        metrics: By label of a defense, what a model reaches that is trained under it.
+        settings: The settings, the same for all.
+        defenses: Defenses by label, prepared for the model.
+        attacks: Attacks by label.
+        cells: The finished pieces; results go to the folder above them.
+        metrics: By label of a defense, the accuracy of a model that is trained under it.
     """
     minutes = settings.budget_minutes
     clock = Clock(None if minutes is None else 60 * minutes)
@@ -118,8 +119,9 @@ def run(
 
 
 def learn_strengths(setup: Setup, settings: AuditSettings, defenses: dict[str, Defense]) -> None:
-    """Let noise relative to the usual gradient have the strength of a training that has gone on for
-    a while. Nothing else of these messages is remembered.
+    """Let noise that follows the usual gradient reach the strength of a training that has gone on.
+
+    Nothing else of these messages is remembered.
     """
     learning = {
         label: defense
@@ -144,7 +146,7 @@ def learn_strengths(setup: Setup, settings: AuditSettings, defenses: dict[str, D
 
 
 class _Grid:
-    """Messages × defenses × attackers of an audit whose arguments have been checked."""
+    """The grid of messages, defenses and attackers of an audit with checked arguments."""
 
     def __init__(
         self,
@@ -188,8 +190,9 @@ class _Grid:
         self.key = digest(self.model, identity, grants, settings.seed, versions, code)
 
     def _smoothing_attackers(self) -> list[_Pair]:
-        """Attackers that choose on images of their own how much to smooth: with each attack, the
-        one that knows most of each defense.
+        """Return attackers that choose on images of their own how much to smooth.
+
+        For each attack it is the one that knows most of each defense.
         """
         if not self.trial_clients:
             return []
@@ -221,8 +224,9 @@ class _Grid:
             self.attackers[defense, name + INFORMED] = informed
 
     def run(self, folder: Path, clock: Clock) -> Audit:
-        """The audit, written to a folder as it goes on, also where it is stopped: by the clock
-        between two messages.
+        """Run the audit, and write it to a folder as it proceeds.
+
+        It is also written if the clock stops it between two messages.
         """
         self._choose_smoothing()
         self.attack_keys = {
@@ -270,19 +274,19 @@ class _Grid:
         return result
 
     def _attack_labels(self) -> list[str]:
-        """Each attack's, followed by that of its attacker that knows the defense."""
+        """Return each attack's label, followed by that of its attacker that knows the defense."""
         used = {label for _, label in self.attackers}
         pairs = [(name, name + INFORMED) for name in self.attacks]
         return [label for pair in pairs for label in pair if label in used]
 
     def _upload(self, client: Client, defense: str, clients: list[Client]) -> Upload:
-        """With the clients after it first, for messages that come before its own."""
+        """Return an upload that has the clients after it first, for messages before its own."""
         index = clients.index(client)
         later_first = [*clients[index + 1 :], *clients[:index]]
         return Upload(client, self.defenses[defense], self.setup.states.get(defense), later_first)
 
     def _message(self, index: int, repeat: int, bar: Any) -> tuple[list[Cell], list[Cell]]:
-        """The rows of one message: what every defense shared, and what every attack recovered."""
+        """Return the rows of one message: what every defense shared, and what attacks recovered."""
         clients = self._clients(repeat)
         place = {"message": index, "repeat": repeat}
         shared_rows, cells = list[Cell](), list[Cell]()
@@ -296,8 +300,10 @@ class _Grid:
         return shared_rows, cells
 
     def _clients(self, repeat: int) -> list[Client]:
-        """One for every batch: where a defense's first messages are empty, those of other clients
-        come before. Maps are made only when they are needed.
+        """Return one client for every batch.
+
+        If a defense's first messages are empty, those of other clients come before. Maps are made
+        only when they are needed.
         """
         return [
             Client(self.model, batch, self.setup.shared, (self.settings.seed, number, repeat))
@@ -305,7 +311,7 @@ class _Grid:
         ]
 
     def _keys(self, uploads: dict[str, Upload], index: int, repeat: int) -> dict[str, str]:
-        """Of what each of these defenses makes of a message."""
+        """Return the keys of what each of these defenses makes of a message."""
         message_key, keys = digest(self.key, self.batches[index], index, repeat), {}
         for label, upload in uploads.items():
             warmup = [client.batch for client in upload.warmup_clients]
@@ -313,15 +319,17 @@ class _Grid:
         return keys
 
     def _is_stored(self, index: int, repeat: int) -> bool:
-        """Whether an earlier run attacked the message, so that it takes no time."""
+        """Return whether an earlier run attacked the message, so that it takes no time."""
         clients = self._clients(repeat)
         uploads = {label: self._upload(clients[index], label, clients) for label in self.defenses}
         keys = self._keys(uploads, index, repeat)
         return all(digest(keys[d], key) in self.cells for (d, _), key in self.attack_keys.items())
 
     def _groups(self) -> list[list[str]]:
-        """Defenses whose messages are in memory at once: several where candidates are ranked, whose
-        gradients are then computed once for all of them.
+        """Return groups of defenses whose messages are in memory together.
+
+        A group has several if candidates are ranked, whose gradients are then computed once for
+        all.
         """
         ranks = any(isinstance(a.attack, Candidates) for a in self.attackers.values())
         entries = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -332,7 +340,7 @@ class _Grid:
     def _attack(
         self, uploads: dict[str, Upload], shared: dict[str, Cell], keys: dict[str, str], bar: Any
     ) -> Iterator[tuple[_Pair, Cell]]:
-        """What every attacker recovers from each of these."""
+        """Yield what every attacker recovers from each of these uploads."""
         refusals: dict[str, Cell] = {
             label: {why: row[why] for why in ("reason", "crash") if why in row}
             for label, row in shared.items()
@@ -351,7 +359,7 @@ class _Grid:
             bar.update()
 
     def _rank(self, uploads: dict[str, Upload], keys: dict[_Pair, str]) -> dict[_Pair, Cell]:
-        """What membership inference gives that is not there yet, of all defenses together."""
+        """Return membership inference that is not stored yet, for all defenses together."""
         missing: dict[str, list[_Pair]] = {}
         for pair, key in keys.items():
             # Cells that are there already are read by the caller.
@@ -367,7 +375,7 @@ class _Grid:
         return ranked
 
     def _measure(self, upload: Upload, key: str) -> Cell:
-        """What is known of a message without attacking it."""
+        """Return what is known of a message without attacking it."""
         # Stored without estimates and labels: a new estimator must not protect the message anew.
         row = self.cells.once(key, upload.distance)
         if "reason" in row or "crash" in row:
@@ -396,7 +404,7 @@ def _why(cell: Cell) -> str:
 
 
 def _write(result: Audit, folder: Path) -> float:
-    """Write audit.json, table.md and report.html. Returns the seconds that it took."""
+    """Write audit.json, table.md and report.html, and return the seconds that it took."""
     started = time.monotonic()
     write_json(folder / "audit.json", asdict(result))
     write_report(summarize(result), folder)
@@ -407,7 +415,7 @@ def _write(result: Audit, folder: Path) -> float:
 
 
 def _record(setup: Setup, settings: AuditSettings, estimators: Mapping[str, Any]) -> dict[str, Any]:
-    """All that it takes to repeat the audit, and all that its report has to know of it."""
+    """Return all that it takes to repeat the audit, and that its report has to know."""
     model, modality, messages = setup.model, setup.modality, len(setup.batches)
     described, task = modality.settings(), task_of(model)
     # Only drawing classes has a chance level; numbers and texts have none.
@@ -442,7 +450,10 @@ def _record(setup: Setup, settings: AuditSettings, estimators: Mapping[str, Any]
 
 
 def _model_name(model: nn.Module) -> str:
-    """As on the Hub, or a folder; of an absolute path the last part: the rest is private."""
+    """Return the model's name on the Hub, or its folder; of an absolute path only the last part.
+
+    The rest of a path is private.
+    """
     name = str(getattr(model, "name_or_path", "") or type(model).__name__)
     return os.path.basename(os.path.normpath(name)) if os.path.isabs(name) else name
 
@@ -452,7 +463,7 @@ def _public(attack: Attack) -> dict[str, Any]:
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as JSON takes them; objects by their class."""
+    """Return settings as JSON takes them, with objects by their class."""
     return {str(key): _plain(value) for key, value in settings.items()}
 
 

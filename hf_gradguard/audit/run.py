@@ -1,4 +1,4 @@
-"""Audits from Python: what is asked of one, defenses and attacks by name, and what each costs."""
+"""Audits from Python: their arguments, and defenses and attacks by name."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from .trainer import set_up_trainer
 logger = logging.get_logger(__name__)
 
 DEFAULT_ATTACKS = {"text": "span", "image": "inverting_gradients"}
-"""Attacks by domain, where none is named."""
+"""The attacks by domain, if none is named."""
 
 Spec = str | Defense | Attack | Mapping[str, Any]
-"""`"name"`, `"name:key=value,key=value"`, an object, or a mapping: `{"name": {"key": value}}`,
-where a list of settings means several, or `{"label": object}`.
+"""A defense or an attack: `"name"`, `"name:key=value,key=value"`, an object, or a mapping:
+`{"name": {"key": value}}`, where a list of settings means several, or `{"label": object}`.
 """
 
 Links = list[tuple[str, dict[str, Any]]]
@@ -49,7 +49,7 @@ Metrics = File | Sequence[File] | Mapping[str, float]
 
 @dataclass
 class AuditRequest:
-    """What is asked of an audit, of a model's or of a Trainer's; see `audit`."""
+    """The arguments of an audit of a model or of a Trainer; see `audit`."""
 
     defenses: Spec | Sequence[Spec]
     attacks: Spec | Sequence[Spec] | None
@@ -72,38 +72,39 @@ def audit(
     output: File,
     **settings: Any,
 ) -> Audit:
-    """Attack a model's shared gradients under each defense, on the same samples with the same seeds
-    and attack budgets.
+    """Attack a model's shared gradients under each defense, and store and report the results.
 
-    A client's message is the gradient of one batch, protected by itself, in the mode in which the
-    model is. (`eval()` is without dropout: the attacker's best case.) Every finished cell is stored
-    in `output/cells`, so an interrupted audit goes on where it stopped. After every message
-    `audit.json`, `table.md` and `report.html` in `output` are rewritten.
+    All defenses get the same samples, seeds and attack budgets. A client's message is the gradient
+    of one batch, protected by itself, in the mode in which the model is. (`eval()` is without
+    dropout: the attacker's best case.) Every finished cell is stored in `output/cells`, so an
+    interrupted audit continues where it stopped. After every message `audit.json`, `table.md` and
+    `report.html` in `output` are rewritten.
 
     Args:
-        model: A model of texts or images with the head that it is trained with. Left as it was. Or
-            a `GradGuardTrainer`, built and maybe trained: its model, in training mode, its data,
+        model: A model of texts or images with the head that it is trained with. It is not changed.
+            Or a `GradGuardTrainer`, built and maybe trained: its model, in training mode, its data,
             collator, batches, loss, and its defense with what that remembers.
         processing_class: Its tokenizer or image processor; `None` for an image model that takes
             pixels in [0, 1].
         samples: `(text or image, label)` each; images as PIL or bytes `(H, W)` or `(H, W, C)`. A
-            label is a class id or name; a number; one 0 or 1 for each class; of a list of words a
-            list of class ids; of a source text the target; `None` where the text is its own label.
+            label is a class id or name; a number; one 0 or 1 for each class; for a list of words a
+            list of class ids; for a source text the target; `None` where the text is its own label.
             With a Trainer, how many rows to take of its data.
         defenses: Names with settings or objects, see `parse_specs`; each is a row.
-        attacks: Names with settings or objects. Each also runs as an attacker sets it that knows
-            the defense, where that makes a difference. Default: the strongest that is quick.
-        trainer: The same as a Trainer in place of the model.
-        candidates: Texts, images or samples that an attacker has: adds the attack `candidates`,
+        attacks: Names with settings or objects. Each also runs with what an attacker sets that
+            knows the defense, where that makes a difference. Default: the strongest that is quick.
+        trainer: A Trainer in place of the model.
+        candidates: Texts, images or samples that an attacker has. They add the attack `candidates`,
             membership inference. A sample that is not among them has no rank. `[]` asks for none.
-        metrics: What a model reaches that is trained under each defense, by the defense's label, or
-            files of that, as the recipes write them: the report says the price; see `read_metrics`.
-        output: Folder to write to. Holds private data afterwards.
+        metrics: The accuracy of a model that is trained under each defense, by the defense's label,
+            or files of that, as the recipes write them: the report says the price; see
+            `read_metrics`.
+        output: The folder to write to. It holds private data afterwards.
         **settings: Fields of `AuditSettings`; others are a TypeError.
 
     Raises:
-        ValueError: For unknown names, samples that do not fill batches, labels that are no classes.
-        OSError: If `output` cannot be written to. Raised before any work.
+        ValueError: If a name is unknown, samples do not fill batches, or labels are no classes.
+        OSError: If `output` cannot be written to. It is raised before any work.
 
     Example:
         >>> from hf_gradguard.audit import audit, summarize
@@ -148,10 +149,10 @@ def _audit_model(
 
 
 def _check_samples(samples: Any) -> Sequence[Sample]:
-    """Refuse samples that are none.
+    """Refuse samples that are not pairs in a list.
 
     Raises:
-        ValueError: With the way out.
+        ValueError: If they are not; the message names the way out.
     """
     way_out = "Give the samples to audit: (text or image, label) each."
     if isinstance(samples, str) or not hasattr(samples, "__len__"):
@@ -166,9 +167,7 @@ def _check_samples(samples: Any) -> Sequence[Sample]:
 
 
 def _listed(modality: Modality, candidates: Any) -> list[Any] | None:
-    """What an attacker makes of a list of candidates. An empty one asks for no membership
-    inference.
-    """
+    """Return an attacker's list of candidates; an empty one asks for no membership inference."""
     rows = [] if candidates is None else list(candidates)
     return modality.candidates(rows) if rows else None
 
@@ -199,7 +198,10 @@ def _audit(
     processing_class: Any,
     trained: dict[str, Defense],
 ) -> Audit:
-    """The audit of what was set up. What was `trained` is prepared already, and remembers."""
+    """Run the audit of what was set up.
+
+    Defenses in `trained` are prepared already, and remember.
+    """
     if _has_hooks(setup.model):
         check_free_of_hooks(setup.model)
     attacks = request.attacks
@@ -223,7 +225,7 @@ def _audit(
 
 
 def _has_hooks(model: nn.Module) -> bool:
-    """Whether any hook sees gradients, on a parameter or a module, or on all modules."""
+    """Return whether any hook sees gradients, on a parameter or a module, or on all modules."""
     kinds = "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"
     places = *model.parameters(), *model.modules()
     is_on_one = any(getattr(place, kind, None) for place in places for kind in kinds)
@@ -233,12 +235,12 @@ def _has_hooks(model: nn.Module) -> bool:
 def default_attacks(
     model: nn.Module, batch: Mapping[str, Tensor], attacks: Mapping[str, str] = DEFAULT_ATTACKS
 ) -> str:
-    """Those of the model's domain, and on images `analytic` where it can read.
+    """Return the attacks of the model's domain, and on images `analytic` if it is applicable.
 
     Args:
-        model: To attack.
-        batch: As the messages to attack.
-        attacks: By domain.
+        model: The model to attack.
+        batch: A batch of the form of the messages to attack.
+        attacks: Default attacks by domain.
     """
     domain = domain_of_model(model)
     # Closed-form recovery costs next to nothing, where the first layer allows it.
@@ -250,17 +252,17 @@ def default_attacks(
 
 
 def parse_specs(specs: Spec | Sequence[Spec]) -> dict[str, Links | Defense | Attack]:
-    """Named settings and objects in all the ways they may be written.
+    """Return named settings and objects by label, from all the ways they may be written.
 
     Args:
         specs: One or several of: `"tag:steps=500,restarts=2,span"` (a part without `=`, or with a
-            `:`, begins the next one; `+` chains: `"pruning:ratio=0.9+gaussian_noise:scale=0.1"`),
-            a `Defense` or `Attack`, or a mapping of names to their settings or to a list of
-            settings, one for each strength, or of labels to objects. Values are YAML.
+            `:`, begins the next one; `+` chains: `"pruning:ratio=0.9+gaussian_noise:scale=0.1"`), a
+            `Defense` or `Attack`, or a mapping of names to their settings or to a list of settings,
+            one for each strength, or of labels to objects. Values are YAML.
 
     Returns:
         `{label: [(name, settings), ...]}` or `{label: object}`. A label has the settings that were
-        given, or in which an object differs from its class's defaults. Repetitions count once.
+            given, or in which an object differs from its class's defaults. Repetitions count once.
 
     Raises:
         ValueError: If it cannot be read as that, or two objects would have one label.
@@ -283,7 +285,11 @@ def parse_specs(specs: Spec | Sequence[Spec]) -> dict[str, Links | Defense | Att
 
 
 def make_defenses(specs: Spec | Sequence[Spec]) -> dict[str, Defense]:
-    """`{label: defense}`; see `parse_specs` and `make_defense`."""
+    """Return `{label: defense}`; see `parse_specs` and `make_defense`.
+
+    Raises:
+        ValueError: If a name or a setting is unknown, or an entry is an attack.
+    """
     defenses = {}
     for label, named in parse_specs(specs).items():
         if isinstance(named, list):
@@ -296,7 +302,11 @@ def make_defenses(specs: Spec | Sequence[Spec]) -> dict[str, Defense]:
 
 
 def make_attacks(specs: Spec | Sequence[Spec]) -> dict[str, Attack]:
-    """`{label: attack}`; see `parse_specs` and `make_attack`."""
+    """Return `{label: attack}`; see `parse_specs` and `make_attack`.
+
+    Raises:
+        ValueError: If a name or a setting is unknown, or an entry is a defense or a chain.
+    """
     attacks = {}
     for label, named in parse_specs(specs).items():
         if isinstance(named, list):
@@ -310,7 +320,7 @@ def make_attacks(specs: Spec | Sequence[Spec]) -> dict[str, Attack]:
 
 
 def _labeled(spec: Spec) -> Iterator[tuple[str, Links | Defense | Attack]]:
-    """What one spec names, with labels."""
+    """Yield what one spec names, with labels."""
     if isinstance(spec, str):
         for text in _separated(spec):
             # A plus before a digit is part of a number: 1e+3.
@@ -339,7 +349,7 @@ def _labeled(spec: Spec) -> Iterator[tuple[str, Links | Defense | Attack]]:
 
 
 def _label_of(named: Defense | Attack) -> str:
-    """The name of an object with the settings in which it differs from its class's defaults."""
+    """Return an object's name with the settings in which it differs from its class's defaults."""
     if isinstance(named, Chain):
         return f"{_label_of(named.first)}+{_label_of(named.second)}"
     changed = {}
@@ -354,7 +364,7 @@ def _label_of(named: Defense | Attack) -> str:
 
 
 def _settings_needed(named: Defense | Attack, changed: dict[str, Any]) -> dict[str, Any]:
-    """Without settings that follow from the others: of a name alone, or of what else is given."""
+    """Return settings without those that follow from the others."""
 
     def is_made_by(settings: dict[str, Any]) -> bool:
         try:
@@ -375,7 +385,7 @@ def _settings_needed(named: Defense | Attack, changed: dict[str, Any]) -> dict[s
 
 
 def _separated(text: str) -> list[str]:
-    """`"a:x=1,y=2,b"` as `["a:x=1,y=2", "b"]`. Commas in brackets separate nothing."""
+    """Return `"a:x=1,y=2,b"` as `["a:x=1,y=2", "b"]`; commas in brackets separate nothing."""
     specs: list[str] = []
     for piece in re.split(r",(?![^\[]*\])", text):
         # `b=2` belongs to the spec before it, and `b:x=2` or `b` begins another one.
@@ -430,15 +440,15 @@ def _shown(value: Any) -> str:
 def read_metrics(
     metrics: Metrics | None, defenses: Mapping[str, Defense] | None = None
 ) -> dict[str, float]:
-    """What a model reaches under each defense, by label.
+    """Return the accuracy of a model under each defense, by label.
 
     Args:
-        metrics: That itself, `{label: accuracy}`; or JSON files of it, or the `metrics.json` of
-            runs of the recipes, each of which belongs to the defense that has all its settings.
-        defenses: Those that are audited, by label.
+        metrics: A mapping `{label: accuracy}`; or JSON files of it, or the `metrics.json` of runs
+            of the recipes, each of which belongs to the defense that has all its settings.
+        defenses: The audited defenses by label.
 
     Raises:
-        ValueError: If they are no numbers, or two runs are of one defense.
+        ValueError: If values are no numbers, or two runs are of one defense.
         OSError: If a file cannot be read.
 
     Example:
@@ -465,7 +475,7 @@ def read_metrics(
 def _metrics_of_run(
     file: File, trained: Mapping[str, Any], defenses: Mapping[str, Defense]
 ) -> dict[str, Any]:
-    """By label of the run's defense, if that is audited with the same settings."""
+    """Return a run's metrics by label of its defense, if that is audited with its settings."""
     differences = []
     for label, defense in defenses.items():
         if defense.name != trained["defense"]:

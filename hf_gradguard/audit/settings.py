@@ -1,4 +1,4 @@
-"""All that can be set of an audit, with defaults and help: for Python, files and flags.
+"""Settings of an audit, with defaults and help, for Python, files and flags.
 
 Nothing heavy is imported here, so that `gradguard audit --help` answers at once.
 """
@@ -23,13 +23,13 @@ _MINIMUM = {
 
 @dataclass(kw_only=True)
 class AuditSettings:
-    """Settings of an audit, equal for all defenses and attacks. The keywords of `audit`.
+    """The settings of an audit, equal for all defenses and attacks: the keywords of `audit`.
 
     Args:
         batch_size: Samples in a batch. Each batch is protected by itself.
-        repeats: Times that each message is protected and attacked, with fresh seeds.
-        seed: Of all randomness. An audit's noise is reproducible, and protects nothing.
-        max_length: Longer texts are cut to so many tokens.
+        repeats: How many times each message is protected and attacked, with new seeds.
+        seed: The seed of all randomness. An audit's noise is reproducible, and protects nothing.
+        max_length: The most tokens of a text; longer ones are cut.
         labels_known: Grant the labels to the attacker.
         lengths_known: Grant the texts' lengths. Without it texts are padded to `max_length` and the
             mask is withheld.
@@ -38,28 +38,28 @@ class AuditSettings:
             defense names (`Defense.informed`, `Defense.mechanism`).
         share_input_embeddings: Share the token embeddings' gradient, which names the words.
         reference: Add the row `none`: it shows whether the attacks work at all.
-        accumulation: Batches whose protected gradients a client averages by itself before it sends
-            a message.
+        accumulation: The number of batches whose protected gradients a client averages by itself
+            before it sends a message.
         local_steps: K, the steps that a client trains before it sends, each on a batch. A message
             is then the protected change of its weights, and a defense's settings are in its unit.
             0: it sends gradients.
-        local_epochs: How often it goes over its batches in them, in one order that the attacker
-            knows. A message is of `local_steps / local_epochs` batches.
-        learning_rate: Of the local steps, which it is needed for.
-        optimizer: Of the local steps: `"sgd"` or `"adamw"`, without weight decay.
-        word_pairs: Pairs per message that differ in one word (one patch of an image), of which a
-            message may tell which one it is of. 0 leaves that out.
+        local_epochs: How often the client goes over its batches in these steps, in one order that
+            the attacker knows. A message is of `local_steps / local_epochs` batches.
+        learning_rate: The learning rate of the local steps, which require one.
+        optimizer: The optimizer of the local steps: `"sgd"` or `"adamw"`, without weight decay.
+        word_pairs: Pairs per message that differ in one word (one patch of an image). The attacker
+            decides which of the two a message is of. 0 leaves that out.
         estimators: Leakage estimators that are asked of each message: `"all"`, `"none"`, or names
             with commas between them. No attack needs them.
-        attack_seconds: Each attack stops after so many a message, with the best so far; one that
-            has `seconds` of its own keeps those. Default: as attacks' settings say.
+        attack_seconds: Each attack stops after this many seconds a message, with the best so far;
+            one that has `seconds` of its own keeps those. Default: as attacks' settings say.
         budget_minutes: The audit stops between two messages before it takes longer, judged by the
             longest message so far. It attacks two at least: one has no interval. Called again, it
-            goes on. Default: all messages.
+            continues. Default: all messages.
 
     Raises:
-        ValueError: For numbers out of range, unknown estimators, or local steps without a learning
-            rate.
+        ValueError: If a number is out of range, an estimator is unknown, or local steps have no
+            learning rate.
 
     Example:
         >>> AuditSettings(labels_known=False).batch_size
@@ -139,14 +139,14 @@ class AuditSettings:
 
     @property
     def rows(self) -> int:
-        """Samples behind one message."""
+        """The number of samples behind one message."""
         return self.batch_size * self.accumulation * max(1, self.local_steps // self.local_epochs)
 
     def chosen_estimators(self) -> dict[str, Any]:
-        """By name, those that are asked of each message.
+        """Return by name the estimators that are asked of each message.
 
         Raises:
-            ValueError: For an unknown name, listing those there are.
+            ValueError: If a name is unknown; the message lists the names.
 
         Example:
             >>> list(AuditSettings(estimators="dfil_bound").chosen_estimators())
@@ -164,10 +164,10 @@ class AuditSettings:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Settings from a mapping.
+        """Return settings made of a mapping.
 
         Raises:
-            TypeError: For an unknown name, listing those there are.
+            TypeError: If a name is unknown; the message lists the names.
         """
         names = [field.name for field in fields(cls)]
         if unknown := sorted(set(values) - set(names)):
@@ -179,7 +179,7 @@ class AuditSettings:
 
 @dataclass(kw_only=True)
 class AttackedSettings(SourceSettings):
-    """What a command that attacks takes beside a model and data."""
+    """The settings of a command that attacks, beside a model and data."""
 
     _argument_group_name: ClassVar[str] = "output"
 
@@ -189,7 +189,7 @@ class AttackedSettings(SourceSettings):
 
 @dataclass(kw_only=True)
 class CommandSettings(AttackedSettings, AuditSettings):
-    """What `gradguard audit` takes: settings of the audit, and what is audited with what."""
+    """The settings of `gradguard audit`: those of the audit, and what is audited with what."""
 
     _argument_group_name: ClassVar[str] = "defenses and attacks"
 
@@ -226,13 +226,13 @@ class CommandSettings(AttackedSettings, AuditSettings):
 
 
 def read_settings(flags: Mapping[str, Any]) -> CommandSettings:
-    """Flags over what the training says over defaults.
+    """Return settings: flags take precedence over the training's settings, and those over defaults.
 
     Args:
-        flags: Those that were used, by name.
+        flags: The flags that were used, by name.
 
     Raises:
-        ValueError: For settings that are out of range.
+        ValueError: If a setting is out of range.
         OSError: If a file cannot be read.
     """
     return fill(CommandSettings, _training_settings(flags) | dict(flags))
@@ -245,7 +245,7 @@ _TRAINING_ARGUMENTS = {
 
 
 def _training_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the training says of its messages: its arguments, or the state in a checkpoint."""
+    """Return settings from the training's arguments, or from the state in a checkpoint."""
     settings: dict[str, Any] = {}
     state = os.path.join(str(values.get("model") or ""), "trainer_state.json")
     if os.path.exists(state) and (size := read_mapping(state).get("train_batch_size")):

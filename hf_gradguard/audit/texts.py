@@ -1,4 +1,4 @@
-"""Texts in an audit: becoming a batch with labels, being scored, being guessed, being shown."""
+"""Texts in an audit, which become a batch with labels, are scored, are guessed and are shown."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _TASK_ASSUMPTIONS = {
         "For membership inference the attacker also has the labels of its candidates' words.",
     ),
 }
-"""What else has to be said of a task's audit."""
+"""Further sentences for a task's audit."""
 
 
 class Texts:
-    """Texts for a model of any head.
+    """The modality of texts, for a model of any head.
 
     Args:
         model: The model. Its head says what a label is.
         tokenizer: Its tokenizer.
-        settings: Without `lengths_known` every text is padded to `max_length`, so that the shape
-            says nothing of its length.
+        settings: The audit's settings. Without `lengths_known` every text is padded to
+            `max_length`, so that the shape says nothing of its length.
 
     Raises:
         ValueError: If `tokenizer` is none.
@@ -75,7 +75,7 @@ class Texts:
         self.special_ids = sorted(set(tokenizer.all_special_ids))
 
     def batch(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        """The client's batch."""
+        """Return the client's batch."""
         padding: Any = "max_length" if not self.lengths_known else len(samples) > 1
         return self._encoded(samples, padding)
 
@@ -98,7 +98,7 @@ class Texts:
         return with_labels(self.model, self.tokenizer, encoded, samples, self.audit_settings.seed)
 
     def observed(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """What an Observation holds of a text besides the gradient."""
+        """Return the fields of an Observation that texts need besides the gradient."""
         mask = _mask(batch)
         return {
             "input_shape": tuple(batch["input_ids"].shape),
@@ -108,7 +108,7 @@ class Texts:
         }
 
     def granted(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """The labels, if the attacker knows any."""
+        """Return the labels if the attacker knows them, else `None`."""
         is_granted = self.audit_settings.labels_known and self.can_grant
         return batch["labels"].clone() if is_granted else None
 
@@ -118,8 +118,9 @@ class Texts:
         return self.labels != "text"
 
     def candidates(self, samples: Sequence[Any]) -> list[Any]:
-        """What an attacker makes of a list of texts: ids as clients have them, each once; with
-        labels where these belong to the text.
+        """Return an attacker's list of texts as ids in the clients' form, each once.
+
+        They have labels where these belong to the text.
 
         Args:
             samples: Texts, or samples with their labels; or a client's own rows.
@@ -149,24 +150,25 @@ class Texts:
         return list(rows.values())
 
     def members_among(self, candidates: Sequence[Any], batch: dict[str, Tensor]) -> list[int]:
-        """The indices of those candidates that are in a batch."""
+        """Return the indices of those candidates that are in a batch."""
         members = self.references(batch)
         return [index for index, row in enumerate(candidates) if _ids_of(row) in members]
 
     def references(self, batch: dict[str, Tensor]) -> list[list[int]]:
-        """One list of ids per sample, special tokens included, padding left out."""
+        """Return one list of ids per sample, special tokens included, padding left out."""
         rows = zip(batch["input_ids"], _mask(batch), strict=True)
         return [ids[mask.bool()].tolist() for ids, mask in rows]
 
     def show(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """The originals, for the report."""
+        """Return the originals, for the report."""
         ids, labels_are_tokens = self.references(batch), self.labels in ("text", "token")
         labels = [None] * len(ids) if labels_are_tokens else batch["labels"].tolist()
         return {"ids": ids, "pieces": [self._pieces(row) for row in ids], "labels": labels}
 
     def score(self, reconstruction: Reconstruction, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """Scores of a reconstruction, one number per sample, and the reconstruction in the samples'
-        order.
+        """Return the scores of a reconstruction, one per sample, and its texts.
+
+        Texts are in the samples' order.
 
         Raises:
             ValueError: If the attack gave no text.
@@ -182,8 +184,10 @@ class Texts:
     def chance(
         self, batches: Sequence[dict[str, Tensor]], index: int, seed: int
     ) -> dict[str, list[float]]:
-        """Scores of guesses made without a gradient: the texts of (up to 8) other messages,
-        averaged. A single message has no others: random words of the same length take their place.
+        """Return the mean scores of guesses made without a gradient.
+
+        The guesses are the texts of (up to 8) other messages. If there is only one message, they
+        are random words of the same length.
         """
         count = len(batches)
         if count > 1:
@@ -196,16 +200,16 @@ class Texts:
         return {name: np.mean([row[name] for row in rows], axis=0).tolist() for name in rows[0]}
 
     def describe_chance(self, messages: int) -> str:
-        """What `chance` guesses, in words."""
+        """Return the words for what `chance` guesses."""
         guess = "random words, as many as there are"
         return "the texts of other messages" if messages > 1 else guess
 
     def settings(self) -> dict[str, Any]:
-        """What the report has to know of all texts."""
+        """Return what the report has to know of all texts."""
         return {"kind": TEXT.name, "max_length": self.max_length, "special_ids": self.special_ids}
 
     def threat_model(self) -> list[str]:
-        """What the attacker sees and knows of texts, a sentence each."""
+        """Return what the attacker sees and knows of texts, one sentence each."""
         task = task_of(self.model)
         return [
             "The token embeddings' gradient is shared too. It names the words."
@@ -220,7 +224,7 @@ class Texts:
         ]
 
     def identity(self) -> list[Any]:
-        """What of the tokenizer determines a result."""
+        """Return what of the tokenizer determines a result."""
         return [self.tokenizer.get_vocab(), self.special_ids, self.tokenizer("a")["input_ids"]]
 
     def _score(self, ids: list[list[int]], batch: dict[str, Tensor]) -> Scores:
@@ -239,8 +243,9 @@ class Texts:
         ]
 
     def _pieces(self, ids: list[int]) -> list[str]:
-        """The text that each token adds to those before it, blank included; nothing for the frame
-        of special tokens.
+        """Return the text that each token adds to those before it, blank included.
+
+        The frame of special tokens adds nothing.
         """
         pieces, plain, decoded = [], list[int](), ""
         for token in ids:
@@ -261,13 +266,13 @@ class Texts:
 
 
 def _mask(batch: Mapping[str, Tensor]) -> Tensor:
-    """A collator of texts of one length may leave it out."""
+    """Return the attention mask, which a collator of texts of one length may leave out."""
     ids = batch["input_ids"]
     return batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(ids)
 
 
 def _ids_of(candidate: Any) -> list[int]:
-    """Without padding, as `references` are."""
+    """Return the ids of a candidate without padding, as `references` are."""
     row = candidate if isinstance(candidate, Mapping) else {TEXT.key: candidate}
     try:
         len(row[TEXT.key])  # a number alone is no text
@@ -288,18 +293,18 @@ def _ids_of(candidate: Any) -> list[int]:
 def with_labels(
     model: nn.Module, tokenizer: Any, encoded: Any, samples: Sequence[Sample], seed: int = 0
 ) -> dict[str, Tensor]:
-    """A batch with the labels that the model's head takes.
+    """Return a batch with the labels that the model's head takes.
 
     Args:
-        model: Says which.
-        tokenizer: Of texts.
-        encoded: The inputs, as the tokenizer or the processor gave them.
-        samples: With a class id or its name; a number or a list of numbers; one 0 or 1 per class; a
-            class per word; a target text; or `None`, where the text is its own label.
-        seed: Of the words that are masked: the same ones in one text every time.
+        model: The model, which says what a label is.
+        tokenizer: The tokenizer of texts.
+        encoded: The inputs, as the tokenizer or the processor returned them.
+        samples: Samples with a class id or its name; a number or a list of numbers; one 0 or 1 per
+            class; a class per word; a target text; or `None`, where the text is its own label.
+        seed: The seed of the words that are masked: the same ones in one text every time.
 
     Raises:
-        ValueError: If a label is none that the head takes.
+        ValueError: If a label does not fit the head.
     """
     # The order matters: labels of tokens need the encoding, those of texts the ids.
     batch, kind, task = dict(encoded), label_kind(model), task_of(model)
@@ -356,7 +361,7 @@ _KINDS = {"class": _classes, "number": _numbers, "several": _class_flags}
 
 
 def _word_labels(encoded: Any, samples: Sequence[Sample]) -> Tensor:
-    """A class for the first token of every word."""
+    """Return a class for the first token of every word."""
     if not getattr(encoded, "is_fast", False):
         raise ValueError(
             "This tokenizer does not say which token is of which word, so tokens cannot be given "
@@ -381,8 +386,10 @@ def _word_labels(encoded: Any, samples: Sequence[Sample]) -> Tensor:
 
 
 def _masked(tokenizer: Any, batch: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """As BERT was trained: 15 % of a text's words, one at least. Of these 8 in 10 become the mask,
-    one another word, and one stays.
+    """Return a batch with masked words and their labels, as BERT was trained.
+
+    15 % of a text's words are chosen, one at least. 8 in 10 of these become the mask, one another
+    word, and one does not change.
     """
     if tokenizer.mask_token_id is None:
         raise ValueError("This tokenizer has no mask token, so no words can be masked.")

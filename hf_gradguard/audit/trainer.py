@@ -1,4 +1,4 @@
-"""Audits of a `GradGuardTrainer` as it stands: what its next messages would give away."""
+"""Audits of a `GradGuardTrainer` in its current state: what its next messages would give away."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ _DECOYS = 100  # candidates among which an attacker has to find the audited rows
 def set_up_trainer(
     trainer: Any, samples: int, candidates: Sequence[Any] | None, requested: Mapping[str, Any]
 ) -> tuple[AuditSettings, Setup, Defense]:
-    """What a Trainer would share: its model in training mode, batches of its data by its collator,
-    its loss, and its first client's defense with what that remembers.
+    """Return the settings and the setup for an audit of what a Trainer would share.
+
+    The setup has its model in training mode, batches of its data by its collator, its loss, and its
+    first client's defense with what that remembers.
 
     Args:
-        trainer: Built, and perhaps trained.
+        trainer: The Trainer, built and perhaps trained.
         samples: How many rows of its data to attack.
         candidates: What an attacker has beside those. Default: other rows of the data.
         requested: Settings of the audit. Sizes of batches default to the Trainer's.
@@ -107,7 +109,7 @@ def _check(trainer: Trainer, requested: Mapping[str, Any]) -> None:
 def _draw(
     trainer: GradGuardMixin, samples: int, size: int, seed: int
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """Batches to attack, and other rows one by one, collated as in training."""
+    """Return batches to attack, and other rows one by one, collated as in training."""
     loader: DataLoader[Any] = trainer.get_train_dataloader()
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
@@ -131,8 +133,9 @@ def _draw(
 
 
 def _rows(modality: Modality, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Each row as an attacker would list it: without padding, with labels where they belong to
-    the text.
+    """Return each row as an attacker would list it.
+
+    It is without padding, and with labels where they belong to the text.
     """
     count = count_rows(batch)
     if IMAGE.key in batch:

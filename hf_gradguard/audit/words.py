@@ -1,4 +1,4 @@
-"""Of texts that differ in one word, how often a message tells which it is of."""
+"""Distinguishing advantage: how well a message tells two texts that differ in one word."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def word_distinguishability(
     batch_size: int = 1,
     generator: Stream | None = None,
 ) -> Distinguishability:
-    """How many single-word changes of texts a message tells from the texts themselves.
+    """Measure how often a message reveals which of two texts that differ in one word it is of.
 
     The attacker knows the defense, the labels, and both texts. It takes the one under which the
-    message is likelier; where a mechanism has no likelihood, the one whose gradient is nearer, by
-    the cosine of each tensor. Works for classifiers and for language models (labels are ids then).
+    message is likelier; if a mechanism has no likelihood, the one whose gradient is nearer, by the
+    cosine of each tensor. It works for classifiers and for language models (labels are ids then).
 
     Args:
-        model: In the mode in which clients run it.
-        tokenizer: The model's.
-        texts: At least one. Messages are of `batch_size` of them.
+        model: The model, in the mode in which clients run it.
+        tokenizer: The model's tokenizer.
+        texts: At least one text. Messages are of `batch_size` of them.
         labels: One class id per text.
-        defense: What clients run.
-        pairs: Per message.
+        defense: The defense that clients run.
+        pairs: The number of pairs per message.
         batch_size: B. The last texts are left out if they fill no message.
-        generator: Of words, coins and noise. Default: a private one.
+        generator: The source of words, coins and noise. Default: a private one.
 
     Raises:
         ValueError: If there are fewer texts than a message has, or no word in one.

@@ -1,1 +1,1 @@
-"""What an audit says, drawn from its cells: verdicts, tables, and the page to look at."""
+"""The report of an audit, drawn from its cells: verdicts, tables, and a page."""

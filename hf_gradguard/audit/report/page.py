@@ -1,4 +1,4 @@
-"""What people read of an audit: a headline, a Markdown table, and an HTML page without scripts."""
+"""The text of an audit: a headline, a Markdown table, and an HTML page without scripts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .verdicts import (
 )
 
 MARKS = 8
-"""Marks that the template has: four shapes in eight colors, one for each defense, from the first
-again after the last.
+"""The number of marks that the template has: four shapes in eight colors, one for each defense,
+from the first again after the last.
 """
 
 
@@ -36,8 +36,8 @@ def write_report(summary: Summary, folder: str | os.PathLike[str]) -> Path:
     """Write `report.html` and `table.md`, as `audit` does after every message.
 
     Args:
-        summary: Of `summarize`.
-        folder: Where to; it has to be there.
+        summary: The result of `summarize`.
+        folder: The folder to write to, which must exist.
 
     Returns:
         The path of `report.html`.
@@ -59,8 +59,10 @@ def write_report(summary: Summary, folder: str | os.PathLike[str]) -> Path:
 
 @dataclass(frozen=True)
 class WorstSample:
-    """The sample that gives away most, by its message and its index there. Shown are the `(defense,
-    attack)` pairs undefended, and under the defense that leaks least.
+    """The sample that gives away most, by its message and its index there.
+
+    `shown` has the `(defense, attack)` pairs to show: undefended, and under the defense that leaks
+    least.
     """
 
     message: int
@@ -69,7 +71,7 @@ class WorstSample:
 
 
 def headline(summary: Summary) -> str:
-    """What a server could recover, under which defense, and at what price."""
+    """Return what a server could recover, under which defense, and at what price."""
     strongest = strongest_attacks(summary)
     if not strongest:
         return "No attack gave anything, so nothing is known of what a server could recover."
@@ -92,8 +94,9 @@ def headline(summary: Summary) -> str:
 
 
 def worst_sample(summary: Summary) -> WorstSample | None:
-    """The sample that gives away most under the defense that leaks least, or undefended where
-    nothing is defended.
+    """Return the sample that gives away most under the defense that leaks least.
+
+    If nothing is defended, it is the undefended sample that gives away most.
     """
     strongest, score = strongest_attacks(summary), summary.main_score.name
     if not strongest:
@@ -117,8 +120,9 @@ def worst_sample(summary: Summary) -> WorstSample | None:
 
 
 def strongest_attacks(summary: Summary) -> dict[str, AttackScores]:
-    """By defense, the attack that recovers most. Membership inference reconstructs nothing, so it
-    counts only where no other attack was applicable.
+    """Return by defense the attack that recovers most.
+
+    Membership inference reconstructs nothing, so it counts only if no other attack was applicable.
     """
     strongest: dict[str, AttackScores] = {}
     for label in summary.audit.defenses:
@@ -132,7 +136,7 @@ def strongest_attacks(summary: Summary) -> dict[str, AttackScores]:
 def _least_leaking(
     summary: Summary, labels: Sequence[str], strongest: dict[str, AttackScores]
 ) -> str:
-    """The defense that leaks least; where attacks recover as much, by membership inference."""
+    """Return the defense that leaks least; membership inference decides between equals."""
     recognized = {item.defense: item.scores["top1"].mean for item in summary.membership}
 
     def leak(label: str) -> tuple[float, float]:
@@ -180,8 +184,9 @@ def _price(summary: Summary, label: str) -> str:
 
 
 def markdown_table(summary: Summary) -> str:
-    """Defenses down, attacks across; the main score with its interval. Verdicts above, legend
-    below.
+    """Return a table with a row for each defense, a column for each attack, and the main scores.
+
+    Verdicts stand above it, and the legend below.
 
     Example:
         >>> from hf_gradguard.audit import audit, summarize
@@ -258,7 +263,7 @@ def _legend(summary: Summary) -> str:
 
 
 def show_pairs(pairs: Distinguishability | None) -> str:
-    """The share of pairs told apart, with its exact interval."""
+    """Return the fraction of pairs distinguished correctly, with its exact interval."""
     if pairs is None:
         return "–"
     low, high = pairs.interval
@@ -266,7 +271,7 @@ def show_pairs(pairs: Distinguishability | None) -> str:
 
 
 def pairs_legend(summary: Summary) -> str:
-    """What is said of them below a table, with the spread that decides them."""
+    """Return the legend of the pairs below a table, with the spread that decides them."""
     known = {label: p for label, p in summary.distinguishability.items() if p is not None}
     if not known:
         return ""
@@ -296,7 +301,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def html_report(summary: Summary) -> str:
-    """The report as one self-contained HTML page."""
+    """Return the report as one self-contained HTML page."""
     audit, score = summary.audit, summary.main_score.name
     pairs = [(row.defense, row.attack) for row in summary.rows if row.scores]
     worst = worst_sample(summary)
@@ -315,7 +320,7 @@ def html_report(summary: Summary) -> str:
 
 @cache
 def template(folder: str, name: str) -> Template:
-    """A page's template, from a folder of this package."""
+    """Return a page's template, from a folder of this package."""
     environment = Environment(
         loader=PackageLoader("hf_gradguard", folder),
         autoescape=True, trim_blocks=True, lstrip_blocks=True,
@@ -324,7 +329,7 @@ def template(folder: str, name: str) -> Template:
 
 
 def chart(summary: Summary) -> dict[str, Any]:
-    """The chart's axis: where a main score is, in percent of its width, and ticks."""
+    """Return the chart's axis: its ticks, and where a main score is, in percent of its width."""
     score, rows = summary.main_score, [row for row in summary.rows if row.scores]
     guess, shown = summary.guess, [row.scores[score.name] for row in rows]
     ticks = score.ticks([guess, *(e.mean if e.high is None else e.high for e in shown)])
@@ -337,9 +342,10 @@ def chart(summary: Summary) -> dict[str, Any]:
 
 
 def scatters(summary: Summary) -> list[dict[str, Any]]:
-    """One plot for every estimator and attack: the estimate across, logarithmic, the attack's main
-    score up. Pixels in a box of 400 by 250. Estimates of 0 (nothing was done to the gradient) stand
-    left of the axis' break.
+    """Return one plot for every estimator and attack, in pixels of a box of 400 by 250.
+
+    The estimate is on the horizontal axis, logarithmic, and the attack's main score on the vertical
+    one. Estimates of 0 (nothing was done to the gradient) stand left of the axis' break.
     """
     names = short_labels(list(summary.audit.attacks))
     return [
@@ -394,8 +400,9 @@ def _plot(summary: Summary, points: list[Point]) -> dict[str, Any]:
 def originals(
     result: Audit, pairs: list[tuple[str, str]], score: str, only: WorstSample | None = None
 ) -> list[dict[str, Any]]:
-    """Each sample: its original, and the first repeat's reconstruction for every `(defense,
-    attack)`. Of all samples, or of that one.
+    """Return each sample with the first repeat's reconstruction for every `(defense, attack)`.
+
+    All samples are returned, or only that one.
     """
     cells = {(c["message"], c["defense"], c["attack"]): c for c in result.cells if not c["repeat"]}
     special_ids, samples, number = result.settings.get("special_ids", ()), [], 0
@@ -440,8 +447,9 @@ def _reconstruction(
 
 
 def _words(pieces: list[str], piece_marks: list[str]) -> list[tuple[str, str, str]]:
-    """`(blank before it, text, mark)` for each token; clauses of a word that are marked alike are
-    one.
+    """Return `(blank before it, text, mark)` for each token.
+
+    Pieces of a word that are marked the same are one.
     """
     words: list[tuple[str, str, str]] = []
     for piece, mark in zip(pieces, piece_marks, strict=True):
@@ -457,16 +465,16 @@ def _words(pieces: list[str], piece_marks: list[str]) -> list[tuple[str, str, st
 def marks(
     original: list[int], recovered: list[int], special_ids: Sequence[int]
 ) -> tuple[list[str], list[str]]:
-    """How each token of the original was recovered, and what each token of the reconstruction is.
+    """Return how each token of the original was recovered, and what each recovered token is.
 
     Args:
         original: Ids of the true text.
         recovered: Ids of the reconstruction; negative where nothing was recovered.
-        special_ids: Count as no word.
+        special_ids: Ids that count as no word.
 
     Returns:
         For either text one mark per token: `"exact"` at the same position, `"elsewhere"` at another
-        one, each occurrence once, or `""`. Positions count as `score_text` counts them.
+            one, each occurrence once, or `""`. Positions count as `score_text` counts them.
     """
     special = set(special_ids)
     places, true_places = (

@@ -1,4 +1,4 @@
-"""All that tables and reports say of an audit, computed once."""
+"""The summary of an audit: all that tables and reports say, computed once."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from .verdicts import (
 
 @dataclass(frozen=True)
 class Membership:
-    """How well one membership inference attack works under one defense.
+    """The success of one membership inference attack under one defense.
 
     Args:
-        defense: Its label.
-        attack: Its label.
+        defense: The defense's label.
+        attack: The attack's label.
         scores: Estimates of `top1`, `rank`, `tpr_1%` and `tpr_0.1%`; see `score_candidates`.
-        candidates: How many there were.
-        members: How many batch members were looked for, in all messages together.
-        chance: The share of them that a random draw identifies: as many candidates as a message
+        candidates: The number of candidates.
+        members: The number of batch members that were looked for, in all messages together.
+        chance: The fraction of them that a random draw identifies: as many candidates as a message
             has members.
         knows_defense: Whether the attacker knows the defense.
     """
@@ -60,7 +60,7 @@ class Membership:
     knows_defense: bool
 
     def recognizes(self, sample: str) -> str:
-        """How many members it recognizes, in words: samples are called so."""
+        """Return the words for how many members it recognizes; members are called `sample`."""
         share = MAIN_SCORES["text"].format_estimate(self.scores["top1"])  # in percent
         among = f"among {self.candidates} candidates ({100 * self.chance:.0f} % by chance)"
         return f"recognizes {share} of the {sample}s {among}"
@@ -71,8 +71,8 @@ class Point:
     """One sample of one message under one defense.
 
     Args:
-        defense: Its label.
-        estimate: What an estimator says.
+        defense: The defense's label.
+        estimate: The figure of an estimator.
         scores: An attack's scores.
     """
 
@@ -83,14 +83,15 @@ class Point:
 
 @dataclass(frozen=True)
 class Correlation:
-    """Spearman's rank correlation of an estimator with each score of an attack, over defenses and
-    samples.
+    """Spearman's rank correlation of an estimator with each score of an attack.
+
+    It is taken over defenses and samples.
 
     Args:
-        estimator: Its name.
-        attack: Label of the attack.
-        coefficients: `{score: coefficient}`; `None` where fewer than three points, or equal ones,
-            say nothing.
+        estimator: The estimator's name.
+        attack: The attack's label.
+        coefficients: `{score: coefficient}`; `None` if fewer than three points, or equal ones, say
+            nothing.
         points: One for each sample, repeat and defense. Those of one sample are not independent.
     """
 
@@ -102,29 +103,29 @@ class Correlation:
 
 @dataclass(frozen=True)
 class Summary:
-    """What an audit comes to.
+    """The summary of an audit.
 
     Args:
         audit: The audit.
-        main_score: How its scores are named and shown.
+        main_score: The main score, and how it is named and shown.
         rows: One for every defense and attack, in the audit's order.
         chance: The scores of guesses made without looking at the gradient.
         verdicts: One for every defense.
         shared: For each defense, means over what it shared of `relative_error`, `cosine` and every
             estimator; `None` where there is none.
-        distinguishability: For each defense, of how many pairs that differ in one word (one patch)
-            a message tells which it is of; `None` where there are none.
-        labels: For each defense, the share of labels recovered from what it shared, by
+        distinguishability: For each defense, how many pairs that differ in one word (one patch) a
+            message distinguishes; `None` where there are none.
+        labels: For each defense, the fraction of labels recovered from what it shared, by
             `recover_labels` and whether or not attacks were granted them; `None` where there are
             none.
-        chance_labels: What drawing labels at random recovers.
+        chance_labels: The fraction that drawing labels at random recovers.
         correlations: One for every attack and estimator that ranks, with points in common.
         membership: One for every defense and membership inference attack.
         refusals: Which attacks were not applicable under which defenses, with the reason.
-        crashes: Which failed, with the error.
+        crashes: Which attacks failed, with the error.
         silent: Which estimators say nothing of which defenses, with the reason.
-        samples: How many samples were attacked.
-        unfinished: If the audit has not come to its end, how far it has come, in a sentence.
+        samples: The number of samples that were attacked.
+        unfinished: If the audit is not finished, a sentence that says how far it has come.
 
     Example:
         >>> from hf_gradguard.audit import audit, summarize
@@ -156,36 +157,39 @@ class Summary:
         return self.chance.scores[self.main_score.name].mean
 
     def reconstructions(self, defense: str) -> list[AttackScores]:
-        """Rows of a defense with scores. Membership inference reconstructs nothing."""
+        """Return rows of a defense with scores, but not membership inference.
+
+        Membership inference reconstructs nothing.
+        """
         infers = {inferred.attack for inferred in self.membership}
         rows = [row for row in self.rows if row.defense == defense and row.scores]
         return [row for row in rows if row.attack not in infers]
 
     @property
     def estimator_titles(self) -> dict[str, str]:
-        """The estimators' names with their titles."""
+        """The estimators' titles by name."""
         estimators = self.audit.settings["estimators"]
         return {name: described["title"] for name, described in estimators.items()}
 
     @property
     def estimator_meanings(self) -> list[str]:
-        """What each of them estimates."""
+        """The sentences that say what each estimator estimates."""
         estimators = self.audit.settings["estimators"].values()
         return [f"{described['title']}: {described['meaning']}." for described in estimators]
 
     @property
     def estimators_note(self) -> str:
-        """What the figures of estimators are; or that none was asked."""
+        """The sentence that says what estimators' figures are, or that no estimator was asked."""
         if not self.estimator_titles:
             return "No leakage estimator was asked (estimators=none)."
         return "Estimators predict an error of the input, here as means over samples."
 
 
 def summarize(result: Audit) -> Summary:
-    """Compute a summary.
+    """Compute the summary of an audit.
 
     Args:
-        result: Of `audit`, whole or of the first messages only.
+        result: The result of `audit`, whole or of the first messages only.
 
     Example:
         >>> from hf_gradguard.audit import audit, summarize
@@ -265,8 +269,9 @@ def _row(
 def _compared_to_undefended(
     rows: Sequence[AttackScores], values: Mapping[tuple[str, str], Values], main: str
 ) -> list[AttackScores]:
-    """Defended rows with their distance from the undefended gradient's: that of the same attack,
-    and that of the strongest one.
+    """Return defended rows with how far their scores are below undefended ones.
+
+    They are compared with the same attack, and with the strongest one.
     """
     undefended = [row for row in rows if row.defense == "none" and row.scores]
 
@@ -294,7 +299,7 @@ def _compared_to_undefended(
 
 
 def _membership(pair: tuple[str, str], cells: Sequence[Cell]) -> Membership | None:
-    """`None` where an attack ranks no candidates."""
+    """Return the membership inference of one attack, or `None` if it ranks no candidates."""
     rankings = _rankings(cells)
     if not rankings:
         return None
@@ -321,8 +326,10 @@ def _membership(pair: tuple[str, str], cells: Sequence[Cell]) -> Membership | No
 def _recognized(
     membership: Sequence[Membership], rows: Sequence[AttackScores], score: MainScore
 ) -> dict[str, tuple[bool, str]]:
-    """By defense, whether an interval shows that members are recognized; and how many are, by the
-    attack that recognizes most, and whether they rank above others at least.
+    """Return by defense whether members are shown to be recognized, and a sentence on it.
+
+    The sentence says how many the attack recognizes that recognizes most, and whether members at
+    least rank above others.
     """
     ranked, by_defense = {row.defense for row in rows if PERCENTILE in row.beats_chance}, {}
     for item in sorted(membership, key=lambda item: item.scores["top1"].mean):
@@ -333,7 +340,7 @@ def _recognized(
 
 
 def _percentiles(cells: Sequence[Cell]) -> Values:
-    """The share of candidates outside a message that rank below each member."""
+    """Return the fraction of candidates outside a message that rank below each member."""
     values: Values = {}
     for cell in cells:
         for ranking in _rankings([cell]):
@@ -344,8 +351,9 @@ def _percentiles(cells: Sequence[Cell]) -> Values:
 
 
 def _rankings(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Of first repeats: others are of the same samples. A message of which all candidates are
-    members, or none, says nothing.
+    """Return the rankings of first repeats; later ones are of the same samples.
+
+    A message of which all candidates are members, or none, says nothing.
     """
     rankings = [cell["membership"] for cell in cells if "membership" in cell and not cell["repeat"]]
     return [ranking for ranking in rankings if 0 < len(ranking["members"]) < len(ranking["scores"])]
@@ -355,12 +363,12 @@ def _rankings(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def _share_recovered(recovered: Sequence[int], true: Sequence[int]) -> float:
-    """Labels that both have in common, each as often as both have it, over all."""
+    """Return the fraction of true labels that were recovered, each as often as both have it."""
     return (Counter(recovered) & Counter(true)).total() / len(true)
 
 
 def recovered_labels(result: Audit, defense: str) -> Values:
-    """The share of labels recovered from each message under a defense, a mean over repeats."""
+    """Return the fraction of labels recovered from each message under a defense, over repeats."""
     shares: dict[int, list[float]] = {}
     for row in result.shared:
         if row["defense"] == defense and "labels" in row:
@@ -370,7 +378,7 @@ def recovered_labels(result: Audit, defense: str) -> Values:
 
 
 def labels_by_chance(result: Audit) -> float | None:
-    """The share that drawing each label uniformly from all classes recovers on average."""
+    """Return the mean fraction of labels that a uniform draw from all classes recovers."""
     classes = result.settings.get("classes")
     if not classes or not result.messages:
         return None
@@ -403,7 +411,7 @@ def _shared_means(result: Audit) -> dict[str, dict[str, float | None]]:
 
 
 def _distinguishability(result: Audit, defense: str) -> Distinguishability | None:
-    """Of the pairs of all messages: each has a message and a coin of its own."""
+    """Return the summary of all messages' pairs; each pair has a message and a coin of its own."""
     shared = [row.get("pairs", []) for row in result.shared if row["defense"] == defense]
     pairs = [Pair(p[0], p[1], math.inf if p[2] is None else p[2]) for row in shared for p in row]
     return summarize_pairs(pairs) if pairs else None
@@ -414,7 +422,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def correlate(result: Audit) -> list[Correlation]:
-    """One for every attack and estimator that ranks what attacks recover, with points in common."""
+    """Return one correlation for every attack and ranking estimator with points in common."""
     correlations = []
     estimators = result.settings["estimators"].items()
     for estimator in (name for name, described in estimators if described.get("ranks", True)):
@@ -434,7 +442,7 @@ def correlate(result: Audit) -> list[Correlation]:
 
 
 def _points(result: Audit, estimator: str, attack: str) -> list[Point]:
-    """Where both the estimate and the attack's scores are there and finite."""
+    """Return points for which both the estimate and the attack's scores exist and are finite."""
     estimates = {
         (row["message"], row["repeat"], row["defense"]): row.get("estimates", {}).get(estimator)
         for row in result.shared
@@ -455,7 +463,7 @@ def _points(result: Audit, estimator: str, attack: str) -> list[Point]:
 
 
 def _silent_estimators(result: Audit) -> list[str]:
-    """Which estimators say nothing of which defenses, with the reason."""
+    """Return which estimators say nothing of which defenses, with the reason."""
     defenses: dict[tuple[str, str], list[str]] = {}
     for row in result.shared:
         for name, reason in row.get("no_estimates", {}).items():
@@ -468,7 +476,7 @@ def _silent_estimators(result: Audit) -> list[str]:
 
 
 def _grouped(reasons: Mapping[tuple[str, str], list[str]], defenses: int) -> list[str]:
-    """`"attack under defenses: reason"`, defenses with the same reason together."""
+    """Return `"attack under defenses: reason"`, with defenses of the same reason together."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for (attack, defense), of_pair in reasons.items():
         for reason in of_pair:

@@ -1,4 +1,4 @@
-"""Verdicts on defenses: what attacks recovered, how sure that is, and how it is said."""
+"""Verdicts on defenses: what attacks recovered, how sure that is, and the words for it."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ ENOUGH_MESSAGES = 5
 """
 
 INFORMED = ", knows the defense"
-"""What the label of an attack ends with where it is set by an attacker that knows the defense."""
+"""The end of an attack's label if its attacker knows the defense."""
 
 PERCENTILE = "percentile"
-"""Which share of candidates outside the message rank below a batch member: 0.5 is chance."""
+"""The fraction of candidates outside the message that rank below a batch member; 0.5 is chance."""
 
 TELLING = ("token_f1", "position_accuracy", "psnr", "ssim", PERCENTILE)
-"""Scores that show a leak if they beat a guess. Few words, each in its place, are no chance; nor is
-noise with a face in it. Of membership inference the percentile alone counts: candidates drawn at
-random are right as often as there are few of them.
+"""The scores that show a leak if they beat a guess. A few words in their places are no chance; nor
+is noise with a face in it. For membership inference only the percentile counts: candidates drawn at
+random are correct as often as there are few of them.
 """
 
 
 @dataclass(frozen=True)
 class MainScore:
-    """The main score of a domain: how it is named, scaled and shown.
+    """The main score of a domain, and how it is named, scaled and shown.
 
     Args:
-        name: Of the score.
-        sample: What one sample is called.
-        verb: What an attack does with it.
-        amount: What follows a number of it in a sentence.
-        scale: What it is multiplied by to be in `unit`.
-        unit: That it is shown in.
-        digits: After the point.
+        name: The name of the score.
+        sample: The word for one sample.
+        verb: The verb for what an attack does with it.
+        amount: The words behind the number in a sentence.
+        scale: The factor from the score to `unit`.
+        unit: The unit that it is shown in.
+        digits: Digits after the point.
         legend: The score and its range, for a table's legend.
-        note: What a reader should know of it.
-        tick_step: Between ticks of an axis.
+        note: A note on the score for readers.
+        tick_step: The distance between ticks of an axis.
         axis_end: The least end of an axis.
-        axis_limit: The farthest end. What is more stands there: an exact copy would press all
+        axis_limit: The farthest end. Larger values stand there: an exact copy would press all
             others together.
         clear_margin: How far above chance an attack has to be undefended, so that its failing says
             something of a defense.
-        unit_of_change: In what two samples differ that are to be told apart.
+        unit_of_change: The unit in which the two samples of a pair differ.
     """
 
     name: str
@@ -65,23 +65,23 @@ class MainScore:
     unit_of_change: str
 
     def format(self, mean: float) -> str:
-        """A number in a sentence: `"92 %"`."""
+        """Return a number as in a sentence: `"92 %"`."""
         return f"{self.scale * mean:.{self.digits}f} {self.unit}"
 
     def format_interval(self, low: float, high: float, between: str = ", ") -> str:
-        """An interval behind a number: `" [85, 100]"`."""
+        """Return an interval behind a number: `" [85, 100]"`."""
         ends = (f"{self.scale * end:.{self.digits}f}" for end in (low, high))
         return f" [{between.join(ends)}]"
 
     def format_estimate(self, estimate: Estimate, between: str = ", ") -> str:
-        """A number with its interval, if there is one: `"92 % [85, 100]"`."""
+        """Return a number with its interval, if there is one: `"92 % [85, 100]"`."""
         text = self.format(estimate.mean)
         if estimate.low is None or estimate.high is None:
             return text
         return text + self.format_interval(estimate.low, estimate.high, between)
 
     def ticks(self, values: Iterable[float]) -> list[tuple[float, str]]:
-        """Where an axis from 0 has its ticks, with their labels. The last one is its end."""
+        """Return where an axis from 0 has its ticks, with their labels; the last is its end."""
         highest = round(max([self.axis_end, *values]), 6)  # a mean of ones may be 1 + 2e-16
         count = math.ceil(min(highest, self.axis_limit) / self.tick_step)
         ends = ["≥ " * (k == count and highest > self.axis_limit) for k in range(count + 1)]
@@ -107,18 +107,19 @@ MAIN_SCORES = {
         tick_step=10.0, axis_end=30.0, axis_limit=40.0, clear_margin=5.0, unit_of_change="patch",
     ),
 }  # fmt: skip
-"""By a domain's name."""
+"""The main scores by the name of a domain."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over samples with its 95 % interval. Both ends are `None` where a single message gives
-    no interval, however many samples it has.
+    """A mean over samples with its 95 % interval.
+
+    Both ends are `None` if a single message gives no interval, however many samples it has.
 
     Args:
-        mean: Over samples.
+        mean: The mean over samples.
         low: The interval's lower end.
-        high: Its upper end.
+        high: The interval's upper end.
 
     Example:
         >>> Estimate(0.2, 0.1, 0.3).above_zero, Estimate(0.2).above_zero
@@ -131,24 +132,25 @@ class Estimate:
 
     @property
     def above_zero(self) -> bool:
-        """Whether the interval is."""
+        """Whether the whole interval is above zero."""
         return self.low is not None and self.low > 0
 
 
 @dataclass(frozen=True)
 class AttackScores:
-    """One attack under one defense.
+    """The scores of one attack under one defense.
 
     Args:
-        defense: Label of the defense.
-        attack: Label of the attack.
+        defense: The defense's label.
+        attack: The attack's label.
         scores: Estimates by score; empty if the attack gave nothing for any message.
-        messages: Messages that the estimates are of.
-        over_chance: Main score minus that of a guess, message by message.
+        messages: The number of messages that the estimates are of.
+        over_chance: The main score minus that of a guess, message by message.
         beats_chance: Which of `TELLING` scores are above a guess's, by intervals of the difference.
-        below_itself: Main score of the same attack on the undefended gradient minus this one,
+        below_itself: The main score of the same attack on the undefended gradient minus this one,
             message by message.
-        below_strongest: The same with the strongest attack on it; see `strongest_undefended`.
+        below_strongest: The main score of the strongest attack on the undefended gradient minus
+            this one; see `strongest_undefended`.
         reasons: Why the attack was not applicable to the other messages.
         crashes: How it failed on the others.
         knows_defense: Whether the attacker knows the defense, or there is nothing to know.
@@ -168,21 +170,21 @@ class AttackScores:
 
     @property
     def has_interval(self) -> bool:
-        """Whether there are messages enough for an interval."""
+        """Whether there are enough messages for an interval."""
         return self.over_chance is not None and self.over_chance.low is not None
 
     @property
     def is_at_chance(self) -> bool:
-        """Whether an attack is no better than a guess, and messages are enough to say so."""
+        """Whether the attack is no better than a guess, and messages are enough to say so."""
         return self.has_interval and not self.beats_chance
 
     @property
     def silence(self) -> str:
-        """What stands in place of scores."""
+        """The words in place of scores, `"crashed"` or `"not applicable"`."""
         return "crashed" if self.crashes else "not applicable"
 
     def entry(self, score: str, messages: int) -> str:
-        """A score in a table, with how many of the messages it is of."""
+        """Return a score for a table, with how many of the messages it is of."""
         if not self.scores:
             return self.silence
         coverage = f" ({self.messages} of {messages})" if self.messages < messages else ""
@@ -191,15 +193,15 @@ class AttackScores:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the audit says of a defense.
+    """The verdict of the audit on a defense.
 
     Args:
-        defense: Its label.
-        standing: Of reconstruction: `"open"` (no different from sharing everything), `"reduced"`,
-            `"chance"` (attacks do no better than guessing), or `"unknown"`. Where no attack could
-            reconstruct, the same of membership inference.
-        text: The same in a sentence or two.
-        recognized: Whether batch members are shown to be recognized among candidates; `None` where
+        defense: The defense's label.
+        standing: The result of reconstruction: `"open"` (no different from sharing everything),
+            `"reduced"`, `"chance"` (attacks do no better than guessing), or `"unknown"`. If no
+            attack could reconstruct, the result of membership inference.
+        text: The verdict in a sentence or two.
+        recognized: Whether batch members are shown to be recognized among candidates; `None` if
             there were no candidates.
     """
 
@@ -210,11 +212,11 @@ class Verdict:
 
 
 STANDINGS = {"open": "Leaks", "reduced": "Leaks less", "chance": "At chance", "unknown": "Unknown"}
-"""What a person reads of a verdict's standing."""
+"""The words for a verdict's standing."""
 
 
 def base_of(label: str) -> str:
-    """The attack without its attacker's knowledge of the defense.
+    """Return an attack's label without its attacker's knowledge of the defense.
 
     Example:
         >>> base_of("tag" + INFORMED), base_of("span")
@@ -224,36 +226,38 @@ def base_of(label: str) -> str:
 
 
 def short_labels(labels: Sequence[str]) -> dict[str, str]:
-    """Labels without their settings, where they stay distinct."""
+    """Return labels without their settings, where they stay distinct."""
     names = [base_of(label).split(":")[0] + label[len(base_of(label)) :] for label in labels]
     pairs = zip(labels, names, strict=True)
     return {label: name if names.count(name) == 1 else label for label, name in pairs}
 
 
 def show(value: Estimate) -> str:
-    """A mean with its interval."""
+    """Return a mean with its interval as text."""
     digits = 2 if abs(value.mean) < 10 else 1
     interval = "" if value.low is None else f" [{value.low:.{digits}f}, {value.high:.{digits}f}]"
     return f"{value.mean:.{digits}f}{interval}"
 
 
 def show_mean(value: float | None) -> str:
-    """A mean to three digits; nothing where there is none."""
+    """Return a mean to three digits; an empty string if there is none."""
     if value is None:
         return ""
     return "∞" if math.isinf(value) else f"{value:.3g}"
 
 
 def show_coefficient(value: float | None) -> str:
-    """A correlation to two digits."""
+    """Return a correlation to two digits."""
     return "–" if value is None else f"{value:+.2f}"
 
 
 def strongest_undefended(
     row: AttackScores, undefended: Sequence[AttackScores], score: str
 ) -> AttackScores | None:
-    """The undefended row of the highest score, of several messages. Membership inference is
-    compared with membership inference, and reconstruction with reconstruction.
+    """Return the undefended row of the highest score that has an interval.
+
+    Membership inference is compared with membership inference, and reconstruction with
+    reconstruction.
     """
     infers_members = PERCENTILE in row.scores
     measured = (rival for rival in undefended if rival.has_interval)
@@ -269,9 +273,11 @@ def verdicts(
     distinguishability: Mapping[str, Distinguishability | None],
     recognized: Mapping[str, tuple[bool, str]],
 ) -> list[Verdict]:
-    """One verdict for each defense. Failing attacks prove nothing, and the words say no more: no
-    defense is at chance whose messages tell a text from one with another word. Whether members are
-    recognized among candidates stands beside it, by defense, and in a sentence.
+    """Return one verdict for each defense.
+
+    Failing attacks prove nothing, and the words say no more. No defense is at chance if its
+    messages distinguish a text from one with another word. Whether members are recognized among
+    candidates stands beside it, and in a sentence.
     """
     judge, drawn_up = _Judge(rows, chance, score, samples), []
     for defense in dict.fromkeys(row.defense for row in rows):
@@ -287,7 +293,7 @@ def verdicts(
 
 
 def told_apart(pairs: Distinguishability, score: MainScore) -> str:
-    """How many pairs a message tells apart, in a sentence.
+    """Return a sentence on how many pairs a message distinguishes.
 
     Example:
         >>> told_apart(Distinguishability(30, 32, 0.25, 160.0), MAIN_SCORES["text"])[-50:]
@@ -303,7 +309,7 @@ def told_apart(pairs: Distinguishability, score: MainScore) -> str:
 
 
 class _Judge:
-    """Draws verdicts from intervals, and puts them in words."""
+    """A judge that draws verdicts from intervals, and puts them in words."""
 
     def __init__(
         self, rows: Sequence[AttackScores], chance: AttackScores, score: MainScore, samples: int
@@ -315,7 +321,7 @@ class _Judge:
         self.data = f"this 1 {score.sample}" if samples == 1 else f"these {samples} {score.sample}s"
 
     def verdict(self, defense: str) -> tuple[str, str]:
-        """The standing, and the same in words."""
+        """Return the standing of a defense, and a sentence on it."""
         scored = [row for row in self.scored if row.defense == defense]
         if not scored:
             return "unknown", "No attack gave anything, so nothing is known."
@@ -351,8 +357,10 @@ class _Judge:
         )
 
     def _leaking(self, best: AttackScores, rows: Sequence[AttackScores]) -> tuple[str, str]:
-        """Whether a leaking defense leaks less than the same attack recovers undefended, or than
-        the strongest one does.
+        """Return the standing of a defense that leaks: whether it leaks less than undefended.
+
+        It is compared with what the same attack recovers undefended, or what the strongest one
+        does.
         """
         itself, name, weakness = best.below_itself, self.names[best.attack], _weakness(rows)
         drops = [drop for drop in (itself, best.below_strongest) if drop and drop.low is not None]
@@ -394,8 +402,10 @@ class _Judge:
         return "chance", f"{recovered}. {standing} under these attacks on {self.data}."
 
     def _lacking_evidence(self, rows: Sequence[AttackScores]) -> str:
-        """Why failing attacks say nothing of a defense. Empty if one of them knows the defense,
-        recovers undefended data, and had messages enough.
+        """Return why failing attacks say nothing of a defense, or an empty string.
+
+        It is empty if an attack knows the defense, recovers undefended data, and had enough
+        messages.
         """
         informed = [row for row in rows if row.knows_defense]
         if not informed:
@@ -423,12 +433,12 @@ class _Judge:
         return ""
 
     def _undefended_like(self, row: AttackScores) -> list[AttackScores]:
-        """Undefended, what reconstructs as the row does; or what infers members as it does."""
+        """Return undefended rows that reconstruct as this row does, or infer members as it does."""
         infers_members = PERCENTILE in row.scores
         return [r for r in self.undefended if (PERCENTILE in r.scores) == infers_members]
 
     def _is_clear(self, row: AttackScores) -> bool:
-        """Whether an attack is well above chance, by an interval if there is one."""
+        """Return whether an attack is well above chance, by an interval if there is one."""
         over = row.over_chance
         if over is None or over.mean < self.score.clear_margin:
             return False
@@ -443,19 +453,19 @@ class _Judge:
         return self.score.format(self._main(row))
 
     def _does(self, row: AttackScores) -> str:
-        """What an attack does, and how much."""
+        """Return the words for what an attack does, and how much."""
         verb = "ranks members above" if PERCENTILE in row.scores else self.score.verb
         return f"{self.names[row.attack]} {verb} {self._short(row)}"
 
     def _coverage(self, row: AttackScores) -> str:
-        """Of how many messages a row is, if not of all."""
+        """Return the words for how many messages a row is of, if not of all."""
         # Chance is scored on every message.
         if row.messages >= self.chance.messages:
             return ""
         return f" on {row.messages} of {self.chance.messages} messages"
 
     def _recovered(self, best: AttackScores, rows: Sequence[AttackScores], than: str = "") -> str:
-        """What the attacks recovered, the strongest first, and what a guess has."""
+        """Return what the attacks recovered, the strongest first, and what a guess has."""
         infers_members = PERCENTILE in best.scores
         amount = "of the other candidates" if infers_members else self.score.amount
         value = best.scores[PERCENTILE if infers_members else self.score.name]
@@ -474,7 +484,7 @@ class _Judge:
         return f"{text}; chance is {guess}"
 
     def _leak(self, rows: Sequence[AttackScores]) -> str:
-        """In which score some attack is better than chance."""
+        """Return the sentence that names a score in which some attack is better than chance."""
         if any({self.score.name, PERCENTILE} & {*row.beats_chance} for row in rows):
             return "Better than chance: it still leaks."
         row = next(row for row in rows if row.beats_chance)
@@ -485,7 +495,7 @@ class _Judge:
 
 
 def _weakness(rows: Sequence[AttackScores]) -> str:
-    """What is to be said of a leak that few messages show."""
+    """Return a note on a leak that few messages show, or an empty string."""
     if max(row.messages for row in rows if row.beats_chance) >= ENOUGH_MESSAGES:
         return ""
     return f" Fewer than {ENOUGH_MESSAGES} messages are weak evidence: give more samples."
