@@ -1,7 +1,8 @@
-"""Attacks: from what the server sees to a reconstruction.
+"""Attacks, which reconstruct data from what the server sees.
 
-seen = Observation(model=model, gradient=shared, input_shape=(1, 12), tokenizer=tokenizer)
-result = make_attack("tag", steps=1500)(seen)
+Example:
+    seen = Observation(model=model, gradient=shared, input_shape=(1, 12), tokenizer=tokenizer)
+    result = make_attack("tag", steps=1500)(seen)
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ __all__ = [
 
 
 def make_attack(name: str, **settings: Any) -> Attack:
-    """The attack of that name.
+    """Return the attack of this name with its settings.
 
     Args:
         name: One of `ATTACKS`.
-        **settings: The attack's own; see its class.
+        **settings: Settings of the attack; see its class.
 
     Raises:
-        ValueError: For an unknown name, listing the right ones, or a value out of range, saying the
+        ValueError: If the name is unknown (the message lists the names), or a value is out of
             range.
-        TypeError: For a setting that the attack does not have, listing those it has.
+        TypeError: If the attack does not have a setting; the message lists its settings.
 
     Example:
         >>> make_attack("inverting_gradients", steps=1000, restarts=4).steps

@@ -1,10 +1,11 @@
-"""A first layer, read analytically: no optimization, no prior.
+"""Analytic reading of a first layer, without optimization and without a prior.
 
-The gradients of a linear layer's weight and bias are Σ_b δ_b x_bᵀ and Σ_b δ_b, so a row of the one
-over that entry of the other is the layer's input, if a single sample activated the unit (Phong et
-al., 2018). Whoever makes the weights can make many units like that: in a layer whose rows measure
-the same with biases in a ladder, the samples between two steps are in the difference of two rows
-(Fowl et al., "Robbing the Fed", 2021). How patches are read instead, says `patches.py`.
+The gradients of a linear layer's weight and bias are Σ_b δ_b x_bᵀ and Σ_b δ_b. If a single sample
+activated a unit, a row of the first over that entry of the second is the layer's input (Phong et
+al., 2018). Whoever makes the weights can make many such units: in a layer whose rows measure the
+same with biases in a ladder, the samples between two steps are in the difference of two rows (Fowl
+et al., "Robbing the Fed", 2021). The patches of a vision transformer are solved for from the
+gradients of their projection and of the position embeddings (`solve_patches`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .labels import recover_labels
 
 
 def is_patch_projection(module: nn.Module) -> bool:
-    """Whether a convolution reads its input in patches that do not overlap, pixel by pixel.
+    """Return whether a convolution reads its input in patches that do not overlap.
 
     Example:
         >>> is_patch_projection(nn.Conv2d(3, 8, 4, stride=4)), is_patch_projection(nn.Linear(2, 2))
@@ -41,8 +42,10 @@ def is_patch_projection(module: nn.Module) -> bool:
 
 
 def position_embeddings(observation: Observation, projection: str) -> list[str]:
-    """Parameters of the shape of position embeddings: a row for each patch behind at most two for
-    other tokens, as wide as the projection.
+    """Return names of parameters that have the shape of position embeddings.
+
+    They have a row for each patch, behind at most two for other tokens, and are as wide as the
+    projection.
     """
     module = _convolution(observation, projection)
     count = len(_patches(torch.zeros(1, *observation.input_shape[1:]), module.kernel_size))
@@ -60,17 +63,17 @@ def position_embeddings(observation: Observation, projection: str) -> list[str]:
 def read_patches(
     observation: Observation, projection: str, positions: list[str], clock: Clock = ENDLESS
 ) -> tuple[Tensor, str]:
-    """The image, `(1, C, H, W)`, and what of it was not decided.
+    """Return the image, `(1, C, H, W)`, and a sentence on what in it was not decided.
 
     Args:
         observation: An observation of one image.
-        projection: Name of the module that reads the patches.
-        positions: Names of what may be its position embeddings.
-        clock: The attack's: where it is over before the patches are solved, they are gray.
+        projection: The name of the module that reads the patches.
+        positions: Names of parameters that may be its position embeddings.
+        clock: The attack's clock. If it is over before the patches are solved, they are gray.
 
     Raises:
-        ValueError: For several images, or if one of the two gradients was not shared, or the model
-            does something else with them.
+        ValueError: If there are several images, one of the two gradients was not shared, or the
+            model does something else with the parameters.
     """
     if observation.batch_size > 1:
         raise ValueError(
@@ -126,15 +129,15 @@ def solve_patches(
     ratio: float = 0.0,
     rounding: float = 1e-12,
 ) -> tuple[Tensor, int]:
-    """X of ΔᵀX = G that is nearest to `center`, and the rank of Δ.
+    """Return the X of ΔᵀX = G that is nearest to `center`, and the rank of Δ.
 
     Args:
         slopes: Δ, `(N, H)`.
         product: G, `(H, P)`.
-        center: What X is without a gradient, `(N, P)`.
-        ratio: Variance of noise in G over that of X around its middle: adds to the squares of Δ's
-            singular values.
-        rounding: Of these those count as zero which are a smaller share of the largest.
+        center: X without a gradient, `(N, P)`.
+        ratio: The variance of noise in G over that of X around its center; it is added to the
+            squares of Δ's singular values.
+        rounding: Singular values that are a smaller fraction of the largest count as zero.
 
     Example:
         >>> slopes = torch.tensor([[1.0, 0.0, 1.0], [0.0, 2.0, 0.0]])
@@ -160,7 +163,7 @@ def _convolution(observation: Observation, name: str) -> nn.Conv2d:
 
 
 def _patches(images: Tensor, kernel: tuple[int, ...]) -> Tensor:
-    """`(N, P)` of one image."""
+    """Return the patches of one image, `(N, P)`."""
     return nn.functional.unfold(images, kernel, stride=kernel)[0].T
 
 
@@ -175,7 +178,7 @@ def _slopes_and_product(
 def _is_added(
     observation: Observation, weight: str, positions: str, kernel: tuple[int, ...]
 ) -> bool:
-    """Whether an image of the attacker's own is in its gradients as it should be."""
+    """Return whether the gradients of an image of the attacker's own hold it as expected."""
     labels = observation.labels
     labels = recover_labels(observation) if labels is None else labels.to(observation.device)
     with without_dropout(observation.model):
@@ -192,7 +195,7 @@ def _is_added(
 def _noise_to_signal(
     observation: Observation, weight: str, positions: str, count: int, space: PixelSpace
 ) -> float:
-    """(σ² of G + N σ² of Δ · mean of x²) / variance of x, of pixels uniform in their range."""
+    """Return (σ² of G + N σ² of Δ · mean of x²) / variance of x, for uniform pixels."""
     variance = observation.noise_variance
     if variance is None:
         return 0.0
@@ -207,19 +210,21 @@ def _noise_to_signal(
 
 @dataclass
 class Analytic(Attack):
-    """Reads images off the first linear layer that reads all pixels: rows of its weight's gradient
-    over the bias's, and differences of neighbors in the order of the biases. Of these it takes what
-    lies in the range of pixels and comes up most often. Of a vision transformer it reads one image
+    """Reads images off the gradient of a layer that sees all pixels, in closed form.
+
+    For the first linear layer that reads all pixels it divides rows of the weight's gradient by the
+    bias's, and differences of neighbors in the order of the biases. It takes those readings that
+    lie in the range of pixels and come up most often. For a vision transformer it reads one image
     off the gradients of its patch projection and of its position embeddings.
 
-    Exact for one image in every such layer, and for many where the weights were made for it; of
-    patches where their embeddings are wider than there are patches, else what the gradients say of
-    them. Noise in the gradient is divided as it is by the bias's gradient; patches are weighed by
-    its variance, if that is known.
+    It is exact for one image in every such layer, and for many if the weights were made for it.
+    Patches are exact if their embeddings are wider than there are patches. Otherwise they are what
+    the gradients say of them. Noise in the gradient is divided by the bias's gradient, too; patches
+    are weighed by its variance, if that is known.
 
     Args:
         tolerance: How far two readings of one image may differ, in the range of pixels.
-        seconds: After so many, readings in the range of pixels are taken uncounted, or patches
+        seconds: Time after which readings in the range of pixels are taken uncounted, or patches
             are left gray, and the result is not complete.
 
     Example:
@@ -254,7 +259,7 @@ class Analytic(Attack):
     def _images(
         self, observation: Observation, name: str, layer: nn.Module, clock: Clock
     ) -> Tensor:
-        """`(B, C, H, W)` off a linear layer on all pixels."""
+        """Return images `(B, C, H, W)`, read off a linear layer on all pixels."""
         assert isinstance(layer, nn.Linear)
         if layer.bias is None:
             raise ValueError(f"{name} has no bias, so there is nothing to divide by.")
@@ -278,7 +283,7 @@ class Analytic(Attack):
         return normalized
 
     def _most_frequent(self, images: Tensor, count: int, clock: Clock) -> Tensor:
-        """`(B, C, H, W)` in [0, 1]: the readings that lie there, the most frequent first."""
+        """Return the readings that lie in [0, 1], the most frequent first, `(B, C, H, W)`."""
         flat = images.flatten(1)
         excess = (flat.clamp(0, 1) - flat).square().mean(1).sqrt()
         order = excess.argsort()[: max(count, 512)]
@@ -298,12 +303,12 @@ class Analytic(Attack):
 
 
 def divide_rows(weight: Tensor, bias: Tensor, order: Tensor) -> Tensor:
-    """`(K, in)`: what inputs of a linear layer its gradients give away.
+    """Return the inputs of a linear layer that its gradients give away, `(K, in)`.
 
     Args:
         weight: The weight's gradient, `(out, in)`.
         bias: The bias's gradient, `(out,)`.
-        order: The biases: neighbors in their order are subtracted from each other.
+        order: The biases; neighbors in their order are subtracted from each other.
 
     Example:
         >>> weight = torch.outer(torch.tensor([2.0, 0.0]), torch.tensor([3.0, 4.0]))
@@ -318,11 +323,11 @@ def divide_rows(weight: Tensor, bias: Tensor, order: Tensor) -> Tensor:
 
 
 def is_readable(model: nn.Module, shape: tuple[int, ...]) -> bool:
-    """Whether there is something in a model for `Analytic` to read.
+    """Return whether there is something in a model that `Analytic` can read.
 
     Args:
-        model: Of images.
-        shape: Of its input, `(B, C, H, W)`.
+        model: A model of images.
+        shape: The shape of its input, `(B, C, H, W)`.
 
     Example:
         >>> is_readable(image_observation.model, image_observation.input_shape)
@@ -337,7 +342,7 @@ def is_readable(model: nn.Module, shape: tuple[int, ...]) -> bool:
 
 
 def _patch_embedding(observation: Observation) -> tuple[str, list[str]]:
-    """The module that reads patches, and parameters that may be their position embeddings."""
+    """Return the module that reads patches, and parameters that may be position embeddings."""
     projection = _find_pixel_reader(observation, is_patch_projection)
     positions = position_embeddings(observation, projection[0]) if projection else []
     if not projection or not positions:
@@ -357,7 +362,7 @@ def _reads_all_pixels(observation: Observation) -> Callable[[nn.Module], bool]:
 def _find_pixel_reader(
     observation: Observation, is_wanted: Callable[[nn.Module], bool]
 ) -> tuple[str, nn.Module] | None:
-    """The first wanted module that reads the pixels as they are, found by running the model."""
+    """Return the first wanted module that reads unchanged pixels, found by running the model."""
     pixels = torch.rand(
         (1, *observation.input_shape[1:]), generator=torch.Generator().manual_seed(0)
     ).to(IMAGE.main_input(observation.placeholder()))

@@ -1,4 +1,4 @@
-"""What an attack is given and what it returns: `Observation`, `Attack`, `Reconstruction`."""
+"""The input and output of attacks: `Observation`, `Attack`, `Reconstruction`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .local_training import LocalTraining, with_weights
 
 @dataclass(frozen=True)
 class Observation:
-    """All that an attack may use: model, shared gradient, input's shape, and what is granted.
+    """An observation of all that an attack may use: model, shared gradient, shape and grants.
 
     Nothing here comes from the private batch unless the caller puts it in. Labels, mask and noise
     variance are grants: leave out what the server of your threat model does not know.
@@ -32,21 +32,21 @@ class Observation:
         model: The model at which the gradient was taken, in the mode in which the client ran it.
         gradient: `{name: tensor}`, what was shared: for some or all trainable parameters.
         input_shape: `(B, T)` of token ids or `(B, C, H, W)` of pixels.
-        labels: `(B,)` if the server knows them.
-        attention_mask: `(B, T)` if the server knows the lengths. `None` counts every position as a
-            token.
-        tokenizer: The model's tokenizer, which is public: tells special tokens, and turns ids into
-            text.
-        special_tokens: Whether clients' texts have the tokenizer's special tokens around them.
-            Public, as how batches are made; rows that are packed or cut to length have not.
-        noise_variance: Variance of the defense's Gaussian noise, one for all or `{name: tensor}`,
-            if the server knows it.
+        labels: The labels `(B,)`, if the server knows them.
+        attention_mask: The mask `(B, T)`, if the server knows the lengths. `None` counts every
+            position as a token.
+        tokenizer: The model's tokenizer, which is public. It says which tokens are special, and
+            turns ids into text.
+        special_tokens: Whether clients' texts have the tokenizer's special tokens around them. That
+            is public, like how batches are made; rows that are packed or cut to length have none.
+        noise_variance: The variance of the defense's Gaussian noise, one for all or `{name:
+            tensor}`, if the server knows it.
         mechanism: How messages come from gradients, if the server knows the defense: what
             `Defense.mechanism(message)` states.
-        image_mean: Per channel, what was subtracted from pixels in [0, 1]. Public, as part of the
-            image processor.
-        image_std: Per channel, what they were divided by afterwards.
-        local: How the client trained for several steps before it sent; `from_update` says it.
+        image_mean: What was subtracted from pixels in [0, 1], per channel. It is public, as part of
+            the image processor.
+        image_std: What pixels were divided by afterwards, per channel.
+        local: How the client trained for several steps before it sent; `from_update` sets it.
 
     Raises:
         ValueError: If a name or a shape is not the model's, nothing but zeros was shared, labels
@@ -93,23 +93,24 @@ class Observation:
         optimizer_kwargs: Mapping[str, Any] | None = None,
         **grants: Any,
     ) -> Observation:
-        """What a server sees of local training: the weights it sent, and those it got back.
+        """Return what a server sees of local training: the weights it sent, and those it got back.
 
         The observation's `gradient` is the mean over the steps of what SGD added up, so that every
-        attack on gradients works on it; of AdamW it is the mean of its normalized directions. And
-        `gradient_map` goes through all the steps, so that gradient matching does.
+        attack on gradients works on it; for AdamW it is the mean of its normalized directions.
+        `gradient_map` goes through all the steps, so that gradient matching does too.
 
         Args:
-            model: As the client ran it; copied if its weights are not those of `before`.
-            before: By name, as `state_dict()` has them.
-            after: Likewise; what is missing or did not change counts as withheld.
-            input_shape: Of all the client's samples.
-            learning_rate: Of the local steps, one for all or one each.
-            steps: K, over all epochs.
+            model: The model as the client ran it; it is copied if its weights are not those of
+                `before`.
+            before: The weights that were sent, by name, as `state_dict()` has them.
+            after: The weights that came back; what is missing or did not change counts as withheld.
+            input_shape: The shape of all the client's samples.
+            learning_rate: The rate of the local steps, one for all or one each.
+            steps: K, the number of steps over all epochs.
             batch_size: Samples a step, if epochs do not shuffle them; see `LocalTraining`.
-            optimizer: As for `UpdateMap`.
-            optimizer_kwargs: Likewise.
-            **grants: As for `Observation`; noise and mechanism are those of the *update*.
+            optimizer: The optimizer of the local steps, as for `UpdateMap`.
+            optimizer_kwargs: Its settings, as for `UpdateMap`.
+            **grants: Fields of `Observation`; noise and mechanism are those of the *update*.
 
         Raises:
             ValueError: If names or shapes are not the model's, or nothing changed.
@@ -120,7 +121,8 @@ class Observation:
             >>> observation = Observation.from_update(
             ...     model, before, after, input_shape=(2, 8), learning_rate=0.1
             ... )
-            >>> bool(torch.allclose(seen.gradient["classifier.bias"], shared["classifier.bias"]))
+            >>> mean = observation.gradient["classifier.bias"]
+            >>> bool(torch.allclose(mean, shared["classifier.bias"], atol=1e-6))
             True
         """
         local = LocalTraining.from_settings(
@@ -174,24 +176,22 @@ class Observation:
 
     @property
     def domain(self) -> Domain:
-        """What the private input was made of: text or image."""
+        """The domain that the private input was made of: text or image."""
         return domain_of_shape(self.input_shape)
 
     @property
     def batch_size(self) -> int:
-        """B, the number of samples behind the gradient."""
+        """The number B of samples behind the gradient."""
         return self.input_shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Where the shared gradient lies."""
+        """The device of the shared gradient."""
         return next(iter(self.gradient.values())).device
 
     @property
     def tokens(self) -> Tensor:
-        """`(B, T)`, true where the attack looks for a token; all of them unless the mask is
-        known.
-        """
+        """The places where the attack looks for a token, `(B, T)`; all unless the mask is known."""
         if self.attention_mask is None:
             return torch.ones(self.input_shape, dtype=torch.bool, device=self.device)
         return self.attention_mask.bool().to(self.device)
@@ -203,11 +203,10 @@ class Observation:
         return special_frame(self.tokenizer) if framed else ([], [])
 
     def known_ids(self) -> Tensor:
-        """`(B, T)` ids of the special tokens that the tokenizer puts around every text, padding
-        included; -1 elsewhere.
+        """Return the ids of the special tokens around every text, `(B, T)`; -1 elsewhere.
 
-        Where a tokenizer puts [CLS], [SEP] and padding is public. Read off its encoding of a single
-        word.
+        Where a tokenizer puts [CLS], [SEP] and padding is public. It is read off the encoding of a
+        single word.
         """
         ids = torch.full(self.input_shape, -1, dtype=torch.long, device=self.device)
         if self.tokenizer is None:
@@ -227,17 +226,18 @@ class Observation:
         return ids
 
     def placeholder(self) -> dict[str, Tensor]:
-        """A batch of the right shapes that holds nothing private: to run the model on candidates of
-        the attacker.
+        """Return a batch of the right shapes that holds nothing private.
+
+        It serves to run the model on candidates of the attacker.
         """
         return _PLACEHOLDERS[self.domain.name](self)
 
     def gradient_map(self, labels: Tensor, loss_fn: LossFunction | None = None) -> GradientMap:
-        """The map x ↦ g(x) that the attacker can evaluate at its own candidates.
+        """Return the map x ↦ g(x) that the attacker can evaluate at its own candidates.
 
         Args:
-            labels: `(B,)` class ids, or what `loss_fn` takes as `labels`.
-            loss_fn: As `GradientMap` takes it.
+            labels: Class ids `(B,)`, or what `loss_fn` takes as `labels`.
+            loss_fn: The loss, as `GradientMap` takes it.
         """
         batch = self.placeholder() | {"labels": labels}
         if self.local is not None:
@@ -286,8 +286,9 @@ _PLACEHOLDERS = {"text": _placeholder_ids, "image": _placeholder_pixels}
 
 
 def ordinary_id(model: nn.Module, tokenizer: Any) -> int:
-    """A token id that is not special: some models derive masks and positions from the padding
-    id.
+    """Return a token id that is not special.
+
+    Some models derive masks and positions from the padding id.
 
     Example:
         >>> ordinary_id(model, tokenizer) in tokenizer.all_special_ids
@@ -301,8 +302,9 @@ def ordinary_id(model: nn.Module, tokenizer: Any) -> int:
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Eval mode, but for batch normalization, which stays as the client ran it. The attacker cannot
-    know dropout's draws.
+    """Put all modules but batch normalization into eval mode, inside the context.
+
+    Batch normalization stays as the client ran it. The attacker cannot know dropout's draws.
 
     Example:
         >>> model = model.train()
@@ -320,16 +322,16 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 class Clock:
-    """The time that an attack may take. One that is over stops with the best so far.
+    """The time that an attack may take; when it is over, the attack stops with the best so far.
 
     Args:
-        seconds: How many; `None` for as many as it takes.
+        seconds: The time; `None` for no limit.
 
     Attributes:
-        has_stopped: Whether an attack was told that time is over, and so did not come to its end.
+        has_stopped: Whether an attack was told that time is over, and so did not finish.
 
     Raises:
-        ValueError: If they are below 0.
+        ValueError: If the time is below 0.
 
     Example:
         >>> Clock(0.0).is_over, Clock(None).is_over
@@ -344,41 +346,44 @@ class Clock:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the attack began."""
+        """The seconds since the attack began."""
         return time.perf_counter() - self._started
 
     @property
     def is_over(self) -> bool:
-        """Whether an attack has to stop: asked where there is more to do, and nowhere else."""
+        """Whether an attack has to stop.
+
+        Read it only where there is more to do.
+        """
         is_over = self.seconds is not None and self.elapsed >= self.seconds
         self.has_stopped |= is_over
         return is_over
 
 
 ENDLESS = Clock(None)
-"""As long as it takes."""
+"""A clock without a limit."""
 
 
 @dataclass
 class Reconstruction:
-    """What an attack recovered from one observation.
+    """A reconstruction: what an attack recovered from one observation.
 
     Args:
         input: The continuous input that it found, `(B, T, H)` or `(B, C, H, W)`; `None` if it finds
             none. Images lie within the range of pixels.
-        token_ids: Of a text, one list of ids a sample, special tokens included where their place is
+        token_ids: For texts, one list of ids a sample, special tokens included where their place is
             known. -1 marks a position for which nothing was found.
-        text: The same as strings without special tokens, if the observation has a tokenizer.
-        labels: `(B,)`: those of the observation, or as recovered; `None` if the attack neither
-            needs nor finds any.
-        objective: Value of what the attack minimizes at what it returns, before pixels were
+        text: The texts as strings without special tokens, if the observation has a tokenizer.
+        labels: The labels `(B,)`, those of the observation, or as recovered; `None` if the attack
+            neither needs nor finds any.
+        objective: The value of what the attack minimizes at what it returns, before pixels were
             clipped; lower is a better match.
-        seconds: Time taken.
+        seconds: The time taken.
         history: The objective on the way, if the attack iterates.
-        undecided: What of this nothing in the gradient decided, in words: an order, whose a token
-            is. Empty if there is no such thing.
-        complete: Whether the attack came to its end. One that its `seconds` stopped returns the
-            best so far.
+        undecided: A sentence on what nothing in the gradient decided, such as an order. Empty if
+            there is no such thing.
+        complete: Whether the attack finished. One that its `seconds` stopped returns the best so
+            far.
 
     Example:
         >>> Reconstruction(token_ids=[[101, 7592, 102]], text=["hello"]).text
@@ -397,16 +402,15 @@ class Reconstruction:
 
 
 class Attack:
-    """Base of all attacks. A subclass is a dataclass of its settings with one method,
-    `reconstruct`.
+    """A base of all attacks; a subclass is a dataclass of its settings with a `reconstruct` method.
 
     An attack reads the observation and nothing else, and leaves the model as it found it.
     `hf_gradguard.testing.check_attack` checks this and the rest of the contract.
 
     Attributes:
-        name: What it is called, as in the registry.
-        domains: What it works on: `"text"`, `"image"` or both.
-        informed_by: What of an observation it makes use of if the server knows the defense:
+        name: Its name in the registry.
+        domains: The domains that it works on: `"text"`, `"image"` or both.
+        informed_by: Fields of an observation that it uses if the server knows the defense:
             `"noise_variance"`, `"mechanism"`.
 
     Example:
@@ -437,12 +441,12 @@ class Attack:
 
         Args:
             observation: What the server saw.
-            generator: Source of all randomness, on the gradient's device. Default: a fresh one.
+            generator: The source of all randomness, on the gradient's device. Default: a new one.
 
         Raises:
-            ValueError: If the attack cannot work on what was seen, with the reason.
+            ValueError: If the attack cannot work on what was seen; the message has the reason.
             TypeError: If the attack breaks its contract and returns something else than a
-                reconstruction of so many samples.
+                reconstruction of this many samples.
         """
         self.check_domain(observation)
         torch_rng = torch_generator(generator, observation.device)
@@ -451,11 +455,10 @@ class Attack:
         return reconstruction
 
     def check_domain(self, observation: Observation) -> None:
-        """Refuse what the attack was not made for.
+        """Refuse an observation of a domain that the attack was not made for.
 
         Raises:
-            ValueError: If the observation is of another domain than the attack's, with an attack
-                to take in its place.
+            ValueError: If the domain is another; the message names an attack to use instead.
         """
         if observation.domain.name not in self.domains:
             content = observation.domain.content
@@ -465,13 +468,14 @@ class Attack:
             )
 
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
-        """The attack itself. Implemented by subclasses."""
+        """Reconstruct the batch; subclasses implement it."""
         raise NotImplementedError
 
 
 def as_text(token_ids: list[list[int]], tokenizer: Any) -> list[str] | None:
-    """Ids as strings, without special tokens and positions where nothing was found; `None` without
-    a tokenizer.
+    """Return ids as strings, or `None` without a tokenizer.
+
+    Special tokens and positions where nothing was found are left out.
 
     Example:
         >>> as_text([[-1, *tokenizer("a fine film").input_ids]], tokenizer)

@@ -1,5 +1,6 @@
-"""Token embeddings that are shared name their tokens: only the rows that a batch looked up have a
-gradient.
+"""Tokens of a batch from the gradient of the token embeddings, if that is shared.
+
+Only the rows that a batch looked up have a gradient.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from .span.row_space import distances, row_space
 
 @dataclass
 class EmbeddingRows(Attack):
-    """The set of a batch's tokens, from the rows of the token embeddings' gradient.
+    """Finds the set of a batch's tokens from the rows of the token embeddings' gradient.
 
     Without noise the rows that are not zero are exactly the tokens whose input reaches the loss
     (padding has none, nor the last token of a causal language model's text). With noise, rows are
-    ranked by their norm, and those kept that stand out. If the output head is the same tensor,
+    ranked by their norm, and those are kept that stand out. If the output head is the same tensor,
     every row has a gradient: Σ_n p_n(v) h_n from the head. Those lie in the span of the head's
     inputs h, which the rows of unused tokens give away; the input's rows stand out of it.
 
     It finds neither the order nor how often a token occurs, as a row's norm tells nothing of
-    counts; and of a batch not whose token it is: every sample gets the whole set, the largest row
-    first.
+    counts. In a batch it does not find whose token it is: every sample gets the whole set, the
+    largest row first.
 
     Args:
-        seconds: Of a tied head the span takes most of the time: after so many, rows are ranked by
-            their norm alone, and the result is not complete.
+        seconds: Time after which rows are ranked by their norm alone, and the result is not
+            complete. For a tied head the span takes most of the time.
 
     Example:
         >>> from hf_gradguard import GradientMap
@@ -68,7 +69,7 @@ class EmbeddingRows(Attack):
 
 
 def _gradient(observation: Observation) -> tuple[Tensor, bool]:
-    """The token embeddings' gradient in float64, and whether the output head is the same tensor.
+    """Return the token embeddings' gradient in float64, and whether it is also the output head's.
 
     Raises:
         ValueError: If it was not shared, or says nothing.
@@ -91,8 +92,9 @@ def _gradient(observation: Observation) -> tuple[Tensor, bool]:
 
 
 def _standing_out(norms: Tensor, max_tokens: int) -> Tensor:
-    """Rows that are not zero, largest first; of a noisy gradient at most `max_tokens`, and only
-    what is not like the bulk.
+    """Return rows that are not zero, largest first.
+
+    Of a noisy gradient they are at most `max_tokens`, and only those that stand out of the bulk.
     """
     order = norms.argsort(descending=True)
     count = int((norms > 0).sum())
@@ -106,7 +108,7 @@ def _standing_out(norms: Tensor, max_tokens: int) -> Tensor:
 
 
 def _outside_head(gradient: Tensor, max_tokens: int) -> Tensor:
-    """Rows of a tied gradient that do not lie in the span of the head's inputs."""
+    """Return rows of a tied gradient that do not lie in the span of the head's inputs."""
     width = gradient.shape[1]
     if max_tokens >= min(width, len(gradient) // 2):
         raise ValueError(

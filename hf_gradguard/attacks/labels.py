@@ -1,12 +1,12 @@
-"""Labels, read off the gradient of the last layer, or of the one below it.
+"""Recovery of labels from the gradient of the last layer, or of the one below it.
 
 For cross-entropy over C classes the bias gradient of the last layer is mean_b (p_b - y_b): softmax
 probabilities minus the one-hot label. With one sample its only negative entry is the label (Zhao,
 Mopuri and Bilen, "iDLG", 2020). The weight's gradient is mean_b (p_b - y_b) h_bᵀ with the features
-h_b, so its product with what features are like on average says the same, from many more entries:
-noise averages out. Its row of a class over the bias gradient of that class is about the features of
-the samples of that class, which give their predictions, and so how often each class occurs (Ma et
-al., "Instance-wise Batch Label Restoration via Gradients in Federated Learning", 2023).
+h_b, so its product with mean features says the same, from many more entries: noise averages out.
+Its row of a class over the bias gradient of that class gives the features of the samples of that
+class, which give their predictions, and so how often each class occurs (Ma et al., "Instance-wise
+Batch Label Restoration via Gradients in Federated Learning", 2023).
 
 If the last layer is withheld, the layer below still gets (p - y) through its known weight.
 """
@@ -30,7 +30,7 @@ from .base import Observation, without_dropout
 
 
 def random_inputs(observation: Observation, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch of the shapes that were seen, drawn at random, without labels.
+    """Draw a batch of the shapes that were seen, without labels.
 
     Example:
         >>> random_inputs(observation, torch.Generator())["input_ids"].shape
@@ -50,21 +50,22 @@ def _random_ids(observation: Observation, generator: torch.Generator) -> dict[st
 
 
 def _special(observation: Observation) -> list[int]:
-    """Ids that are no words: of padding and ends, models make masks and places."""
+    """Return ids that are no words: models make masks and places of padding and ends."""
     model = observation.model
     special = {*special_ids(model, observation.tokenizer), *special_ids(model)}
     return sorted(special | set(_ends(observation)))
 
 
 def _ends(observation: Observation) -> list[int]:
-    """The ids that end a text, of which some models have several."""
+    """Return the ids that end a text, of which some models have several."""
     end = getattr(getattr(observation.model, "config", None), "eos_token_id", None)
     return [] if end is None else list(end) if isinstance(end, list | tuple) else [int(end)]
 
 
 def _with_end(observation: Observation, ids: Tensor) -> Tensor:
-    """Texts with an end, where no special token of the tokenizer's is one: classifiers of
-    encoder-decoders read their output there.
+    """Return texts with an end, where no special token of the tokenizer is one.
+
+    Classifiers of encoder-decoders read their output there.
     """
     ends = _ends(observation)
     if ends and is_encoder_decoder(observation.model):
@@ -87,8 +88,10 @@ _DECODER_TEXTS = 128  # drawn for a decoder, where one position of each counts
 
 
 def recover_labels(observation: Observation) -> Tensor:
-    """`(B,)` class ids: exact for one sample whose last layer is undefended, an estimate in
-    ascending order for several.
+    """Recover class ids `(B,)` from the gradient of the last layer.
+
+    They are exact for one sample whose last layer is undefended, and an estimate in ascending order
+    for several.
 
     Raises:
         ValueError: If the model's last layer gives no class scores, or its gradient was not shared
@@ -112,8 +115,10 @@ def recover_labels(observation: Observation) -> Tensor:
 
 
 def recover_labels_below(observation: Observation) -> Tensor:
-    """`(B,)` class ids without the last layer's gradient: that of the last layer which was shared,
-    compared to what it is at the attacker's own inputs with each label.
+    """Recover class ids `(B,)` without the last layer's gradient.
+
+    The gradient of the last layer that was shared is compared to what it is at the attacker's own
+    inputs with each label.
 
     Raises:
         ValueError: If the model's last layer gives no class scores.
@@ -156,10 +161,10 @@ def recover_labels_below(observation: Observation) -> Tensor:
 
 
 def check_classes(observation: Observation) -> None:
-    """Refuse models whose labels are no single class a sample.
+    """Refuse models whose labels are not a single class a sample.
 
     Raises:
-        ValueError: With what to do instead.
+        ValueError: If they are not; the message says what to do instead.
 
     Example:
         >>> check_classes(observation)
@@ -169,11 +174,14 @@ def check_classes(observation: Observation) -> None:
 
 
 def last_layer_slope(observation: Observation) -> Tensor:
-    """`(C,)`: mean_b (p_b - y_b), read off the last layer; of one sample without a bias only up to
-    a positive factor.
+    """Return mean_b (p_b - y_b), read off the last layer, `(C,)`.
 
-    Bias and weight are weighed by how sure each is. All rows of the last layer's gradient sum to
-    zero, so what they do sum to is noise.
+    For one sample without a bias it is known only up to a positive factor. Bias and weight are
+    weighed by how sure each is. All rows of the last layer's gradient sum to zero, so what they do
+    sum to is noise.
+
+    Raises:
+        ValueError: If neither gradient of the last layer was shared.
 
     Example:
         >>> slope = last_layer_slope(observation)  # softmax minus one-hot sums to zero
@@ -211,10 +219,10 @@ def last_layer_slope(observation: Observation) -> Tensor:
 def _slope_and_features(
     rows: Tensor, by_bias: Tensor, head: _Head, noise: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The slope of weight and bias together, `(C,)`, and mean features of the batch, `(H,)`.
+    """Return the slope of weight and bias together, `(C,)`, and mean features, `(H,)`.
 
-    What the batch's features are like is read off the weight's gradient by the slope, as far as it
-    stands out of the noise: a trained model's own inputs look otherwise than an attacker's.
+    The batch's mean features are read off the weight's gradient by the slope, as far as they stand
+    out of the noise: a trained model's own inputs look different from an attacker's.
     """
     slope, prior = by_bias, head.mean.square().mean().clamp_min(1e-30)
     for _ in range(3):
@@ -230,8 +238,9 @@ def _slope_and_features(
 
 
 def _shared(observation: Observation) -> Tensors:
-    """What was shared of the last layer's weight and bias, by name: of one type, the more precise
-    of the gradient's and the model's, and no less than float32.
+    """Return what was shared of the last layer's weight and bias, by name.
+
+    The type is the more precise one of the gradient's and the model's, and at least float32.
     """
     gradient, names = observation.gradient, _Head.names(observation)
     shared = {name: gradient[name] for name in names if name in gradient}
@@ -247,7 +256,7 @@ class _Head:
 
     layer: nn.Linear
     features: Tensor
-    """`(n, H)`."""
+    """Features `(n, H)` of random inputs in front of the layer."""
 
     @property
     def mean(self) -> Tensor:
@@ -255,14 +264,14 @@ class _Head:
 
     @staticmethod
     def names(observation: Observation) -> tuple[str, str]:
-        """What the last layer's weight and bias are called, whether or not there are such."""
+        """Return the names of the last layer's weight and bias, which may not exist."""
         owner = _last_parameter(observation)[0].rpartition(".")[0]
         prefix = f"{owner}." if owner else ""
         return f"{prefix}weight", f"{prefix}bias"
 
     @classmethod
     def from_observation(cls, observation: Observation) -> _Head | None:
-        """`None` if the last layer is not linear in features `(..., H)`."""
+        """Return the head, or `None` if the last layer is not linear in features `(..., H)`."""
         layer = observation.model.get_submodule(_Head.names(observation)[0].rpartition(".")[0])
         if not isinstance(layer, nn.Linear):
             return None
@@ -272,7 +281,7 @@ class _Head:
 
 
 def _random_features(observation: Observation, layer: nn.Linear) -> list[Tensor]:
-    """Features in front of the last layer, each `(n, H)`, of inputs drawn at random."""
+    """Return features in front of the last layer, each `(n, H)`, of random inputs."""
     head_calls: list[tuple[Tensor, Tensor]] = []
     features: list[Tensor] = []
     hook = layer.register_forward_hook(
@@ -292,8 +301,9 @@ def _random_features(observation: Observation, layer: nn.Linear) -> list[Tensor]
 
 
 def _counted_features(features: Tensor, output: Tensor, logits: Tensor) -> Tensor:
-    """Of features in front of the last layer those that logits come from, `(n, H)`: a decoder's
-    head runs at every position, and only a text's last one counts.
+    """Return those features in front of the last layer that logits come from, `(n, H)`.
+
+    A decoder's head runs at every position, and only a text's last one counts.
     """
     if output.dim() == 3 and output.shape[::2] == logits.shape:
         is_counted = torch.isclose(output.to(logits), logits[:, None]).all(-1)
@@ -303,10 +313,11 @@ def _counted_features(features: Tensor, output: Tensor, logits: Tensor) -> Tenso
 
 
 def _predictions(observation: Observation, head: _Head | None, slope: Tensor) -> Tensor:
-    """P `(C, C)`: the mean prediction for samples of each class.
+    """Return P `(C, C)`, the mean prediction for samples of each class.
 
-    Where the gradients of weight and bias say that a class occurs, their ratio gives its features,
-    as far as they stand out of the noise; elsewhere the attacker's own inputs' are taken.
+    If the gradients of weight and bias say that a class occurs, their ratio gives its features, as
+    far as they stand out of the noise. Otherwise the features of the attacker's own inputs are
+    used.
     """
     weight, bias = _Head.names(observation)
     shared = _shared(observation)
@@ -327,21 +338,22 @@ def _predictions(observation: Observation, head: _Head | None, slope: Tensor) ->
 
 
 def _noise(shared: Tensors) -> Tensor:
-    """The variance of noise on an entry of the last layer's gradient: without any, its rows sum to
-    zero.
+    """Return the variance of noise on an entry of the last layer's gradient.
+
+    Without noise its rows sum to zero.
     """
     sums = torch.cat([tensor.sum(0).flatten() for tensor in shared.values()])
     return sums.square().mean() / len(next(iter(shared.values())))
 
 
 def _non_negative(system: Tensor, target: Tensor) -> Tensor:
-    """The least-squares solution without negative entries."""
+    """Return the least-squares solution without negative entries."""
     solution, _ = nnls(np.asarray(system.cpu()), np.asarray(target.cpu()))
     return torch.from_numpy(solution).to(system.device)
 
 
 def _as_labels(counts: Tensor, observation: Observation) -> Tensor:
-    """Counts that add up to the batch, each class as often as it is said to occur."""
+    """Return labels whose counts add up to the batch, each class as often as `counts` says."""
     counts = counts.clamp_min(0)
     counts = counts * (observation.batch_size / counts.sum().clamp_min(1e-12))
     label_counts = counts.floor()
@@ -354,7 +366,7 @@ def _as_labels(counts: Tensor, observation: Observation) -> Tensor:
 
 
 def _last_parameter(observation: Observation) -> tuple[str, int]:
-    """The last parameter that has a row for each class, and how many there are."""
+    """Return the last parameter that has a row for each class, and the number of classes."""
     check_classes(observation)
     classes = getattr(getattr(observation.model, "config", None), "num_labels", None)
     parameters = dict(observation.model.named_parameters())
@@ -383,7 +395,7 @@ def _seeded_generator(observation: Observation) -> torch.Generator:
 
 
 def _mean_prediction(observation: Observation) -> Tensor:
-    """p̄ `(C,)` at random inputs."""
+    """Return the mean prediction p̄ `(C,)` at random inputs."""
     generator = _seeded_generator(observation)
     total: Tensor | float = 0.0
     with torch.no_grad(), _evaluating(observation.model):
@@ -396,7 +408,7 @@ def _mean_prediction(observation: Observation) -> Tensor:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout; batch statistics are put back."""
+    """Turn dropout off inside the context, and restore batch statistics afterwards."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         with without_dropout(model):

@@ -1,8 +1,7 @@
-"""Which of a model's weights read what: a linear layer's weight gradient is δᵀX, and X are its
-inputs.
+"""Inputs of a model's linear layers: a weight's gradient is δᵀX, with X the layer's inputs.
 
-Found by running the model and not by the layers' names, so that encoders, decoders, fused
-projections and LoRA are alike.
+Layers are found by running the model and not by their names, so that encoders, decoders, fused
+projections and LoRA are treated the same.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from .base import Observation, ordinary_id, without_dropout
 
 @dataclass(frozen=True)
 class Readers:
-    """Linear layers that read the same input.
+    """A group of linear layers that read the same input.
 
     Args:
         modules: The layers.
         names: Their weights' names, in the same order.
-        mixing: On what the input at a position depends: `"none"`, on the token there (and its
-            position) alone; `"causal"`, on the tokens up to there; `"full"`, on others too.
+        mixing: What the input at a position depends on: `"none"`, only the token there (and its
+            position); `"causal"`, the tokens up to there; `"full"`, other tokens too.
         positional: Whether one token gives different inputs at different positions.
         call: Which of a pass's calls of the layers this is: blocks may share their weights.
-        calls: How many there are. Their inputs share one gradient, and so one row space.
+        calls: How many calls there are. Their inputs share one gradient, and so one row space.
         pooled: Whether they read one input per text, and not one per position.
 
     Example:
@@ -56,38 +55,41 @@ class Readers:
     pooled: bool = False
 
     def gradients(self, observation: Observation) -> list[Tensor]:
-        """δᵀX of every layer: `(out, in)`."""
+        """Return the gradient δᵀX of every layer, `(out, in)`."""
         return [self.as_rows(i, observation.gradient[name]) for i, name in enumerate(self.names)]
 
     def as_rows(self, index: int, tensor: Tensor) -> Tensor:
-        """A tensor in the shape of a layer's weight as `(out, in)`: GPT-2's Conv1D has it the other
-        way round.
+        """Return a tensor in the shape of a layer's weight as `(out, in)`.
+
+        The weight of GPT-2's Conv1D is transposed.
         """
         return tensor.T if isinstance(self.modules[index], Conv1D) else tensor
 
     @property
     def num_rows(self) -> int:
-        """Rows of their gradients, stacked."""
+        """The number of rows of their gradients, stacked."""
         return sum(len(self.as_rows(i, m.weight)) for i, m in enumerate(self.modules))  # type: ignore[arg-type, misc]
 
     @property
     def max_rank(self) -> int:
-        """How many tokens their gradients can tell apart: the smaller of rows and columns."""
+        """The most tokens that their gradients can distinguish: the smaller of rows and columns."""
         return min(self.num_rows, self.width)
 
     @property
     def width(self) -> int:
-        """H, the entries of what they read."""
+        """The number H of entries of their input."""
         return int(self.as_rows(0, self.modules[0].weight).shape[1])  # type: ignore[arg-type]
 
     def has_shapes_of(self, readers: Readers) -> bool:
-        """Whether these are the same layers of another block."""
+        """Return whether these are the same layers of another block."""
         return [m.weight.shape for m in self.modules] == [m.weight.shape for m in readers.modules]
 
 
 def find_readers(observation: Observation) -> list[Readers]:
-    """The linear layers whose gradient was shared, grouped by what they read, in the order in which
-    they run. Layers that run several times a pass are there once for every call.
+    """Return the linear layers whose gradient was shared, grouped by the input that they read.
+
+    They are in the order in which they run. Layers that run several times a pass are there once for
+    every call.
 
     Example:
         >>> sorted({readers.mixing for readers in find_readers(observation)})  # of an encoder
@@ -144,12 +146,16 @@ def layer_inputs(
     mask: Tensor | None = None,
     **extra: Any,
 ) -> Tensor:
-    """What `readers` read when the model runs on candidates: `(B, T, H)`. The pass stops there.
+    """Return the inputs of `readers` when the model runs on candidates, `(B, T, H)`.
+
+    The pass stops there.
 
     Args:
-        ids: `(B, T)` token ids.
-        mask: `(B, T)`; default: all ones.
-        extra: Further inputs of the model.
+        observation: What the server saw.
+        readers: The layers.
+        ids: Token ids, `(B, T)`.
+        mask: The attention mask, `(B, T)`; default: all ones.
+        **extra: Further inputs of the model.
 
     Example:
         >>> layer_inputs(seen, find_readers(seen)[0], batch["input_ids"]).shape == gmap.input.shape
@@ -165,12 +171,14 @@ def all_inputs(
     mask: Tensor | None = None,
     **extra: Any,
 ) -> list[Tensor]:
-    """What several groups of layers read in one pass, which stops behind the last of them.
+    """Return the inputs of several groups of layers in one pass, which stops behind the last.
 
     Args:
-        ids: `(B, T)` token ids.
-        mask: `(B, T)`; default: all ones.
-        extra: Further inputs of the model.
+        observation: What the server saw.
+        groups: The groups of layers.
+        ids: Token ids, `(B, T)`.
+        mask: The attention mask, `(B, T)`; default: all ones.
+        **extra: Further inputs of the model.
 
     Example:
         >>> groups = find_readers(observation)[:2]
@@ -196,7 +204,7 @@ def all_inputs(
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Whether the loss is over next tokens, so that it does not depend on a text's last one.
+    """Return whether the loss is over next tokens, so that a text's last one does not count.
 
     Example:
         >>> is_causal_lm(model)  # a classifier
@@ -206,11 +214,17 @@ def is_causal_lm(model: nn.Module) -> bool:
 
 
 class _Stop(Exception):
-    """Ends a forward pass whose rest is not needed."""
+    """A forward pass ends here, since its rest is not needed."""
 
 
 def run(observation: Observation, ids: Tensor, mask: Tensor | None = None, **extra: Any) -> None:
-    """A forward pass of the model on candidates, without dropout, for what hooks see of it.
+    """Run the model on candidates, without dropout, so that hooks see the pass.
+
+    Args:
+        observation: What the server saw.
+        ids: Token ids, `(B, T)`.
+        mask: The attention mask, `(B, T)`; default: all ones.
+        **extra: Further inputs of the model.
 
     Example:
         >>> lengths = []
@@ -237,8 +251,9 @@ def _class_name(model: nn.Module) -> str:
 
 
 def _closing_ids(observation: Observation) -> list[int]:
-    """What a synthetic text must end with for the model to run to its end: classifiers of
-    encoder-decoders read their output at the end-of-sequence token.
+    """Return the ids that a synthetic text must end with for the model to run to its end.
+
+    Classifiers of encoder-decoders read their output at the end-of-sequence token.
     """
     end = getattr(getattr(observation.model, "config", None), "eos_token_id", None)
     return [int(end)] if is_encoder_decoder(observation.model) and end is not None else []
@@ -247,7 +262,7 @@ def _closing_ids(observation: Observation) -> list[int]:
 def _all_inputs(
     observation: Observation, modules: list[nn.Module], ids: list[int]
 ) -> dict[tuple[nn.Module, int], Tensor]:
-    """What each module reads at each of its calls, in order."""
+    """Return the input of each module at each of its calls, in order."""
     inputs: dict[tuple[nn.Module, int], Tensor] = {}
     counts: Counter[nn.Module] = Counter()
 
@@ -261,7 +276,7 @@ def _all_inputs(
 
 
 def two_tokens(observation: Observation) -> tuple[int, int]:
-    """Two ids with different embeddings, neither of them special if possible.
+    """Return two ids with different embeddings, neither of them special if possible.
 
     Example:
         >>> token, other_token = two_tokens(observation)
@@ -278,8 +293,9 @@ def two_tokens(observation: Observation) -> tuple[int, int]:
 
 
 def attended_positions(observation: Observation) -> Tensor:
-    """`(B, T)`, true at positions whose inputs the loss depends on: all tokens but, in a causal
-    language model, each text's last.
+    """Return a mask `(B, T)` of positions whose inputs the loss depends on.
+
+    They are all tokens except, in a causal language model, each text's last.
 
     Raises:
         ValueError: If there are none.
@@ -301,13 +317,12 @@ def attended_positions(observation: Observation) -> Tensor:
 
 @dataclass(frozen=True)
 class Slots:
-    """Where a batch's tokens are looked for, and which may stand there.
+    """The places where a batch's tokens are looked for, and the ids that may stand there.
 
     Args:
-        attended: `(B, T)`, true at the tokens that the loss depends on.
-        known_ids: `(B, T)`, ids that are known beforehand, -1 elsewhere.
-        candidate_ids: Ids by position, the best first; under 0 alone where the model has no
-            positions.
+        attended: A mask `(B, T)` of the tokens that the loss depends on.
+        known_ids: Ids that are known beforehand, `(B, T)`, -1 elsewhere.
+        candidate_ids: Ids by position, the best first; only under 0 if the model has no positions.
 
     Example:
         >>> slots = Slots(torch.ones(2, 3).bool(), torch.tensor([[2, -1, 3], [2, -1, 3]]))
@@ -323,33 +338,35 @@ class Slots:
 
     @classmethod
     def from_observation(cls, observation: Observation) -> Slots:
-        """All attended positions, of which special tokens are known."""
+        """Return all attended positions as slots, with special tokens as known ids."""
         attended = attended_positions(observation)
         return cls(attended, observation.known_ids().masked_fill(~attended, -1))
 
     @property
     def is_unknown(self) -> Tensor:
-        """`(B, T)`, true where a token is looked for."""
+        """The mask `(B, T)` of places where a token is looked for."""
         return self.attended & (self.known_ids < 0)
 
     def known_pairs(self, positional: bool) -> Tensor:
-        """`(k, 2)`: the known tokens, each position with its id. Equal ones give equal inputs, and
-        are there once. Without positions all stand at 0.
+        """Return the known tokens `(k, 2)`, each position with its id.
+
+        Equal ones give equal inputs, and are there once. Without positions all stand at 0.
         """
         rows, columns = (self.known_ids >= 0).nonzero(as_tuple=True)
         positions = columns if positional else torch.zeros_like(columns)
         return torch.stack([positions, self.known_ids[rows, columns]], -1).unique(dim=0)
 
     def capacity(self, positional: bool) -> tuple[Tensor, Tensor]:
-        """Positions at which to look, and for how many tokens at each. Without positions
-        everything is in one place.
+        """Return the positions at which to look, and for how many tokens at each.
+
+        Without positions everything is in one place.
         """
         counts = self.is_unknown.sum(0) if positional else self.is_unknown.sum().reshape(1)
         return counts.nonzero().flatten(), counts[counts > 0]
 
 
 def observed_length(observation: Observation) -> int | None:
-    """Tokens in the batch's longest text, special tokens included.
+    """Return the number of tokens in the batch's longest text, special tokens included.
 
     Only positions at which some text has a token have a gradient; padding has none. Under noise,
     the rows of positions that cannot have been used (from T on) tell its size.
@@ -359,7 +376,7 @@ def observed_length(observation: Observation) -> int | None:
 
     Returns:
         The length; `None` if the model learns no position embeddings, their gradient was not
-        shared, or noise covers it.
+            shared, or noise covers it.
 
     Example:
         >>> observed_length(observation) == int(batch["attention_mask"].sum(1).max())
@@ -382,11 +399,11 @@ def observed_length(observation: Observation) -> int | None:
 
 
 def with_length(observation: Observation) -> Observation:
-    """The observation, cut to the longest text's length, where that was not granted and can be read
-    off the gradient.
+    """Return the observation, cut to the longest text's length if the gradient tells it.
 
-    In what was pruned a row without entries says nothing, so nothing is read there. Token
-    embeddings do not tell: of most words they have no gradient anyway.
+    It is unchanged if the lengths were granted. A row without entries says nothing in what was
+    pruned, so nothing is read there. Token embeddings do not tell: they have no gradient for most
+    words anyway.
 
     Example:
         >>> from dataclasses import replace
@@ -417,9 +434,7 @@ def _is_pruned(observation: Observation) -> bool:
 
 
 def _position_gradient(observation: Observation, tokens: nn.Module) -> tuple[Tensor, int] | None:
-    """The gradient of the embedding that is read at consecutive rows, and the row of the first
-    position.
-    """
+    """Return the gradient of the embedding that is read at consecutive rows, and its first row."""
     shared = observation.gradient
     names = {id(p): name for name, p in observation.model.named_parameters() if name in shared}
     recorded: dict[nn.Module, Tensor] = {}

@@ -1,9 +1,9 @@
-"""An attacker that learns to invert, from messages of public texts behind the client's defense.
+"""An attack that learns to invert, from messages of public texts behind the client's defense.
 
-A linear layer's gradient is g = Σ_t δ_t a_tᵀ: along the directions that slopes δ have, it holds
-what the text's tokens bring into the layer. Public texts say what each token brings in, and which
-directions slopes have. A classifier, shared by all tokens, learns from messages of other texts what
-of this a defense leaves.
+A linear layer's gradient is g = Σ_t δ_t a_tᵀ: along the directions of slopes δ it holds what the
+text's tokens bring into the layer. Public texts say what each token brings in, and which directions
+slopes have. A classifier, shared by all tokens, learns from messages of other texts what a defense
+leaves of this.
 
 Reference: Wu et al., "Learning To Invert: Simple Adaptive Attacks for Gradient Inversion in
 Federated Learning" (2023), whose network writes the input itself, from far more messages.
@@ -53,27 +53,28 @@ _CLASSIFIERS = {
 
 @dataclass
 class LearnedInversion(Attack):
-    """Learns to invert. It protects public texts as the client does, and trains a classifier on
-    these messages: does this token's text stand behind the message? So it follows every defense,
-    also one that no likelihood describes.
+    """Learns from messages of public texts which tokens stand behind a message.
 
-    It reads messages of one text, and returns as many tokens as that has, each once, the likeliest
-    first: not their order. What it learned is kept for later messages of the same model.
+    It protects public texts as the client does, and trains a classifier on these messages: does
+    this token's text stand behind the message? So it follows every defense, also one that no
+    likelihood describes. It reads messages of one text, and returns as many tokens as that has,
+    each once, the likeliest first: not their order. What it learned is kept for later messages of
+    the same model.
 
     Args:
         public_texts: Texts like the client's, or their ids: at least 16. Audits give candidates
             that are in no audited message.
         public_labels: Their classes. Default: the message's own for all of them.
-        defense: The client's, a `Defense` or its name. Audits give the audited one.
-        messages: How many of public texts to learn from.
-        seconds: Stop learning after so many. With less than 10 messages the most frequent tokens
-            are returned.
-        seed: Of its own messages' noise, and of the tokens that are compared: what it learns
-            depends on no message.
+        defense: The client's defense, a `Defense` or its name. Audits give the audited one.
+        messages: The number of messages of public texts to learn from.
+        seconds: Time after which learning stops. With less than 10 messages the most frequent
+            tokens are returned.
+        seed: The seed of its own messages' noise, and of the tokens that are compared: what it
+            learns depends on no message.
         progress: Show a bar.
 
     Raises:
-        ValueError: For a setting out of range.
+        ValueError: If a setting is out of range.
 
     Example:
         >>> attack = LearnedInversion(["a fine film", "a dull plot"] * 8, defense="pruning")
@@ -134,7 +135,7 @@ class LearnedInversion(Attack):
         )
 
     def _reader(self, observation: Observation, label: int | None, clock: Clock) -> TokenReader:
-        """What was learned of this model, or is learned now."""
+        """Return what was learned of this model, or learn it now."""
         model = observation.model
         versions = tuple(parameter._version for parameter in model.parameters())
         own_label = label if self.public_labels is None else None
@@ -179,14 +180,16 @@ def _as_labels(label: int | None, device: torch.device) -> Tensor | None:
 
 
 class PublicLayers:
-    """What public texts tell of linear layers: what each token brings into one, by a linear map of
-    its embedding, and the directions of slopes by label.
+    """The inputs and slopes of linear layers on public texts.
+
+    A token's input of a layer is a linear map of its embedding; the directions of slopes are kept
+    by label.
 
     Args:
-        observation: Of a message, for model and framing.
+        observation: An observation of a message, for model and framing.
         rows: Public texts with their labels.
-        tokens: Ids that are told apart.
-        seconds: Look into no more texts after so many, if there are 16.
+        tokens: Ids to distinguish.
+        seconds: Time after which no more texts are examined, if there are 16.
 
     Raises:
         ValueError: If no layer that takes in a vector a token was shared.
@@ -244,8 +247,10 @@ class PublicLayers:
     def products(
         self, message: Mapping[str, Tensor], label: int | None
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of each layer the message along slopes' directions `(slopes, in)`, and along random ones
-        `(mixtures, in)`, in which a vector is as long as in the message, roughly.
+        """Return each layer's message along slopes' directions, and along random ones.
+
+        They are `(slopes, in)` and `(mixtures, in)`. A vector is about as long in the latter as in
+        the message.
         """
         products = {}
         for name, is_turned in self._turned.items():
@@ -259,7 +264,7 @@ class PublicLayers:
         return products
 
     def features(self, products: Mapping[str, tuple[Tensor, Tensor]], places: Tensor) -> np.ndarray:
-        """`(tokens, features)`: products by layer and slope, and logarithms of energies."""
+        """Return products by layer and slope, and logarithms of energies, `(tokens, features)`."""
         along, energies = [], []
         for name, (rows, mixtures) in products.items():
             brought_in = self._tokens[name][places]
@@ -269,7 +274,10 @@ class PublicLayers:
 
 
 def _brought_in(inputs: Tensor, ids: Tensor, vectors: Tensor, tokens: list[int]) -> Tensor:
-    """`(tokens, in)` of norm 1, in coordinates in which public inputs vary alike."""
+    """Return tokens' inputs of norm 1, `(tokens, in)`, in whitened coordinates.
+
+    Public inputs vary equally in all of these coordinates.
+    """
     public_vectors, inputs = vectors[ids], inputs.double()
     identity = torch.eye(vectors.shape[1]).to(vectors)
     ridge = 10 * public_vectors.square().mean() * identity
@@ -283,7 +291,7 @@ def _brought_in(inputs: Tensor, ids: Tensor, vectors: Tensor, tokens: list[int])
 
 
 def _directions(slopes: Tensor) -> Tensor:
-    """`(slopes, out)`, each pointing where the mean slope does."""
+    """Return directions of slopes, `(slopes, out)`, each pointing where the mean slope does."""
     mean = slopes.mean(0)
     rows = torch.cat([mean[None] * len(slopes) ** 0.5, slopes]).double()
     _, vectors = torch.linalg.eigh(rows.T @ rows)
@@ -292,12 +300,12 @@ def _directions(slopes: Tensor) -> Tensor:
 
 
 class TokenReader:
-    """A classifier of tokens, shared by all of them: is it in this message's text?
+    """A classifier of tokens, shared by all of them: is a token in this message's text?
 
     Args:
-        layers: Of public texts.
+        layers: What public texts tell of layers.
         counts: How often tokens are in public texts, which is the prior.
-        seed: Of the tokens that are compared.
+        seed: The seed of the tokens that are compared.
     """
 
     def __init__(self, layers: PublicLayers, counts: Mapping[int, int], seed: int) -> None:
@@ -311,11 +319,11 @@ class TokenReader:
 
     @property
     def messages(self) -> int:
-        """How many it learned from."""
+        """The number of messages that it learned from."""
         return len(self._rows)
 
     def add(self, message: Mapping[str, Tensor], label: int | None, text: set[int]) -> None:
-        """A public text's message to learn from."""
+        """Add a public text's message to learn from."""
         frequent = self._rng.choice(self._tokens, _OTHER_TOKENS, p=self._prior)
         other_tokens = sorted(set(frequent.tolist()) - text)
         reference = self._rng.choice(self._tokens, _USUAL_TOKENS)
@@ -345,7 +353,7 @@ class TokenReader:
         )
 
     def likeliest(self, message: Mapping[str, Tensor], label: int | None, count: int) -> list[int]:
-        """So many tokens, each once."""
+        """Return the `count` likeliest tokens, each once."""
         scores = np.log(self._prior)
         if self._classifier is not None:
             products = self._layers.products(message, label)
@@ -357,6 +365,6 @@ class TokenReader:
 
 
 def _standardized(rows: np.ndarray, usual: np.ndarray) -> np.ndarray:
-    """In units of usual tokens, and the sizes beside the signed products."""
+    """Return features in units of usual tokens, with sizes beside the signed products."""
     rows = (rows - usual.mean(0)) / np.maximum(usual.std(0), 1e-6)
     return np.concatenate([rows, np.abs(rows)], 1)

@@ -1,9 +1,9 @@
-"""How likely a message is if a batch is behind it, and which of two batches it is of.
+"""Likelihood of a message if a batch is behind it, and which of two batches it is of.
 
-A reconstruction attack that fails may be too weak. Pairs search nothing: of two texts that differ
-in one word, or images that differ in one patch, the attacker says which one a message is of. A fair
-coin decides which, so that a message which does not depend on the text is at chance exactly,
-whatever the attacker does.
+A reconstruction attack that fails may be too weak. Pairs search nothing: given two texts that
+differ in one word, or images that differ in one patch, the attacker says which one a message is of.
+A fair coin decides which is sent, so that a message which does not depend on the text is at chance
+exactly, whatever the attacker does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PATCHES = 4
 
 
 def mechanism_of(observation: Observation) -> Mechanism | None:
-    """A message's mechanism as it was granted; of `noise_variance` alone that of Gaussian noise.
+    """Return a message's mechanism as it was granted; `noise_variance` alone means Gaussian noise.
 
     Example:
         >>> from dataclasses import replace
@@ -52,15 +52,15 @@ def mechanism_of(observation: Observation) -> Mechanism | None:
 
 
 class Likelihood:
-    """log p(message | candidate) of K candidates, up to what is the same for all.
+    """The function log p(message | candidate) of K candidates, up to a common constant.
 
-    Where the mechanism says that entries are exact, or in a cell, those that are not count by their
+    If the mechanism says that entries are exact, or in a cell, those that are not count by their
     distance in units of what evaluations differ in by rounding.
 
     Args:
         mechanism: How the message was made.
         message: What was shared.
-        floor: The variance of that rounding, or of draws that the attacker does not know, a
+        floor: The variance of that rounding, or of draws that the attacker does not know, by
             parameter.
 
     Example:
@@ -86,7 +86,7 @@ class Likelihood:
         return int((is_noisy & is_kept.bool()).sum())
 
     def __call__(self, gradient: Mapping[str, Tensor]) -> Tensor:
-        """`(K,)` in float64, of gradients `(K, *parameter.shape)`."""
+        """Return the log-likelihood of gradients `(K, *parameter.shape)`, `(K,)` in float64."""
         gradient = self._as_sent(gradient)
         count = len(next(iter(gradient.values())))
         device = next(iter(gradient.values())).device
@@ -103,8 +103,9 @@ class Likelihood:
         return total
 
     def _growth_of_noise(self, gradient: Mapping[str, Tensor]) -> Tensor | None:
-        """`(K,)`, how many times the variance is what it would be behind each candidate, whose own
-        strength it follows.
+        """Return by which factor the variance would be another behind each candidate, `(K,)`.
+
+        It is `None` unless the noise follows the gradient's own strength.
         """
         if self.mechanism.relative_to is None:
             return None
@@ -147,8 +148,9 @@ class Likelihood:
         return -_sum(misfit)
 
     def _threshold(self, gradient: Mapping[str, Tensor]) -> Tensor:
-        """`(K,)`, the least |g| that is kept: the message's own, or where noise hides that, a
-        candidate's.
+        """Return the least |g| that is kept, `(K,)`.
+
+        It is the message's own, or a candidate's where noise hides that.
         """
         assert self._is_kept is not None
         sizes = next(iter(gradient.values()))
@@ -159,7 +161,7 @@ class Likelihood:
         return flat.kthvalue(flat.shape[1] - kept_count + 1, dim=1).values
 
     def _rounded(self, y: Tensor, g: Tensor, floor: float) -> Tensor:
-        """That a candidate's entries are in the cells of the message's."""
+        """Return the log-likelihood that a candidate's entries are in the message's cells."""
         if self.mechanism.rounding == "sign":
             size = g.abs()
             wrong = size.masked_fill(g.sign() == y.sign(), 0)
@@ -177,19 +179,19 @@ class Likelihood:
 
 
 def clipped(gradient: Mapping[str, Tensor], norm: float) -> Tensors:
-    """Each of K gradients `(K, *parameter.shape)`, scaled down to this norm where it is longer."""
+    """Scale each of K gradients `(K, *parameter.shape)` down to this norm if it is longer."""
     squares = [g.flatten(1).double().square().sum(1) for g in gradient.values()]
     scale = (norm / torch.stack(squares).sum(0).sqrt()).clamp(max=1)
     return {name: scaled(g, scale) for name, g in gradient.items()}
 
 
 def scaled(gradient: Tensor, by: Tensor) -> Tensor:
-    """Each of `(K, *shape)` times one number."""
+    """Multiply each of the K entries of `(K, *shape)` by its number."""
     return gradient * by.to(gradient).view(-1, *[1] * (gradient.dim() - 1))
 
 
 def _quantized(g: Tensor, mechanism: Mechanism) -> Tensor:
-    """As a client would round each of several gradients."""
+    """Return several gradients, each rounded as a client would."""
     flat = g.flatten(1)
     if mechanism.rounding == "sign":
         return g.sign() * flat.abs().mean(1).view(-1, *[1] * (g.dim() - 1))
@@ -211,11 +213,11 @@ def _sum(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Distinguishability:
-    """Of pairs of texts that differ in one word, how often a message says which of them it is of.
+    """The rate at which messages reveal which of two texts that differ in one word they are of.
 
     Args:
-        correct: How often it did; where both are equally likely, half.
-        pairs: How many there were, each with a message of its own.
+        correct: The number of pairs for which the attacker's answer was correct; a tie counts half.
+        pairs: The number of pairs, each with a message of its own.
         relative_change: ‖g - g'‖/‖g‖ of a pair's gradients, the median.
         direction_ratio: √d ‖g‖/‖message - g‖, the median: by how much a gradient stands out of
             noise of that size, along its own direction. Noise leaves about `direction_ratio` times
@@ -234,13 +236,14 @@ class Distinguishability:
 
     @property
     def rate(self) -> float:
-        """The share of pairs that are told right: 0.5 is chance, 1 is all."""
+        """The fraction of pairs for which the answer is correct; 0.5 is chance, 1 is all."""
         return self.correct / self.pairs
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Exact, at 95 % (Clopper and Pearson). Pairs have messages and coins of their own. Ties
-        are rounded toward chance.
+        """The exact interval of `rate` at 95 % (Clopper and Pearson).
+
+        Pairs have messages and coins of their own. Ties are rounded toward chance.
         """
         whole = int(self.correct) if 2 * self.correct >= self.pairs else -int(-self.correct // 1)
         ends = binomtest(whole, self.pairs).proportion_ci(0.95, method="exact")
@@ -248,15 +251,16 @@ class Distinguishability:
 
     @property
     def is_at_chance(self) -> bool:
-        """Whether the interval reaches down to 0.5: only then may a word be called hidden, and only
-        as far as so many pairs say it.
+        """Whether the interval reaches down to 0.5.
+
+        Only then may a word be called hidden, and only as far as this many pairs show it.
         """
         return self.interval[0] <= 0.5
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What became of one pair.
+    """The outcome of one pair.
 
     Args:
         correct: 1 if the likelier text was the true one, 0.5 if both were equally likely.
@@ -270,7 +274,7 @@ class Pair:
 
 
 def summarize_pairs(pairs: Sequence[Pair]) -> Distinguishability:
-    """All pairs together.
+    """Return the summary of all pairs.
 
     Example:
         >>> summarize_pairs([Pair(1.0, 0.25, 10.0), Pair(0.5, 0.75, 20.0)])
@@ -290,14 +294,14 @@ def distinguish(
     pairs: int,
     stream: Stream,
 ) -> list[Pair]:
-    """Pairs of a batch and the same with one word, or one patch, changed.
+    """Return outcomes of pairs: a batch, and the same with one word, or one patch, changed.
 
     Args:
-        batch: What a client has.
-        tokenizer: Tells special tokens. `None` for images.
-        send: What the server sees of a batch.
-        pairs: How many.
-        stream: Of changes and coins.
+        batch: The batch that a client has.
+        tokenizer: The tokenizer, which knows special tokens. `None` for images.
+        send: A function that returns what the server sees of a batch.
+        pairs: The number of pairs.
+        stream: The source of changes and coins.
     """
     outcomes: list[Pair] = []
     of_batch: dict[float | None, tuple[Tensors, dict[str, float]]] = {}  # the same for all pairs
@@ -315,8 +319,9 @@ def distinguish(
 
 
 def change(batch: dict[str, Any], tokenizer: Any, stream: Stream) -> dict[str, Any]:
-    """The batch with one word of one text replaced by another of the vocabulary, or one patch of
-    one image by another of the same image.
+    """Return the batch with one word of one text, or one patch of one image, replaced.
+
+    A word is replaced by another of the vocabulary, a patch by another of the same image.
 
     Raises:
         ValueError: If there is no word to replace.
@@ -353,7 +358,7 @@ def change(batch: dict[str, Any], tokenizer: Any, stream: Stream) -> dict[str, A
 
 
 def _move_patch(images: Tensor, row: int, stream: Stream) -> Tensor:
-    """With a patch of one image in the place of another one of it."""
+    """Return images of which one has a patch in the place of another one."""
     changed = images.clone()
     sides = [(side, max(1, side // PATCHES)) for side in images.shape[-2:]]
     for _ in range(20):  # patches of a plain background are alike
@@ -375,12 +380,12 @@ def _move_patch(images: Tensor, row: int, stream: Stream) -> Tensor:
 def _choose(
     observation: Observation, true: tuple[Tensors, dict[str, float]], other_gradient: Tensors
 ) -> Pair:
-    """Whether the message is likelier of the batch than of the other one, which it is not of.
+    """Return whether the message is likelier for the batch that was sent than for the other.
 
     Args:
         observation: What the server sees.
         true: `_gradient` of the batch that was sent.
-        other_gradient: Of the other one.
+        other_gradient: The gradient of the other batch.
     """
     message, mechanism = observation.gradient, mechanism_of(observation)
     gradient, spread = true
@@ -402,8 +407,10 @@ def _choose(
 def _gradient(
     observation: Observation, batch: dict[str, Any], clip: float | None
 ) -> tuple[Tensors, dict[str, float]]:
-    """A batch's gradient, or the mean of its samples' where each is clipped. Where the model drops
-    out at random, the mean over draws of the attacker's own; and by how much these vary.
+    """Return a batch's gradient, or the mean of its samples' if each is clipped.
+
+    If the model drops out at random, it is the mean over draws of the attacker's own. The second
+    value is by how much these vary.
     """
     model, names, rows = observation.model, list(observation.gradient), [batch]
     if clip is not None:
@@ -428,7 +435,7 @@ def _gradient(
 
 
 def _plain_gradient(observation: Observation, batch: dict[str, Any], seed: int) -> Tensors:
-    """A batch's own, with the draws of a seed."""
+    """Return a batch's unclipped gradient, with the draws of a seed."""
     model, names = observation.model, list(observation.gradient)
     if observation.local is not None:
         many = observation.local.many_gradients(model, names, [seed])
@@ -443,13 +450,13 @@ def _plain_gradient(observation: Observation, batch: dict[str, Any], seed: int) 
 
 
 def _floor(observation: Observation) -> float:
-    """The variance by which evaluations of one gradient differ, an entry."""
+    """Return the variance by which evaluations of one gradient differ, per entry."""
     entries = sum(y.numel() for y in observation.gradient.values())
     return _ROUNDING**2 * _norm(observation.gradient) ** 2 / entries + 1e-38
 
 
 def _cosines(message: Mapping[str, Tensor], gradient: Tensors) -> float:
-    """The sum over tensors of the cosine, of what was shared of each."""
+    """Return the sum over tensors of the cosine in the entries that were shared."""
     total = 0.0
     for name, y in message.items():
         g = gradient[name] * (y != 0)

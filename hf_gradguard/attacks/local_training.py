@@ -1,4 +1,4 @@
-"""What a server knows of a client's local training, when it sees the change of weights alone."""
+"""The local training of a client, as known to a server that sees only the change of weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """How a client trained before it sent.
+    """The local training of a client before it sent.
 
     Args:
         rates: The learning rate of each step.
-        optimizer: As `make_optimizer` makes it.
+        optimizer: The optimizer, as `make_optimizer` makes it.
         batch_size: Samples a step, of all the client's samples in one order, over and over. `None`:
-            every step is on all of them, which is what is best assumed where epochs shuffle: to
-            first order in the learning rate it is the same, in whatever order the batches were.
+            every step is on all of them. That is the best assumption if epochs shuffle: to first
+            order in the learning rate it is the same, in whatever order the batches were.
 
     Example:
         >>> local = LocalTraining((0.1, 0.1, 0.1), make_optimizer("sgd"), batch_size=1)
@@ -51,7 +51,7 @@ class LocalTraining:
         optimizer: str | Optimizer,
         optimizer_kwargs: Mapping[str, Any] | None,
     ) -> LocalTraining:
-        """The arguments of `Observation.from_update`.
+        """Return the training that the arguments of `Observation.from_update` describe.
 
         Raises:
             ValueError: If there are not as many learning rates as steps.
@@ -69,12 +69,12 @@ class LocalTraining:
         weights_before: Weights,
         weights_after: Weights,
     ) -> Tensors:
-        """The mean gradient that a change of weights says; see `difference` for what it raises."""
+        """Return the mean gradient behind a change of weights; `difference` says what it raises."""
         start, change = difference(model, weights_before, weights_after)
         return mean_gradient(self.optimizer, self.rates, start, change)
 
     def scale_grants(self, grants: Mapping[str, Any]) -> dict[str, Any]:
-        """What is granted of an update's defense, as it is of the mean gradient."""
+        """Convert what is granted of an update's defense to the unit of the mean gradient."""
         scale = self.optimizer.linear(list(self.rates))[1]
         scaled = dict(grants)
         if (variance := grants.get("noise_variance")) is not None:
@@ -92,14 +92,14 @@ class LocalTraining:
         return scaled
 
     def batches(self, full_batch: Batch) -> list[Batch]:
-        """What each step is on, of a batch of all samples."""
+        """Return the batch of each step, given a batch of all samples."""
         pieces = pieces_of(full_batch, self.batch_size)
         return list(islice(cycle(pieces), len(self.rates)))
 
     def gradient_map(
         self, model: nn.Module, full_batch: Batch, loss_fn: LossFunction | None
     ) -> UpdateMap:
-        """The map from candidates for all samples to the mean gradient of this training."""
+        """Return the map from candidates for all samples to the mean gradient of this training."""
         batches, rates = self.batches(full_batch), list(self.rates)
         return MeanGradientMap(
             model, batches, learning_rate=rates, optimizer=self.optimizer, loss_fn=loss_fn
@@ -108,12 +108,12 @@ class LocalTraining:
     def many_gradients(
         self, model: nn.Module, names: Sequence[str], seeds: Sequence[int]
     ) -> ManyGradients:
-        """Mean gradients of many candidates for a client's only batch."""
+        """Return the function that gives mean gradients of many candidates for the only batch."""
         return _ManyTrainings(self, model, names, seeds)
 
 
 class _ManyTrainings(ManyGradients):
-    """What training on each batch adds up to, one after the other."""
+    """The mean gradients of training on each of many batches, one after the other."""
 
     def __init__(
         self, local: LocalTraining, model: nn.Module, names: Sequence[str], seeds: Sequence[int]
@@ -142,7 +142,7 @@ class _ManyTrainings(ManyGradients):
 def difference(
     model: nn.Module, weights_before: Weights, weights_after: Weights
 ) -> tuple[Tensors, Tensors]:
-    """The weights that an update changed, before it, and their change, by name.
+    """Return the weights that an update changed, before it, and their change, by name.
 
     Raises:
         ValueError: If a name is not the model's, one is missing before, or a shape differs.
@@ -180,7 +180,7 @@ def difference(
 
 
 def with_weights(model: nn.Module, weights: Weights) -> nn.Module:
-    """The model, if these are its weights, or a copy that has them.
+    """Return the model, if these are its weights, or a copy that has them.
 
     Example:
         >>> with_weights(model, model.state_dict()) is model

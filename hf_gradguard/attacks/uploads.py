@@ -16,10 +16,10 @@ _Variance = float | Mapping[str, Tensor] | None
 
 
 def average(observations: Sequence[Observation]) -> Observation:
-    """Several uploads of one batch, from the same weights, as one: fresh noise averages out.
+    """Average several uploads of one batch from the same weights: independent noise averages out.
 
-    Each entry weighs by the inverse of its noise's variance, where it was not withheld. Of Gaussian
-    noise the mean says all that the uploads say, in whatever order they are.
+    Each entry weighs by the inverse of its noise's variance, where it was not withheld. For
+    Gaussian noise the mean says all that the uploads say, in whatever order they are.
 
     Raises:
         ValueError: If there are none, they name different parameters, or what is known of them
@@ -65,8 +65,9 @@ def average(observations: Sequence[Observation]) -> Observation:
 
 
 def can_average(reference: Observation, observation: Observation) -> bool:
-    """Whether two uploads from the same weights differ in nothing that is known of them but the
-    variance of Gaussian noise, so that they have a mean.
+    """Return whether two uploads from the same weights have a mean.
+
+    All that is known of them has to be the same, except for the variance of Gaussian noise.
 
     Example:
         >>> can_average(seen, replace(seen, noise_variance=0.5))  # the noise of one is unknown
@@ -106,7 +107,7 @@ def _equal_variances(reference: _Variance, variance: _Variance) -> bool:
 
 
 def _variance(observation: Observation, name: str) -> Tensor:
-    """Of the noise on a parameter as far as it is known, to be broadcast; 0 where it is not."""
+    """Return the known variance of the noise on a parameter, to be broadcast; 0 if unknown."""
     variance = observation.noise_variance
     if observation.mechanism is not None and observation.mechanism.variance is not None:
         variance = observation.mechanism.variance
@@ -116,7 +117,7 @@ def _variance(observation: Observation, name: str) -> Tensor:
 
 
 def _shares(observations: Sequence[Observation], name: str) -> Tensor:
-    """`(n, *shape)`, or `(n,)` where all entries weigh alike: each upload's weight in the mean."""
+    """Return each upload's weight in the mean, `(n, *shape)`, or `(n,)` if entries are equal."""
     variances = [_variance(observation, name) for observation in observations]
     if _is_pruned(observations[0]) or any(variance.dim() for variance in variances):
         variances = [_infinite_where_withheld(upload, upload.gradient[name], variance)
@@ -134,7 +135,10 @@ def _is_pruned(observation: Observation) -> bool:
 
 
 def _infinite_where_withheld(observation: Observation, y: Tensor, variance: Tensor) -> Tensor:
-    """Infinite where an entry was withheld: 0, and if no mechanism says so, without noise."""
+    """Return variances that are infinite where an entry was withheld.
+
+    It was withheld if it is 0 and, unless a mechanism says so, has no noise.
+    """
     variance = variance.to(y.device, torch.promote_types(y.dtype, torch.float32))
     withheld = (y == 0) if _is_pruned(observation) else (y == 0) & (variance == 0)
     return variance.expand_as(y).masked_fill(withheld, torch.inf)
@@ -149,7 +153,7 @@ def _mean(observations: Sequence[Observation], name: str, shares: Tensor) -> Ten
 
 
 def _variance_of_mean(variances: Sequence[_Variance], shares: Tensors) -> float | Tensors | None:
-    """The variance of a mean with these shares, of what has such variances."""
+    """Return the variance of a mean with these weights, of terms with such variances."""
     if any(variance is None for variance in variances):
         return None
     variance_by_name = {}
@@ -168,18 +172,19 @@ def _variance_of_mean(variances: Sequence[_Variance], shares: Tensors) -> float 
 
 
 def accumulate_uploads(uploads: Iterable[Observation], index: int = 0) -> Observation:
-    """One batch's upload with what later ones bring of it, each entry with the number of batches
-    that it is a sum of, in its mechanism.
+    """Return one batch's upload with what later uploads bring of the same batch.
+
+    The mechanism has for each entry the number of batches that it is a sum of.
 
     Args:
-        uploads: One client's, in order, behind error feedback, with mechanisms, at models that
-            differ little. Earlier ones tell how many batches an entry holds, later ones what was
-            left out. What a first one's mechanism says of the batches before it is taken over.
-        index: Which of them is attacked.
+        uploads: One client's uploads, in order, behind error feedback, with mechanisms, at models
+            that differ little. Earlier ones tell how many batches an entry holds, later ones what
+            was left out. What a first one's mechanism says of the batches before it is taken over.
+        index: The number of the upload that is attacked.
 
     Returns:
         The observation at that place. Entries that no upload brings are 0, and count the batches
-        that the next one would bring. Fitted messages are `later_messages` of its mechanism.
+            that the next one would bring. Fitted messages are `later_messages` of its mechanism.
 
     Raises:
         ValueError: If there is none at that place, or one has no mechanism or other parameters.
@@ -229,7 +234,7 @@ def accumulate_uploads(uploads: Iterable[Observation], index: int = 0) -> Observ
 
 
 def _check_upload(observation: Observation, names: Iterable[str]) -> Mechanism:
-    """The mechanism of an upload that names these parameters."""
+    """Return the mechanism of an upload that names these parameters."""
     if observation.mechanism is None or observation.gradient.keys() != set(names):
         raise ValueError(
             "accumulate_uploads needs uploads of one client, of the same parameters and with the "
@@ -239,12 +244,13 @@ def _check_upload(observation: Observation, names: Iterable[str]) -> Mechanism:
 
 
 def single_batch_entries(observation: Observation) -> Observation | None:
-    """Of accumulated messages the entries that are the batch's own, as if it had been pruned to
-    them without feedback, for any attack; `None` where there is none, or
-    which ones is unknown.
+    """Return those entries of accumulated messages that are the batch's own, or `None`.
+
+    The observation is as if it had been pruned to them without feedback, for any attack. It is
+    `None` if there is no such entry, or which ones is unknown.
 
     Args:
-        observation: With `batches` in its mechanism.
+        observation: An observation with `batches` in its mechanism.
 
     Example:
         >>> from hf_gradguard.defenses.mechanism import Mechanism

@@ -1,1 +1,1 @@
-"""A list of candidates, and which of them is behind a message."""
+"""Membership inference: which of a list of candidates are behind a message."""

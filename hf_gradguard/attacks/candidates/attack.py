@@ -1,6 +1,5 @@
-"""Which of a list of candidates is behind a message.
+"""Membership inference by candidate sets: templates, a leaked corpus, words at one place.
 
-Membership inference by candidate sets: templates, a leaked corpus, the vocabulary at one place.
 Each candidate's gradient is computed once, and compared to what was shared. Noise that stops every
 reconstruction attack may leave one of a thousand candidates recognizable: it averages out over
 millions of coordinates.
@@ -25,16 +24,16 @@ from .scorer import Scorer
 
 @dataclass
 class Ranked(Reconstruction):
-    """How likely each of K candidates is to be in a message.
+    """A ranking of K candidates by how likely each is to be in a message.
 
-    The best B of them stand as the reconstruction.
+    The best B of them are the reconstruction.
 
     Args:
-        scores: `(K,)` in float64, logarithms: for one sample of p(message | candidate), up to what
-            all have in common; for several of p(message | candidate in it)/p(message).
-        ranking: `(K,)`: numbers of candidates, the likeliest first.
-        posterior: `(K,)`: the probability of each of being in the message, where all were equally
-            likely before and B of them are. They add up to B. Where the defense has no known
+        scores: `(K,)` in float64, logarithms: for one sample of p(message | candidate), up to a
+            common constant; for several of p(message | candidate in it)/p(message).
+        ranking: The numbers of candidates, the likeliest first, `(K,)`.
+        posterior: The probability of each candidate of being in the message, `(K,)`, if all were
+            equally likely before and B of them are. They add up to B. If the defense has no known
             mechanism, they are only as good as a guess at one.
         scored: How many were scored, with those that cannot be in the message. Others, which time
             did not reach, count as the least likely one of these.
@@ -53,33 +52,34 @@ class Ranked(Reconstruction):
 
 @dataclass
 class Candidates(Attack):
-    """Ranks a list of texts or images by how well each explains the message: one
-    gradient per candidate and label.
+    """Ranks a list of texts or images by how well the gradient of each explains the message.
 
-    With the defense's mechanism (`Observation.mechanism`, or `noise_variance`) the score is the
-    log-likelihood: of noisy values, of the kept set and its values, of cells. Without one it is the
-    better of cosine and distance, with the mean gradient of the label taken off: the one in
-    which the best candidate stands out more. Of several samples it is the log-ratio of membership,
-    where other samples' gradients count as noise that varies as candidates do. Texts that are
-    longer than a message are cut to it; shorter ones are padded on the left where clients pad
-    there, by the mask or else by the tokenizer; where its lengths are known, texts of others are as
-    good as excluded.
+    It takes one gradient per candidate and label. With the defense's mechanism
+    (`Observation.mechanism`, or `noise_variance`) the score is the log-likelihood: of noisy values,
+    of the kept set and its values, of cells. Without one it is cosine or distance, with the mean
+    gradient of the label subtracted, whichever makes the best candidate stand out more. For several
+    samples it is the log-ratio of membership, where other samples' gradients count as noise that
+    varies as candidates do.
+
+    Texts that are longer than a message are cut to it. Shorter ones are padded on the left if
+    clients pad there, by the mask or else by the tokenizer. If the message's lengths are known,
+    texts of other lengths are as good as excluded.
 
     Args:
         candidates: Texts, token ids as clients have them, tensors or arrays `(C, H, W)` of pixels
             as the model takes them, or mappings of a batch's entries for one sample, `labels`
-            included, as rows of a data set have them. With `places`, one text. Entries of the
-            other domain are passed over: they rank last, with a score of -inf.
+            included, as rows of a data set have them. With `places`, one text. Entries of the other
+            domain are passed over: they rank last, with a score of -inf.
         labels: One class id a candidate, if the attacker's list has them. Default: those that the
             message may have.
         places: Positions of a text (special tokens included) at which every word is tried.
-        words: Which words those are. Default: the vocabulary without special tokens.
-        draws: Where the client ran dropout, the attacker's gradients are means over so many draws
-            of their own, and how much these differ counts as noise.
+        words: The words to try there. Default: the vocabulary without special tokens.
+        draws: If the client ran dropout, the attacker's gradients are means over this many draws of
+            their own, and how much these differ counts as noise.
         rounding: How far evaluations of one gradient differ, in units of its root mean square.
         vectorized: Evaluate several candidates in one pass, where the model allows it.
-        seconds: Stop after so many a message with those that were scored: at least the first pass.
-            What candidates of a label have on average always is computed.
+        seconds: Time per message after which the attack stops with the candidates that were scored,
+            at least those of the first pass. The mean gradients of labels are always computed.
         progress: Show a bar.
 
     Example:
@@ -114,13 +114,14 @@ class Candidates(Attack):
     def reconstruct_many(
         self, observations: Sequence[Observation], generator: Stream | torch.Generator | None = None
     ) -> list[Ranked]:
-        """Attack several observations at one model, each by itself: every candidate's gradient is
-        computed once for all of them.
+        """Attack several observations at one model, each by itself.
+
+        Every candidate's gradient is computed once for all of them.
 
         Args:
-            observations: All of one model and kind of local training, with gradients of the same
-                parameters. Labels, lengths and numbers of samples may differ.
-            generator: Source of all randomness.
+            observations: Observations of one model and kind of local training, with gradients of
+                the same parameters. Labels, lengths and numbers of samples may differ.
+            generator: The source of all randomness.
 
         Raises:
             ValueError: If they differ in those, or this attack cannot work on them.
@@ -132,13 +133,14 @@ class Candidates(Attack):
     def history(
         self, observations: Sequence[Observation], generator: Stream | torch.Generator | None = None
     ) -> Ranked:
-        """Attack all uploads of the same batch together, each with the model at which it was made:
-        log-likelihoods add up, and what was uploaded at the same weights is averaged first, as far
-        as what is known of it differs in the variance of Gaussian noise alone.
+        """Attack all uploads of the same batch together, each with the model at which it was made.
+
+        Log-likelihoods add up. Uploads at the same weights are averaged first, if what is known of
+        them differs only in the variance of Gaussian noise.
 
         Args:
-            observations: Of one client and one batch.
-            generator: Source of all randomness.
+            observations: Observations of one client and one batch.
+            generator: The source of all randomness.
 
         Raises:
             ValueError: If there are none, or this attack cannot work on them.
@@ -152,7 +154,7 @@ class Candidates(Attack):
     def _rank(
         self, targets: Sequence[Sequence[Observation]], generator: torch.Generator
     ) -> list[Ranked]:
-        """One result a target: the uploads of one batch, each at a model of its own."""
+        """Return one result a target: the uploads of one batch, each at a model of its own."""
         clock, share = Clock(None), len(targets) / len(targets[0])  # of the time, in each round
         totals: list[Tensor] = []
         for uploads in zip(*targets, strict=True):
@@ -180,7 +182,7 @@ class Candidates(Attack):
 
 
 def _at_same_weights(observations: Sequence[Observation]) -> list[list[Observation]]:
-    """Uploads that have a mean, with each other."""
+    """Return groups of uploads that can be averaged."""
     groups: list[list[Observation]] = []
     for observation in observations:
         for group in groups:
@@ -193,7 +195,7 @@ def _at_same_weights(observations: Sequence[Observation]) -> list[list[Observati
 
 
 def _ranked(observation: Observation, entries: Entries, scores: Tensor, seconds: float) -> Ranked:
-    """The K scores, NaN of those that time did not reach, at their places in the list."""
+    """Return the ranking by K scores, which are NaN for candidates that time did not reach."""
     is_scored = ~scores.isnan()
     scores = scores.masked_fill(~is_scored, float(scores[is_scored].min()))
     best = [entries.inputs[int(k)] for k in scores.argsort(descending=True, stable=True)]
@@ -236,7 +238,7 @@ _SHOWN = {"text": _texts, "image": _images}
 
 
 def _posterior(scores: Tensor, samples: int) -> Tensor:
-    """`(K,)`: how likely each is to be one of so many, if all are among the candidates."""
+    """Return the probability `(K,)` of each to be a sample, if all samples are candidates."""
     if samples >= len(scores):
         return torch.ones_like(scores)
     odds = membership_log_odds(scores.cpu().numpy(), samples)
@@ -268,17 +270,19 @@ def _check_together(observations: Sequence[Observation]) -> None:
 def log_likelihood(
     observation: Observation, candidates: Sequence[Any], labels: Sequence[Any] | None = None
 ) -> Tensor:
-    """`(K,)` in float64: log p(message | candidate) of each, up to what all have in common. For
-    attacks of your own: it is what the attack `candidates` ranks by, many in a pass.
+    """Return log p(message | candidate) of each candidate, up to a constant, `(K,)` in float64.
+
+    It is what the attack `candidates` ranks by, with many in a pass, for attacks of your own.
 
     Args:
-        observation: Of one message of one sample, with the mechanism or `noise_variance` granted.
+        observation: An observation of one message of one sample, with the mechanism or
+            `noise_variance` granted.
         candidates: Texts, ids, pixels or mappings of a batch's entries, as `candidates` takes.
-        labels: One per candidate. Default: the observation's, or each that it may have.
+        labels: One label per candidate. Default: the observation's, or each that it may have.
 
     Raises:
-        ValueError: If the message is of several samples, or its mechanism was not granted or
-            has no likelihood.
+        ValueError: If the message is of several samples, or its mechanism was not granted or has no
+            likelihood.
 
     Example:
         >>> grants = {"labels": labels[:1], "tokenizer": tokenizer, "noise_variance": 0.1}

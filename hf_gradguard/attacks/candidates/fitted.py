@@ -1,15 +1,15 @@
-"""How well candidates explain a message fitted in the span of synthetic samples' gradients.
+"""Likelihood of candidates for a message fitted in the span of synthetic samples' gradients.
 
     M = P(g + e),   score = -Σ_l d_l/2 log ‖M - P g‖²,   ‖M - P g‖² = ‖M‖² - 2⟨M, g⟩ + ‖P g‖²
 
 Each group l of parameters has d_l factors of its own, and e, what earlier messages left out, is
-noise there whose variance is not known: the best one is taken out. Of the samples only ‖P g‖² is
-asked for. Where a message names its own samples they are these. Others drawn alike
-span as much of g: where it does not, the server draws its own.
+noise there whose variance is not known: the best one is taken out. Only ‖P g‖² is asked of the
+samples. If a message names its own samples, they are used. Others drawn in the same way span as
+much of g: where it does not name any, the server draws its own.
 
-Of several samples a message of such is regressed on the list (regression.py), with precisions of
-groups, M_l/φ_l where samples span the share φ_l of gradients. What it leaves out waits: the
-client's next messages bring φ_l (1 - φ_l)ᵗ of it, and weigh as much.
+A message of several samples is regressed on the list (regression.py), with precisions of groups,
+M_l/φ_l where samples span the fraction φ_l of gradients. What it leaves out waits: the client's
+next messages bring φ_l (1 - φ_l)ᵗ of it, and weigh as much.
 """
 
 from __future__ import annotations
@@ -33,26 +33,30 @@ from ..span.attack import Span, first_readers
 from .inputs import ALL_CLASSES, spread_out
 
 LEAST_LEFT = 1e-3
-"""Of a message's power, the least share that a candidate may leave of it: samples are not the
-client's own.
+"""The least fraction of a message's power that a candidate may leave: samples are not the client's
+own.
 """
 SHARE_CANDIDATES = 16  # candidates, of whose gradients it is asked how much samples span
 LEAST_SHARE = 1e-3
-"""Less of gradients is not divided by."""
+"""The least fraction of gradients' power to divide by."""
 ROUNDING_SHARE = 1e-12
-"""Parameters with so little of a message's power have no gradient but rounding: a key's bias."""
+"""Parameters with a smaller fraction of a message's power have only rounding as gradient: a key's
+bias.
+"""
 
 
 class Fits:
-    """log p(message | gradient) of K gradients for several messages, up to what is the same for
-    all. Those of one mechanism are compared in one span.
+    """The function log p(message | gradient) of K gradients for several messages, up to a constant.
+
+    Messages of one mechanism are compared in one span.
 
     Args:
-        messages: By number, with the mechanism of each.
-        batch: Any of the clients' kind.
-        model: At which messages were made.
-        generator: Of the samples: the same for every mechanism, and left as it is.
-        spans: Those that are known, by number.
+        messages: Messages by number, with the mechanism of each.
+        batch: A batch of the clients' kind.
+        model: The model at which messages were made.
+        generator: The source of the samples, which are the same for every mechanism. It is not
+            changed.
+        spans: Spans that are known, by number.
 
     Example:
         >>> mechanism = Fitted(samples=4, factors="token")
@@ -85,7 +89,12 @@ class Fits:
     def __call__(
         self, gradient: Mapping[str, Tensor], numbers: Sequence[int] | None = None
     ) -> dict[int, Tensor]:
-        """`(K,)` in float64 for each message, or some, of gradients `(K, *parameter.shape)`."""
+        """Return the log-likelihood of gradients for each message, or some, `(K,)` in float64.
+
+        Args:
+            gradient: Gradients, `(K, *parameter.shape)`.
+            numbers: Numbers of the messages. Default: all.
+        """
         scores, powers = {}, {}
         for number in self.numbers if numbers is None else numbers:
             span = self._spans[number]
@@ -102,7 +111,7 @@ def draw_span(
     names: Sequence[str],
     generator: Generator,
 ) -> Powers:
-    """Of the span of synthetic samples of the server's own. The generator is left as it is."""
+    """Draw the span of synthetic samples of the server's own; the generator is not changed."""
     synthetic = make_synthetic(mechanism, batch, model, names, generator.clone_state())
     return SampleSpan(synthetic).powers(mechanism.factors)
 
@@ -114,14 +123,14 @@ def make_synthetic(
     names: Sequence[str],
     generator: Generator,
 ) -> GradientMap:
-    """Synthetic samples of the server's own, with dropout of its own.
+    """Make synthetic samples of the server's own, with dropout of its own.
 
     Args:
-        mechanism: Of the samples.
-        batch: Any of the clients' kind.
+        mechanism: The mechanism, which describes the samples.
+        batch: A batch of the clients' kind.
         model: The model.
-        names: Of the parameters that messages are of.
-        generator: Of the samples.
+        names: Names of the parameters in messages.
+        generator: The source of the samples.
     """
     seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
     with torch.random.fork_rng():
@@ -140,13 +149,13 @@ def draw_span_with_shares(
     many_gradients: ManyGradients,
     generator: Generator,
 ) -> tuple[Powers, list[float]]:
-    """The span of the server's own samples, and φ of its groups, by some candidates.
+    """Draw the span of the server's own samples, and estimate φ of its groups by some candidates.
 
     Args:
-        mechanism: Of the samples.
-        batches: Of all candidates.
-        many_gradients: Their gradients.
-        generator: Of the samples. Left as it is.
+        mechanism: The mechanism, which describes the samples.
+        batches: The batches of all candidates.
+        many_gradients: The function that gives their gradients.
+        generator: The source of the samples. It is not changed.
     """
     model, names = many_gradients.model, list(many_gradients.parameters)
     span = draw_span(mechanism, batches[0], model, names, generator)
@@ -155,11 +164,11 @@ def draw_span_with_shares(
 
 
 def shares_of(span: Powers, gradients: Sequence[Mapping[str, Tensor]]) -> list[float]:
-    """φ of each of the span's groups: what share of gradients' power it has, at their median.
+    """Return φ of each of the span's groups: the median fraction of gradients' power in it.
 
     Args:
-        span: Of synthetic samples.
-        gradients: Each of several candidates, `(K, *parameter.shape)`.
+        span: A span of synthetic samples.
+        gradients: Gradients of several candidates each, `(K, *parameter.shape)`.
     """
     shares = []
     for gradient in gradients:
@@ -173,12 +182,13 @@ def shares_of(span: Powers, gradients: Sequence[Mapping[str, Tensor]]) -> list[f
 def accumulate(
     messages: Sequence[Mapping[str, Tensor]], span: Powers, shares: Sequence[float]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A gradient as a client's messages since then bring it, beside other batches', and what its
-    entries weigh.
+    """Return a gradient as a client's messages since then bring it, and what its entries weigh.
+
+    The messages also hold other batches' gradients.
 
     Args:
-        messages: The one that was made of it, and those that came later.
-        span: Of synthetic samples.
+        messages: The message that was made of it, and those that came later.
+        span: A span of synthetic samples.
         shares: φ of each of its groups.
     """
     sizes = [powers_of(message) for message in messages]
@@ -201,7 +211,7 @@ def accumulate(
 
 
 def powers_of(message: Mapping[str, Tensor]) -> dict[str, float]:
-    """Its power, parameter by parameter.
+    """Return the power of a message, parameter by parameter.
 
     Example:
         >>> powers_of({"weight": torch.tensor([3.0, 4.0])})
@@ -226,15 +236,16 @@ def _score(
 
 
 def _products(gradient: Tensor, message: Tensor) -> Tensor:
-    """`(K,)`, of each of K gradients with a message."""
+    """Return the inner product of each of K gradients with a message, `(K,)`."""
     return gradient.flatten(1).double() @ message.flatten().double()
 
 
 LEAST_WITHIN = 0.99
-"""Of a message's power, group by group: so much of it lies in no span but its own."""
+"""The fraction of a message's power, group by group, that lies in no span but its own."""
 LEAST_FACTORS = 0.9
-"""Of factors: so many must be of groups in which it does. Signs of samples' gradients matter only
-where these share a factor: in what no layer has, of which two classes' labels change no other.
+"""The fraction of factors that must be of groups in which the message lies. Signs of samples'
+gradients matter only where these share a factor: in what no layer has, of which two classes' labels
+change no other.
 """
 SWEEPS = 2  # over samples, of each of which all labels are tried
 LATER_MESSAGES = 3  # messages that are read beside a first one: most of it is in these
@@ -246,13 +257,13 @@ def spans_of(
     batch: Batch,
     generator: Generator,
 ) -> list[Powers]:
-    """The spans of a message and of the client's next ones, as long as they can be read.
+    """Return the spans of a message and of the client's next ones, as long as they can be read.
 
     Args:
         observation: The message, of a model that draws nothing.
-        mechanism: Of its samples.
-        batch: Any of the clients' kind.
-        generator: Of the span attack. Left as it is.
+        mechanism: The mechanism, which describes the samples.
+        batch: A batch of the clients' kind.
+        generator: The generator of the span attack. It is not changed.
     """
     spans: list[Powers] = []
     if observation.domain.name != "text":
@@ -297,7 +308,7 @@ def _span_of(
 
 
 def share_within(span: Powers, message: Mapping[str, Tensor]) -> float:
-    """The share of a span's factors that are of groups in which a message lies.
+    """Return the fraction of a span's factors that are of groups in which a message lies.
 
     Example:
         >>> round(share_within(SampleSpan(gmap).powers("token"), gmap.gradient()), 1)
@@ -311,7 +322,7 @@ def share_within(span: Powers, message: Mapping[str, Tensor]) -> float:
 def _groups(
     span: Powers, message: Mapping[str, Tensor], sizes: Mapping[str, float]
 ) -> list[tuple[Tensor, float]]:
-    """A message's coordinates in each group of a span, and its power there."""
+    """Return a message's coordinates in each group of a span, and its power there."""
     powers = [sum(sizes[name] for name in names) for names in span.names]
     return [
         (y, power) for (y,), power in zip(span.coordinates(_as_one(message)), powers, strict=True)
@@ -319,7 +330,7 @@ def _groups(
 
 
 def _is_within(y: Tensor, power: float) -> bool:
-    """Whether what has so much power lies in the span where these are its coordinates."""
+    """Return whether a message of this power lies in the span where its coordinates are these."""
     return float(y.square().sum()) >= LEAST_WITHIN * power
 
 
@@ -333,7 +344,7 @@ def _texts(
     synthetic: GradientMap,
     generator: Generator,
 ) -> Tensor | None:
-    """Ids `(samples, T)` of the synthetic texts; `None` where the span attack finds no such."""
+    """Return ids `(samples, T)` of the synthetic texts; `None` if the span attack finds none."""
     keys = text_keys(synthetic.batch)
     if len(keys) != 1 or not any(y.any() for y in message.values()):
         return None
@@ -351,7 +362,7 @@ def _texts(
 
 
 def _classes(samples: Mapping[str, Any], observation: Observation) -> Tensor:
-    """Those that a text may be of, to be tried; none where labels are no few classes."""
+    """Return the classes that a text may have; none if labels are not a few classes."""
     labels = samples.get("labels")
     count = getattr(getattr(observation.model, "config", None), "num_labels", None) or 1
     if labels is None or labels.dim() != 1 or labels.is_floating_point() or count > ALL_CLASSES:
@@ -366,12 +377,13 @@ def _labeled(samples: Mapping[str, Any], row: int, label: Tensor) -> dict[str, A
 
 
 class SpanCoordinates:
-    """A client's messages in coordinates of the spans that each was fitted in, and what gradients
-    of the first one's batch are there.
+    """Coordinates of a client's messages in the spans that each was fitted in.
+
+    They also give the coordinates of gradients of the first message's batch.
 
     Args:
-        messages: The first one, and those that came next, or some of these.
-        spans: Of each.
+        messages: The first message, and those that came next, or some of these.
+        spans: The span of each.
 
     Example:
         >>> span = SampleSpan(gmap).powers("token")
@@ -397,7 +409,11 @@ class SpanCoordinates:
         self.weights = {"fitted": torch.cat(weights)}
 
     def __call__(self, gradients: Tensors) -> Tensors:
-        """`(K, coordinates)` of gradients `(K, *parameter.shape)`, linear in these."""
+        """Return the coordinates of gradients, `(K, coordinates)`, linear in these.
+
+        Args:
+            gradients: Gradients, `(K, *parameter.shape)`.
+        """
         residuals: list[list[Tensor]] = []
         for late, span in enumerate(self._spans):
             coordinates = span.coordinates(gradients)

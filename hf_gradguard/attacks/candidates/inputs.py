@@ -28,12 +28,12 @@ _PER_TOKEN = ("token", "text")  # kinds of labels
 
 @dataclass(frozen=True)
 class Inputs:
-    """K candidates of a list, as batches of one.
+    """The K candidates of a list, as batches of one.
 
     Args:
-        places: `(K,)`: where each stands in the list.
-        batches: With `labels` where the list has them.
-        counts: How many tokens clients have of each; 0 of an image.
+        places: Where each stands in the list, `(K,)`.
+        batches: The batches, with `labels` where the list has them.
+        counts: How many tokens clients have of each; 0 for an image.
     """
 
     places: list[int]
@@ -44,16 +44,16 @@ class Inputs:
 def make_inputs(
     observation: Observation, candidates: Sequence[Any], labels: Sequence[Any] | None = None
 ) -> Inputs:
-    """The candidates of the observation's domain.
+    """Return the candidates of the observation's domain.
 
     Args:
-        observation: Whose domain, tokenizer and padding it is.
-        candidates: As `Candidates` takes them.
-        labels: One each, or none.
+        observation: The observation, whose domain, tokenizer and padding apply.
+        candidates: Candidates as `Candidates` takes them.
+        labels: One label each, or none.
 
     Raises:
-        ValueError: If there is none of that domain, one is of no domain or does not fit the model,
-            or the labels are not one per candidate.
+        ValueError: If there is no candidate of that domain, one is of no domain or does not fit the
+            model, or the labels are not one per candidate.
 
     Example:
         >>> made = make_inputs(observation, [torch.rand(3, 8, 8), "a fine film"])
@@ -84,7 +84,7 @@ def make_inputs(
 
 
 def without_padding(domain: Domain, batch: Mapping[str, Any]) -> Tensor:
-    """What a candidate shows of itself: `(1, C, H, W)` pixels, or `(1, T)` ids without padding.
+    """Return a candidate's pixels `(1, C, H, W)`, or its ids `(1, T)` without padding.
 
     Example:
         >>> padded = {"input_ids": torch.tensor([[0, 5]]), "attention_mask": torch.tensor([[0, 1]])}
@@ -98,10 +98,10 @@ def without_padding(domain: Domain, batch: Mapping[str, Any]) -> Tensor:
 def at_places(
     observation: Observation, text: Any, places: Sequence[int], words: Sequence[Any] | None
 ) -> list[dict[str, Tensor]]:
-    """One text with every word of a list, or of the whole vocabulary, at some of its places.
+    """Return one text with every word of a list, or of the vocabulary, at some of its places.
 
     Args:
-        observation: Whose tokenizer and vocabulary it is.
+        observation: The observation, whose tokenizer and vocabulary apply.
         text: The text, or its ids.
         places: Positions among its tokens, special ones included.
         words: Tokens or ids. Default: all that are not special.
@@ -132,7 +132,7 @@ def at_places(
 
 
 def _entries(observation: Observation, candidate: Any, place: int) -> dict[str, Any] | None:
-    """A candidate's entries by name; `None` if it is of another domain than the observation."""
+    """Return a candidate's entries by name; `None` if it is of another domain."""
     if isinstance(candidate, str):
         return {TEXT.key: _ids_of(observation, candidate)} if observation.domain is TEXT else None
     if isinstance(candidate, Mapping):
@@ -162,7 +162,7 @@ def _ids_of(observation: Observation, text: str) -> list[int]:
 
 
 def _tensor(value: Any) -> Tensor | None:
-    """Numbers, lists and arrays of them as a tensor; of anything else none."""
+    """Return numbers, lists and arrays of them as a tensor; `None` for anything else."""
     if isinstance(value, Sequence) and any(isinstance(entry, str) for entry in value):
         return None
     if isinstance(value, np.ndarray) and not value.flags.writeable:
@@ -174,7 +174,7 @@ def _tensor(value: Any) -> Tensor | None:
 
 
 def _as_batch(observation: Observation, entries: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """Each entry as a tensor of one row: rows of a data set have numbers and lists."""
+    """Return each entry as a tensor of one row: rows of a data set have numbers and lists."""
     tensors = {}
     for key, value in entries.items():
         tensor = _tensor(value)
@@ -199,7 +199,7 @@ def _as_row(value: Tensor) -> Tensor:
 
 
 def _as_label(model: nn.Module, label: Tensor, place: int) -> Tensor:
-    """`(1,)` or `(1, ...)`, as the model's head takes it."""
+    """Return a label as the model's head takes it, `(1,)` or `(1, ...)`."""
     kind = label_kind(model)
     if kind in _PER_TOKEN:
         return label.reshape(1, -1)
@@ -234,7 +234,7 @@ def _as_ids(observation: Observation, ids: Tensor, place: int) -> Tensor:
 
 
 def _vocabulary(observation: Observation) -> int | None:
-    """How many ids there are, if the model says it."""
+    """Return how many ids there are, if the model says it."""
     embeddings = TEXT.token_embeddings(observation.model)[
         :2
     ]  # an encoder-decoder's third one is targets'
@@ -262,7 +262,7 @@ _MAINS = {TEXT.name: _as_ids, IMAGE.name: _as_pixels}
 
 
 def _pads_left(observation: Observation) -> bool:
-    """Whether clients' texts have padding before them: by the mask, and else by the tokenizer."""
+    """Return whether clients' texts have padding before them, by the mask or the tokenizer."""
     if observation.domain is not TEXT:
         return False
     if observation.attention_mask is None:
@@ -271,9 +271,11 @@ def _pads_left(observation: Observation) -> bool:
 
 
 def _fit_length(observation: Observation, batch: dict[str, Any], pads_left: bool) -> dict[str, Any]:
-    """A text that is longer than the message, cut to it, but where labels belong to it; a shorter
-    one, where clients have padding on the left, with as much before it. Many models count positions
-    from there, and of a language model padding predicts the first token.
+    """Return a text cut or padded to the message's length.
+
+    A longer one is cut, unless labels belong to its tokens. A shorter one gets padding on the left
+    if clients have it there. Many models count positions from there, and a language model predicts
+    the first token from padding.
     """
     missing = 0
     if observation.domain is TEXT:
@@ -295,14 +297,14 @@ def _fit_length(observation: Observation, batch: dict[str, Any], pads_left: bool
 
 
 def _is_of_tokens(model: nn.Module, key: str, value: Tensor, ids: Tensor) -> bool:
-    """Whether an entry is one number per token."""
+    """Return whether an entry is one number per token."""
     if key == "labels" and not has_token_labels(model):
         return False
     return value.shape == ids.shape and not key.startswith("decoder_")
 
 
 def has_token_labels(model: nn.Module) -> bool:
-    """Whether there is one label per token of the text that the model reads.
+    """Return whether there is one label per token of the text that the model reads.
 
     Example:
         >>> has_token_labels(model)
@@ -312,28 +314,28 @@ def has_token_labels(model: nn.Module) -> bool:
 
 
 ALL_CLASSES = 8
-"""Unknown labels are tried out where there are so many classes at most, and else read off."""
+"""Unknown labels are tried out if there are at most this many classes, and read off otherwise."""
 _RARE = 1e-6  # what is as good as excluded still has a finite logarithm
 
 
 @dataclass(frozen=True)
 class Entries:
-    """P pairs of a candidate and a label, as batches of one.
+    """The P pairs of a candidate and a label, as batches of one.
 
     Args:
-        batches: One a pair.
-        candidate: `(P,)`, which of the K candidates a pair is of.
-        label: Which label it has, one of a few: gradients of one label have a mean in common.
-        prior: `(P,)`, of a pair by its label: how often the batch has it. Those of one candidate
-            add up to 1.
-        counts: The share of each label in the batch.
-        inputs: One a candidate: `(1, T)` ids without padding or `(1, C, H, W)` pixels.
-        places: `(K,)`, where each candidate stands in the list.
-        listed: How long the list is, with what is passed over.
-        values: The labels, each `(1, ...)`; none where each candidate has its own, token by token.
-        items: `(P,)`, over how many labels the mean loss of each pair is.
-        mean_items: How many a sample of the message has on average.
-        likely: `(K,)`, log prior of each candidate by its length, where the message's are known,
+        batches: One batch a pair.
+        candidate: Which of the K candidates a pair is of, `(P,)`.
+        label: Which label a pair has, as a number: gradients of one label have a mean in common.
+        prior: How often the batch has a pair's label, `(P,)`. The numbers of one candidate add up
+            to 1.
+        counts: The fraction of each label in the batch.
+        inputs: One input a candidate: `(1, T)` ids without padding or `(1, C, H, W)` pixels.
+        places: Where each candidate stands in the list, `(K,)`.
+        listed: The length of the list, with what is passed over.
+        values: The labels, each `(1, ...)`; none if each candidate has its own, token by token.
+        items: Over how many labels the mean loss of each pair is taken, `(P,)`.
+        mean_items: How many labels a sample of the message has on average.
+        likely: The log prior of each candidate, `(K,)`, by its length, if the message's are known,
             and by whether the message has its label.
     """
 
@@ -354,10 +356,11 @@ class Entries:
 def make_entries(
     observation: Observation, candidates: Sequence[Any], labels: Sequence[Any] | None
 ) -> Entries:
-    """The candidates of the observation's domain, each with every label that it may have.
+    """Return the candidates of the observation's domain, each with every label that it may have.
 
     Raises:
-        ValueError: As `make_inputs` does, or if labels are needed and not given.
+        ValueError: If a candidate is refused, see `make_inputs`, or labels are needed and not
+            given.
     """
     inputs = make_inputs(observation, candidates, labels)
     own_labels = [_labels_of(observation, batch) for batch in inputs.batches]
@@ -393,8 +396,10 @@ def make_entries(
 
 
 def _by_length(observation: Observation, counts: Sequence[int]) -> Tensor:
-    """`(K,)`, of candidates of so many tokens. Where none is as long as one of the message's texts,
-    clients cut them otherwise, and lengths say nothing.
+    """Return the log prior of candidates by their number of tokens, `(K,)`.
+
+    If none is as long as one of the message's texts, clients cut them otherwise, and lengths say
+    nothing.
     """
     known_lengths = observation.attention_mask is not None
     lengths = set(observation.tokens.sum(1).tolist()) if known_lengths else set()
@@ -404,8 +409,9 @@ def _by_length(observation: Observation, counts: Sequence[int]) -> Tensor:
 
 
 def _by_label(observation: Observation, priors: Sequence[float]) -> Tensor:
-    """`(K,)`, of candidates whose labels are so likely at most. Those of labels that the message
-    does not have are as good as excluded.
+    """Return the log prior of candidates by how likely their labels are at most, `(K,)`.
+
+    Those of labels that the message does not have are as good as excluded.
     """
     rare = torch.tensor([prior <= _RARE for prior in priors], device=observation.device)
     return rare.double() * math.log(_RARE)
@@ -420,7 +426,7 @@ def _check_tokens(labels: Tensor, ids: Tensor, place: int) -> None:
 
 
 def _labels_of(observation: Observation, batch: dict[str, Any]) -> Tensor | None:
-    """Labels that come with a candidate: its own entry, or of a language model its tokens."""
+    """Return labels that come with a candidate: its own entry, or a language model's tokens."""
     if "labels" in batch:
         labels: Tensor = batch["labels"]
         return labels
@@ -433,8 +439,9 @@ def _labels_of(observation: Observation, batch: dict[str, Any]) -> Tensor | None
 def _classes(
     observation: Observation, own_labels: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], dict[int, float], dict[int, float]]:
-    """The labels that there may be, each `(1, ...)`; the share of each in the batch; and what a
-    candidate is likely to have.
+    """Return the possible labels, each `(1, ...)`, their fractions in the batch, and their prior.
+
+    The prior is how likely a candidate has each label.
     """
     if any(
         label is not None and label.dim() > 1 for label in own_labels
@@ -473,12 +480,12 @@ def _recovered(observation: Observation) -> Tensor | None:
 
 
 def place_of(values: Sequence[Tensor], label: Tensor) -> int:
-    """Which of these it is; after the last if it is none."""
+    """Return the place of a label among these; the place after the last if it is none."""
     if label.dim() > 1 and not values:
         return 0
     return next((i for i, v in enumerate(values) if torch.equal(v, label.to(v))), len(values))
 
 
 def spread_out(listed: Sequence[T], count: int) -> Sequence[T]:
-    """So many of them at most, from all over the list."""
+    """Return at most this many entries, spread over the whole list."""
     return listed[:: max(1, len(listed) // count)][:count]

@@ -1,4 +1,4 @@
-"""How likely a message of one sample is if a candidate is behind it, given the mechanism."""
+"""Likelihood of a message of one sample if a candidate is behind it, given the mechanism."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .regression import WhitenedMessage
 
 
 def clip_of_samples(mechanisms: Sequence[Mechanism | None]) -> float | None:
-    """The norm that each sample's gradient is clipped to, by mechanisms of messages.
+    """Return the norm that each sample's gradient is clipped to, by mechanisms of messages.
 
     Raises:
         ValueError: If messages differ in it.
@@ -38,8 +38,9 @@ def clip_of_samples(mechanisms: Sequence[Mechanism | None]) -> float | None:
 
 
 def count_labels(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-    """`(P,)`: over how many labels the mean loss of each batch of one is. Of a causal language
-    model a text's first token is no label.
+    """Return over how many labels the mean loss of each batch of one is taken, `(P,)`.
+
+    For a causal language model a text's first token is no label.
 
     Example:
         >>> text = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[-100, 1, 2]])}
@@ -54,13 +55,15 @@ def count_labels(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tens
 def mean_items(
     observation: Observation, batches: Sequence[Mapping[str, Any]], items: Tensor
 ) -> float:
-    """How many labels a sample of the message has on average: as candidates have, or where the
-    message's lengths are known, as those nearest to each in length.
+    """Return how many labels a sample of the message has on average.
+
+    It is the mean over candidates, or if the message's lengths are known, over those nearest to
+    each in length.
 
     Args:
         observation: What the server saw.
         batches: The candidates, as batches of one.
-        items: `(P,)`, how many labels each has.
+        items: How many labels each has, `(P,)`.
 
     Example:
         >>> masks = [torch.ones(1, length) for length in (3, 5)]
@@ -83,7 +86,7 @@ def mean_items(
 def rescale(
     observation: Observation, mechanism: Mechanism | None, by: float
 ) -> tuple[Observation, Mechanism | None]:
-    """A message and its mechanism, as if gradients were so many times as large.
+    """Return a message and its mechanism, as if gradients were `by` times as large.
 
     Example:
         >>> mechanism = Mechanism(clip_norm=1.0, noise="gaussian", variance=0.5)
@@ -127,14 +130,14 @@ def to_filter(
     weights: Tensors | None,
     variance: float | None,
 ) -> WhitenedMessage:
-    """A message in units of what it is on average, where it was not clipped.
+    """Return a message in units of its mean, unless it was clipped.
 
     Args:
         observation: What the server saw.
         mechanism: How the message was made.
-        center: What it is on average.
-        weights: Of coordinates, `None` where all weigh alike.
-        variance: Of the noise in these units, `None` where it is unknown.
+        center: The mean of such messages.
+        weights: Weights of coordinates, `None` if all weigh the same.
+        variance: The variance of the noise in these units, `None` if it is unknown.
 
     Example:
         >>> twice = {name: 2 * y for name, y in shared.items()}
@@ -164,7 +167,7 @@ def _clipped(center: Tensors, mechanism: Mechanism | None) -> Tensors:
 
 
 def _fit_scale(message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> float:
-    """How large a message is in units of what it is on average: defenses may scale it down."""
+    """Return how large a message is in units of its mean: defenses may scale it down."""
     product = sum(float((g.double() * center[name]).sum()) for name, g in message.items())
     square = sum(float(center[name].double().square().sum()) for name in message)
     return product / square if product > 1e-3 * square else 1.0
@@ -180,14 +183,16 @@ def weigh_by_noise(
     center: Tensors,
     floor: Mapping[str, float],
 ) -> tuple[Tensors | None, float | None]:
-    """What coordinates weigh, `None` where all do alike, and the noise's variance in these units,
-    `None` where it is unknown. What is clipped on average says nothing of its members.
+    """Return the weights of coordinates, and the noise's variance in these units.
+
+    Weights are `None` if all are the same, the variance is `None` if it is unknown. A coordinate
+    that is clipped on average says nothing of its members.
 
     Args:
         observation: What the server saw.
         mechanism: How the message was made.
-        center: What it is on average.
-        floor: The variance by which evaluations of one gradient differ, a parameter.
+        center: The mean of such messages.
+        floor: The variance by which evaluations of one gradient differ, by parameter.
 
     Example:
         >>> mechanism = Mechanism(noise="gaussian", variance=0.5)
@@ -218,8 +223,10 @@ def weigh_by_noise(
 def weigh_beside_others(
     observation: Observation, mechanism: Mechanism | None, sizes: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What coordinates weigh beside what was left out, which is taken to be as large as gradients
-    are, coordinate by coordinate; of several batches, where it is known of how many.
+    """Return the weights of coordinates beside what earlier messages left out.
+
+    What was left out is taken to be as large as gradients are, coordinate by coordinate. If its
+    number of batches is known, it is taken to be of that many.
 
     Args:
         observation: What the server saw.
@@ -245,16 +252,17 @@ def weigh_beside_others(
 
 
 class ProductLikelihood:
-    """`Likelihood` of Gaussian noise from products with candidates' gradients (`GradientProducts`):
-    these are not written out.
+    """The `Likelihood` of Gaussian noise, from inner products with candidates' gradients.
+
+    The gradients are not written out (`GradientProducts`).
 
     log p(y | g) = ⟨y/v, s g⟩ - ½ ‖s g‖²/v - ½ ‖y‖²/v with the noise's variance v, and the factor s
     by which a mechanism clips and scales g.
 
     Args:
-        mechanism: One that `applies`.
+        mechanism: A mechanism to which it `applies`.
         message: What was shared.
-        floor: As for `Likelihood`.
+        floor: The variance by which evaluations of one gradient differ, as for `Likelihood`.
 
     Example:
         >>> mechanism = Mechanism(noise="gaussian", variance=0.5)
@@ -283,8 +291,9 @@ class ProductLikelihood:
 
     @staticmethod
     def applies(mechanism: Mechanism, message: Tensors) -> bool:
-        """Whether products say all of a likelihood, in single precision: of noise as large as what
-        it is added to.
+        """Return whether products determine the likelihood in single precision.
+
+        They do for noise as large as what it is added to.
         """
         if mechanism.noise != "gaussian" or mechanism.selection != "all" or mechanism.rounding:
             return False
@@ -299,10 +308,10 @@ class ProductLikelihood:
         return 2 * mechanism.mean_variance(message) * size >= power
 
     def __call__(self, products: Products, place: int) -> Tensor:
-        """`(K,)` in float64.
+        """Return the log-likelihood of K gradients, `(K,)` in float64.
 
         Args:
-            products: With `message`, squares weighed by `weights`.
+            products: Products with `message`, and squares weighed by `weights`.
             place: Which of the products' messages this is.
         """
         inner = torch.stack([products.inner[name][:, place] for name in self.message]).sum(0)
@@ -323,7 +332,7 @@ class ProductLikelihood:
 
 
 def _is_even(variance: Tensor) -> bool:
-    """Whether it is one number for all entries."""
+    """Return whether the variance is one number for all entries."""
     return (
         variance.numel() < 2 or not any(variance.stride()) or bool(variance.min() == variance.max())
     )

@@ -15,11 +15,12 @@ from .inputs import Entries, place_of
 
 @dataclass(frozen=True)
 class PairPrior:
-    """Which pairs of a pool a message may have.
+    """The prior of a pool's pairs for one message.
 
     Args:
-        prior: `(P,)`, of pairs; 0 for those of other messages. Those of one candidate add up to 1.
-        label_shares: The share of each of the pool's labels in the message.
+        prior: The prior of pairs, `(P,)`; 0 for those of other messages. The numbers of one
+            candidate add up to 1.
+        label_shares: The fraction of each of the pool's labels in the message.
     """
 
     prior: Tensor
@@ -27,15 +28,20 @@ class PairPrior:
 
     @property
     def share(self) -> Tensor:
-        """`(P,)`, of the population of candidates: they add up to 1."""
+        """The fractions of pairs in the population of candidates, `(P,)`; they add up to 1."""
         return self.prior / self.prior.sum()
 
     def among(self, is_scored: Tensor) -> PairPrior:
-        """The same, where it may only have pairs that were scored, `(P,)`."""
+        """Return the prior restricted to pairs that were scored, a mask `(P,)`."""
         return replace(self, prior=self.prior * is_scored)
 
     def select(self, rows: list[int], gradient: Tensors) -> tuple[list[int], Tensors]:
-        """Which of these pairs it may have, and their gradients, `(K, *parameter.shape)`."""
+        """Return which of these pairs the message may have, and their gradients.
+
+        Args:
+            rows: The numbers of K pairs.
+            gradient: Their gradients, `(K, *parameter.shape)`.
+        """
         possible = (self.prior[rows] > 0).nonzero().flatten()
         if len(possible) < len(rows):
             gradient = {name: g[possible.to(g.device)] for name, g in gradient.items()}
@@ -43,21 +49,21 @@ class PairPrior:
 
 
 class Pool:
-    """P pairs of a candidate and a label, as batches of one, each with every label that any of the
-    messages may have.
+    """A pool of P pairs of a candidate and a label, as batches of one.
 
-    Texts that are cut to a message's length are other pairs where the length is another.
+    It has each candidate with every label that any of the messages may have. A text that is cut to
+    a message's length is another pair if the length is another.
 
     Args:
-        entries: Of one list, one per message.
+        entries: The entries of one list, one per message.
 
     Attributes:
-        batches: One per pair.
-        candidate: `(P,)`, which of the candidates a pair is of.
-        label: Which of the labels of all messages it has.
-        size: `(P,)`, what each weighs in a batch's mean loss, in units of their mean.
-        units: By what each message is multiplied to be in these.
-        priors: One per message.
+        batches: One batch per pair.
+        candidate: Which of the candidates a pair is of, `(P,)`.
+        label: Which of the labels of all messages a pair has.
+        size: What each pair weighs in a batch's mean loss, `(P,)`, in units of their mean.
+        units: The factor that brings each message into these units.
+        priors: One prior per message.
 
     Example:
         >>> from hf_gradguard.attacks.candidates.inputs import make_entries
@@ -105,7 +111,7 @@ class Pool:
 
 
 def _add_label(values: list[Tensor], value: Tensor) -> int:
-    """A label's place among these, to which it is added if it is new."""
+    """Return a label's place among these, and add it if it is new."""
     place = place_of(values, value)
     if place == len(values):
         values.append(value)

@@ -1,16 +1,16 @@
-"""Which candidates a message is a sum of: a filter that knows how their gradients vary.
+"""Regression of a message on candidates: a filter that knows how their gradients vary.
 
-A message of B samples is y = (1/B) Σ_b g_b + noise. With the mean gradient of each label taken off,
-and coordinates weighed by the noise's precision, one candidate h adds h/B, and the other samples
-add noise of their own, with the covariance that candidates' gradients have,
+A message of B samples is y = (1/B) Σ_b g_b + noise. With the mean gradient of each label
+subtracted, and coordinates weighed by the noise's precision, one candidate h adds h/B, and the
+other samples add noise of their own, with the covariance that candidates' gradients have,
 
     C = I + (B - 1)/B² Σ_c p_c h_c h_cᵀ,    log p(y | h in it)/p(y) = ⟨y, C⁻¹h⟩/B - ½ ⟨h, C⁻¹h⟩/B².
 
-By Woodbury's identity that takes products ⟨h, y⟩ and ⟨h, h'⟩ alone. The former, from which noise
+By Woodbury's identity that takes only products ⟨h, y⟩ and ⟨h, h'⟩. The former, from which noise
 averages out over all coordinates, are exact. The latter are those of sketches: sums of coordinates
 under random signs, as long as there is memory for (Charikar, Chen and Farach-Colton, "Finding
-Frequent Items in Data Streams", 2002). Where a message has more than candidates and noise explain,
-it is regressed on candidates instead: not all of its samples need be among them.
+Frequent Items in Data Streams", 2002). If candidates and noise do not explain all of a message, it
+is regressed on candidates instead: not all of its samples need be among them.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ _REGRESSION_RIDGE = 1e-2  # the ridge of a regression on candidates, in units of
 
 @dataclass(frozen=True)
 class WhitenedMessage:
-    """What there is to know of a message beside its gradient.
+    """A message with its mean, its number of samples and its noise.
 
     Args:
         message: What was shared.
-        center: What a message of these labels is on average.
-        samples: B.
-        variance: Of the noise on an entry, in units of the weights; `None` if it is not known.
+        center: The mean of messages of these labels.
+        samples: B, the number of samples.
+        variance: The variance of the noise on an entry, in units of the weights; `None` if it is
+            not known.
     """
 
     message: Tensors
@@ -52,14 +53,14 @@ class WhitenedMessage:
 
 
 class MatchedFilter:
-    """Products of candidates' gradients with messages whose coordinates weigh alike.
+    """Products of candidates' gradients with messages whose coordinates weigh the same.
 
     Args:
-        messages: At least one, of the same parameters.
-        weights: What differences are multiplied by; `None` for 1 everywhere. Coordinates of
-            weight 0 take no memory.
+        messages: At least one message, all of the same parameters.
+        weights: The factors of differences; `None` for 1 everywhere. Coordinates of weight 0 take
+            no memory.
         count: P, how many candidates there will be.
-        generator: Of the sketch's signs. Left as it is.
+        generator: The source of the sketch's signs. It is not changed.
 
     Example:
         >>> y = {"w": torch.tensor([1.0, 0.0, 0.0])}
@@ -114,7 +115,7 @@ class MatchedFilter:
         ]
 
     def add(self, rows: Sequence[int], changes: Mapping[str, Tensor]) -> None:
-        """Candidates `rows`, by their gradients minus their label's mean, `(k, *shape)`."""
+        """Add candidates `rows`, by their gradients minus their label's mean, `(k, *shape)`."""
         row_index = torch.tensor(list(rows), device=self.norms.device)
         for name, change in changes.items():
             h = self._weighed(name, change)
@@ -123,11 +124,11 @@ class MatchedFilter:
             self._sketch(self.sketches, row_index, name, h)
 
     def log_ratio(self, message: int, prior: Tensor) -> Tensor:
-        """`(P,)`: of the message being so likely with each candidate in it, to without.
+        """Return the log-likelihood ratios of each candidate being in a message or not, `(P,)`.
 
         Args:
-            message: Its number.
-            prior: `(P,)`, the candidates' shares in the population; they add up to 1.
+            message: The number of the message.
+            prior: The candidates' fractions in the population, `(P,)`; they add up to 1.
         """
         variance, samples = self.messages[message].variance, self.messages[message].samples
         if samples == 1:  # a variance that is not known makes all of it larger or smaller
@@ -139,22 +140,22 @@ class MatchedFilter:
         return (matched / samples - squares / (2 * samples**2)) / variance
 
     def regressed(self, message: int, prior: Tensor) -> Tensor:
-        """`(P,)`: how sure it is that each candidate is in the message, beside all others: its
-        t-statistic in a ridge regression of the message on candidates. What else is in it may be of
-        any size, and may point where candidates do.
+        """Return how sure it is that each candidate is in the message, beside all others, `(P,)`.
+
+        It is the t-statistic in a ridge regression of the message on candidates. What else is in
+        the message may be of any size, and may point where candidates do.
 
         Args:
-            message: Its number.
-            prior: As for `log_ratio`.
+            message: The number of the message.
+            prior: The candidates' fractions in the population, as for `log_ratio`.
         """
         products, _, _ = self._terms(message, prior)
         return self._population(prior).studentized(products)
 
     def _terms(self, message: int, prior: Tensor) -> tuple[Tensor, float, bool]:
-        """Products with candidates `(P,)`, the variance of the noise in these, and whether they are
-        exact.
+        """Return products with candidates `(P,)`, their noise's variance, and if they are exact.
 
-        Others' gradients are known by their sketches: exact products do not agree with these,
+        Others' gradients are known by their sketches. Exact products do not agree with these;
         sketched ones do, but noise averages out less in them.
         """
         variance = self.messages[message].variance
@@ -174,13 +175,15 @@ class MatchedFilter:
         return self._populations[shares]
 
     def cosines(self, message: int) -> Tensor:
-        """`(P,)`, with what is left of the message when its mean is taken off."""
+        """Return candidates' cosines with the message less its mean, `(P,)`."""
         sizes = (self.norms * self.y_squares[message]).sqrt().clamp(min=1e-30)
         return self.products[:, message] / sizes
 
     def explains(self, message: int, prior: Tensor) -> bool:
-        """Whether noise of the variance that is known explains what candidates do not of a message
-        of several samples. Otherwise some of these are none of them, and are no such noise.
+        """Return whether known noise explains what candidates leave of a message.
+
+        If it does not explain a message of several samples, some of these are not candidates, and
+        are no such noise.
         """
         whitened = self.messages[message]
         if whitened.samples == 1 or whitened.variance is None:
@@ -193,8 +196,9 @@ class MatchedFilter:
         return residual_variance <= max(by_chance, least)
 
     def _residual(self, message: int, prior: Tensor) -> tuple[float, int]:
-        """The variance of what candidates do not explain of a message, and of how many coordinates:
-        0 where candidates leave too few to tell, and all counts.
+        """Return the variance of what candidates leave of a message, and of how many coordinates.
+
+        The second is 0 if candidates leave too few coordinates to tell; then everything counts.
         """
         y, population = self.y_sketches[message][None], self._population(prior)
         unexplained, free = float(_products(y, y)), self.length - population.count
@@ -232,7 +236,7 @@ class MatchedFilter:
 
 
 class _Population:
-    """How candidates' gradients vary, Σ_c p_c h_c h_cᵀ, from their inner products."""
+    """The covariance of candidates' gradients, Σ_c p_c h_c h_cᵀ, from their inner products."""
 
     def __init__(self, sketches: Tensor, prior: Tensor) -> None:
         chosen = slice(None)
@@ -252,7 +256,7 @@ class _Population:
         self.projected = cross @ self.vectors
 
     def explained(self, products: Tensor) -> float:
-        """‖y‖² in the candidates' span, with y of these products with them."""
+        """Return ‖y‖² in the candidates' span, for a y with these products."""
         along = self.vectors.T @ (self.root * products[self.chosen])
         ridge = _RIDGE * float(self.values.sum()) / max(self.count, 1) + 1e-30
         return float((along.square() / (self.values + ridge)).sum())
@@ -260,8 +264,12 @@ class _Population:
     def whitened(
         self, products: Tensor, norms: Tensor | None, share: float
     ) -> tuple[Tensor, Tensor]:
-        """⟨h, (I + share Σ)⁻¹ y⟩ of all candidates h, `(P,)`, with y of these products with them,
-        and with themselves, whose own squares are `norms` or those of their sketches.
+        """Return ⟨h, (I + share Σ)⁻¹ y⟩ of all candidates h, `(P,)`, and the same with h for y.
+
+        Args:
+            products: Products of y with candidates, `(P,)`.
+            norms: Squared norms of candidates; `None` for those of their sketches.
+            share: The factor of Σ.
         """
         damped = share / (1 + share * self.values)
         along = self.vectors.T @ (self.root * products[self.chosen])
@@ -270,8 +278,10 @@ class _Population:
         return matched, squares.clamp(min=0)
 
     def studentized(self, products: Tensor) -> Tensor:
-        """t-statistics of all candidates, each beside those that say how they vary, in a ridge
-        regression of y with these products with them.
+        """Return t-statistics of all candidates in a ridge regression of y on the population.
+
+        Args:
+            products: Products of y with candidates, `(P,)`.
         """
         size = float(self.norms[self.chosen][self.root > 0].mean())
         share = self.count / (_REGRESSION_RIDGE * size + 1e-30)
@@ -282,7 +292,7 @@ class _Population:
 
 
 def _weighed_coordinates(weights: Tensors) -> dict[str, Tensor]:
-    """Coordinates that weigh anything, of parameters of which not all do."""
+    """Return coordinates of non-zero weight, of parameters that have others too."""
     coordinates = {name: weight.flatten().nonzero()[:, 0] for name, weight in weights.items()}
     return {
         name: index for name, index in coordinates.items() if len(index) < weights[name].numel()
@@ -290,7 +300,7 @@ def _weighed_coordinates(weights: Tensors) -> dict[str, Tensor]:
 
 
 def _products(rows_a: Tensor, rows_b: Tensor | None) -> Tensor:
-    """Inner products of rows in float64, `(n, m)`; `(n,)` of each with itself."""
+    """Return inner products of rows in float64, `(n, m)`; `(n,)` of each with itself."""
     total: Tensor | float = 0.0
     for start in range(0, rows_a.shape[1], 2**14):
         chunk = rows_a[:, start : start + 2**14].double()

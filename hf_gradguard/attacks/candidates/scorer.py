@@ -44,7 +44,7 @@ _SPREAD_OF = 4  # candidates, whose gradients are compared between draws of drop
 
 
 class Settings(Protocol):
-    """What of an attack's settings matters here."""
+    """The settings of an attack that a scorer uses."""
 
     draws: int
     rounding: float
@@ -54,8 +54,9 @@ class Settings(Protocol):
 
 @dataclass
 class _FilterGroup:
-    """Messages whose coordinates weigh alike, by their indices, and what gradients are in these
-    coordinates.
+    """Messages whose coordinates weigh the same, by their indices.
+
+    `coordinates` converts gradients to these coordinates.
     """
 
     weights: Tensors | None
@@ -68,12 +69,13 @@ class Scorer:
     """Scores of all candidates for several observations at one model.
 
     Args:
-        attack: Says how often dropout is drawn, what counts as rounding, and whether several
-            candidates run together.
-        observations: Of one model, with gradients of the same parameters.
+        attack: The attack's settings: how often dropout is drawn, what counts as rounding, and
+            whether several candidates run together.
+        observations: Observations of one model, with gradients of the same parameters.
         entries: The candidates of each, from one list.
-        generator: Of draws and sketches: each message's are what they would be by itself.
-        clock: The attack's: passes stop when it is over.
+        generator: The source of draws and sketches: each message's are what they would be by
+            itself.
+        clock: The attack's clock: passes stop when it is over.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Scorer:
         self.fits = Fits(single_samples, batches[0], model, generator, first_spans)
 
     def _likelihoods_by_products(self) -> dict[int, ProductLikelihood]:
-        """Of messages whose likelihood takes no gradient that is written out."""
+        """Return likelihoods of messages that need no written-out gradient."""
         if not self.attack.vectorized or type(self.gradients_of) is not ManyGradients:
             return {}
         if self.clip_sample is not None:
@@ -152,7 +154,7 @@ class Scorer:
     def _in_time(
         self, passes: Iterable[tuple[list[int], Any]], total: int, messages: Sequence[int]
     ) -> Iterator[tuple[list[int], Any]]:
-        """Passes over pairs, until time is up and each of these messages has a score."""
+        """Yield passes over pairs, until time is up and each of these messages has a score."""
         bar = logging.tqdm(total=total, desc="candidates", disable=not self.attack.progress)
         done, index = 0, torch.tensor(list(messages), device=self.is_scored.device)
         for rows, computed in passes:
@@ -168,14 +170,17 @@ class Scorer:
         bar.close()
 
     def _gradients(self, observation: Observation, seeds: list[int]) -> ManyGradients:
-        """Of candidates: an update of several samples is compared to first order."""
+        """Return the function of candidates' gradients.
+
+        An update of several samples is compared to first order.
+        """
         model = observation.model
         if observation.local is not None and observation.batch_size == 1:
             return observation.local.many_gradients(model, self.names, seeds)
         return ManyGradients(model, self.names, seeds, vectorized=self.attack.vectorized)
 
     def _rescale(self, observations: Sequence[Observation]) -> None:
-        """Messages in which samples weigh by their tokens, in units of the pool's sizes."""
+        """Bring messages in which samples weigh by their tokens into units of the pool's sizes."""
         mechanisms = [mechanism_of(observation) for observation in observations]
         self.clip_sample = clip_of_samples(mechanisms)
         sized = self.clip_sample is None and bool((self.pool.size != 1).any())
@@ -192,7 +197,7 @@ class Scorer:
         return zip(self.observations, self.mechanisms, strict=True)
 
     def scores(self) -> list[Tensor]:
-        """`(K,)` for each observation."""
+        """Return the scores `(K,)` for each observation."""
         totals = {
             i: torch.zeros_like(self.pool.size, dtype=torch.float64)
             for i in [*self.direct, *self.fits.numbers]
@@ -230,8 +235,9 @@ class Scorer:
         ]
 
     def _leave_out_unreached(self) -> Tensor:
-        """`(messages, K)`: which candidates no pass reached before time was up. No message may have
-        them from here on.
+        """Return which candidates no pass reached before time was up, `(messages, K)`.
+
+        No message may have them from here on.
         """
         count = int(self.pool.candidate.max()) + 1
         unreached = torch.zeros(
@@ -245,7 +251,7 @@ class Scorer:
         return unreached
 
     def _combined(self, statistics: Sequence[Tensor], i: int, is_reached: Tensor) -> Tensor:
-        """`(K,)`: one score of a message's statistics; NaN of candidates that no pass reached."""
+        """Return one score of a message's statistics, `(K,)`; NaN for unreached candidates."""
         reached = [statistic[is_reached] for statistic in statistics]
         scores = statistics[0].new_full((len(is_reached),), torch.nan)
         scores[is_reached] = (
@@ -260,8 +266,9 @@ class Scorer:
         return None if mechanism is None else mechanism.fitted
 
     def _has_others(self, i: int) -> bool:
-        """Whether a message of several samples, sent entry by entry, has what earlier ones left out
-        beside them.
+        """Return whether a message of several samples holds what earlier ones left out.
+
+        It must have been sent entry by entry.
         """
         mechanism = self.mechanisms[i]
         if mechanism is None or mechanism.fitted is not None:
@@ -269,8 +276,9 @@ class Scorer:
         return mechanism.has_residual and self.observations[i].batch_size > 1
 
     def _is_likelihood(self, i: int) -> bool:
-        """Whether scores are likelihoods. Otherwise they are a guess at one, as where others' noise
-        is not known.
+        """Return whether scores are likelihoods, and not a guess at one.
+
+        They are a guess where others' noise is not known, for example.
         """
         mechanism = self.mechanisms[i]
         if mechanism is None or mechanism.fitted is not None or mechanism.has_residual:
@@ -278,8 +286,10 @@ class Scorer:
         return i in self.direct or mechanism.rounding != "sign"
 
     def _centers(self, means: dict[bool, Tensors]) -> list[Tensors]:
-        """What messages of their labels are on average, by means of labels `(labels, *shape)`.
-        Those of the same labels have one.
+        """Return the means of messages by their labels; those of the same labels have one.
+
+        Args:
+            means: Means of labels, `(labels, *shape)`.
         """
         centers: dict[tuple[bool, tuple[float, ...]], Tensors] = {}
         keys = [
@@ -296,8 +306,9 @@ class Scorer:
     def _filters(
         self, filtered: list[int], centers: list[Tensors], sizes: Tensors
     ) -> list[tuple[MatchedFilter, _FilterGroup]]:
-        """A filter for observations whose coordinates and samples weigh alike, with what gradients
-        are in its coordinates where these are others.
+        """Return a filter for each group of observations with the same weights of coordinates.
+
+        A group also says what gradients are in its coordinates, if these are others.
         """
         groups: list[_FilterGroup] = []
         unread = {fit for i in filtered if i not in self.spans and (fit := self._fit(i))}
@@ -325,8 +336,10 @@ class Scorer:
     def _whitened(
         self, i: int, center: Tensors, sizes: Tensors
     ) -> list[tuple[WhitenedMessage, Tensors | None]]:
-        """A message by each way to weigh its coordinates. Beside what earlier messages left out,
-        entries of its own batch alone are one of them, if there are any.
+        """Return a message by each way to weigh its coordinates.
+
+        If it holds what earlier messages left out, one way weighs only the entries of its own
+        batch.
         """
         observation, mechanism, floor = (
             self.observations[i], self.mechanisms[i], self._floor(self.observations[i])
@@ -348,9 +361,7 @@ class Scorer:
     def _fitted(
         self, i: int, center: Tensors, drawn_span: tuple[Powers, list[float]] | None
     ) -> _FilterGroup:
-        """A message of several samples, fitted in a span that it names, or in one like that which
-        was drawn.
-        """
+        """Return a message of several samples, fitted in a span that it names or that was drawn."""
         observation, mechanism = self.observations[i], self.mechanisms[i]
         messages = [observation.gradient, *(mechanism.later_messages if mechanism else ())]
         if i in self.spans:
@@ -365,7 +376,7 @@ class Scorer:
         return _FilterGroup(weights, [i], [message])
 
     def _suffices(self, exact: Observation) -> bool:
-        """Whether entries that are a batch's own tell candidates apart without any others."""
+        """Return whether entries that are a batch's own suffice to distinguish candidates."""
         return sum(int((y != 0).sum()) for y in exact.gradient.values()) >= len(self.pool.batches)
 
     @property
@@ -375,9 +386,10 @@ class Scorer:
     def _means(
         self, filtered: list[int], needs_squares: bool
     ) -> tuple[dict[bool, Tensors], Tensors]:
-        """Over some candidates of each label: their mean gradient, `(labels, *shape)`, alone and as
-        part of a sum, as far as messages ask for it; and if `needs_squares` the root of the mean
-        square of all of them as parts, `(*shape)`.
+        """Return mean gradients over some candidates of each label, `(labels, *shape)`.
+
+        They are computed alone and as terms of a sum, as messages ask for it. If `needs_squares`,
+        the second value is the root of the mean square of all terms, `(*shape)`.
         """
         rows_of_label: dict[int, list[int]] = {}
         for row, label in enumerate(self.pool.label):
@@ -401,8 +413,9 @@ class Scorer:
         return means, {name: (square / count).sqrt() for name, square in squares.items()}
 
     def _of_sample(self, gradient: Tensors, rows: list[int], is_sum: bool) -> Tensors:
-        """What each candidate is as a message, clipped if each sample is; or what it adds to a sum:
-        its size times its gradient.
+        """Return each candidate's message, clipped if samples are, or what it adds to a sum.
+
+        In a sum it is the candidate's size times its gradient.
         """
         if self.clip_sample is not None:
             return clipped(gradient, self.clip_sample)
@@ -411,13 +424,13 @@ class Scorer:
         return {name: scaled(g, self.pool.size[rows]) for name, g in gradient.items()}
 
     def _changes(self, gradient: Tensors, rows: list[int], means: Tensors) -> Tensors:
-        """Gradients minus the means of their labels."""
+        """Return gradients minus the means of their labels."""
         labels = torch.tensor([self.pool.label[row] for row in rows])
         on_device = {name: labels.to(gradient[name].device) for name in self.names}
         return {name: gradient[name] - means[name][on_device[name]] for name in self.names}
 
     def _floor(self, observation: Observation) -> dict[str, float]:
-        """The variance by which evaluations of one gradient differ, per parameter."""
+        """Return the variance by which evaluations of one gradient differ, per parameter."""
         gradients = observation.gradient.values()
         size = sum(g.numel() for g in gradients)
         power = sum(float(g.double().square().sum()) for g in gradients) / size
@@ -426,7 +439,7 @@ class Scorer:
         return {name: least + self.spread[name] for name in self.names}
 
     def _filtered(self, matched_filter: MatchedFilter, place: int, i: int) -> list[Tensor]:
-        """Statistics of a message, of which there are several where its mechanism is not known."""
+        """Return statistics of a message, several if its mechanism is not known."""
         share = self.pool.priors[i].share
         unknown = matched_filter.messages[place].variance is None
         # Beside what earlier messages left out, or in no span, the rest may be of any size.
@@ -440,7 +453,7 @@ class Scorer:
         return [ratios, self._best(matched_filter.cosines(place), i)]
 
     def _by_candidate(self, scores: Tensor, i: int, exclusive: bool) -> Tensor:
-        """`(P,)` of pairs to `(K,)`: the mean of what labels say, by how likely they are."""
+        """Return candidates' scores `(K,)`: the prior-weighted mean of their pairs' `(P,)`."""
         weighed = scores + self.pool.priors[i].prior.log()
         best = self._best(weighed, i)
         shifted = (weighed - best[self.pool.candidate]).exp()
@@ -448,16 +461,16 @@ class Scorer:
         return best + sums.log()
 
     def _best(self, scores: Tensor, i: int) -> Tensor:
-        """`(P,)` of pairs to `(K,)`: the best of those that the message may have."""
+        """Return the best score of each candidate `(K,)`, over pairs that the message may have."""
         possible = scores.masked_fill(self.pool.priors[i].prior == 0, -torch.inf)
         best = possible.new_full((int(self.pool.candidate.max()) + 1,), -torch.inf)
         return best.scatter_reduce_(0, self.pool.candidate, possible, "amax")
 
 
 def _most_outstanding(statistics: Sequence[Tensor], samples: int) -> Tensor:
-    """The statistic in which the best candidates stand out the most, as log-ratios.
+    """Return the statistic in which the best candidates stand out the most, as log-ratios.
 
-    In units of its own spread candidates of no message are N(0, 1). One in the message is N(z, 1)
+    In units of its own spread, candidates of no message are N(0, 1). One in the message is N(z, 1)
     with the z that the best ones have: log N(x; z, 1)/N(x; 0, 1) = z x - z²/2.
     """
     log_ratios = []

@@ -40,11 +40,12 @@ _REMEMBERED = 192  # texts that a turn begins with
 
 @dataclass
 class Found(Reconstruction):
-    """What a search found, and how far it came.
+    """The reconstruction of a search, and how far the search came.
 
     Args:
-        score: Of the text, in standard deviations of the noise; of several texts their mean.
-        expected_score: What the true text would score, likewise; NaN where the noise is unknown.
+        score: The score of the text, in standard deviations of the noise; for several texts their
+            mean.
+        expected_score: The score that the true text would have; NaN if the noise is unknown.
         evaluated: How many texts were scored.
         scores: The best score after each generation.
     """
@@ -57,9 +58,10 @@ class Found(Reconstruction):
 
 @dataclass
 class LikelihoodSearch(Attack):
-    """Searches for the text of a message by its likelihood. Noise that hides every word from
-    descent on embeddings does not hide them here: it spreads over all of a gradient's entries, and
-    a candidate looks along one direction.
+    """Searches word by word for the text that makes a message likeliest.
+
+    Noise that hides every word from descent on embeddings does not hide them here: it spreads over
+    all of a gradient's entries, and a candidate looks along one direction.
 
     The search starts from public texts of the message's length. Texts that score well are changed
     word by word, and crossed with each other; places are swept with the words that public texts
@@ -67,12 +69,12 @@ class LikelihoodSearch(Attack):
     gradient, in a metric that public texts whiten (score.py), plus the logarithm of how likely
     public texts make the words. It needs no slope, so it works behind every defense: with the
     mechanism's noise where that is known, by cosine where it is not. Behind Gaussian noise as large
-    as the gradient, one text's search can end by the likelihood itself: near the true text that
-    tells orders and small words apart.
+    as the gradient, one text's search can end by the likelihood itself: near the true text it
+    distinguishes orders and small words.
 
     A message of several texts is a sum. Each text has turns in which it is searched in what the
-    others leave of the message: as much of these is taken out as their scores say is right.
-    Lengths and special tokens are the observation's; labels that it lacks are tried out for one
+    others leave of the message: as much of these is subtracted as their scores say is correct.
+    Lengths and special tokens are the observation's. Labels that it lacks are tried out for one
     text, and read off the last layer for several.
 
     References: genetic search for adversarial texts, Alzantot et al. (2018); discrete search on
@@ -81,17 +83,22 @@ class LikelihoodSearch(Attack):
     Args:
         public_texts: Texts like the client's, or their ids: at least 16. Audits give candidates
             that are in no audited message.
-        seconds: Stop after so many.
-        evaluations: Stop after so many texts were scored. Default: by `seconds` alone.
-        damping: Of the metric, in variances of the noise.
-        prior: What public texts' probabilities weigh; 1 is Bayes' rule.
-        populations: Each begins from public texts of its own, and ends in an optimum of its own;
-            then their best texts are crossed. Of one text's search.
-        whole_share: Of the effort, at the end, by the whole likelihood where that is known.
+        seconds: Time after which the search stops.
+        evaluations: The number of scored texts after which the search stops. Default: by `seconds`
+            alone.
+        damping: The damping of the metric, in variances of the noise.
+        prior: The weight of public texts' probabilities; 1 is Bayes' rule.
+        populations: The number of populations in one text's search. Each begins from public texts
+            of its own, and ends in an optimum of its own; then their best texts are crossed.
+        whole_share: The fraction of the effort that is spent, at the end, on the whole likelihood
+            if that is known.
         progress: Show a bar.
 
     Raises:
-        ValueError: For a setting out of range.
+        ValueError: If a setting is out of range.
+
+    References: genetic search for adversarial texts, Alzantot et al. (2018); discrete search on
+    gradients, Balunović et al., "LAMP" (2022). The metric is this library's.
 
     Example:
         >>> search = LikelihoodSearch(["a fine film", "a dull plot"] * 8, evaluations=64)
@@ -152,7 +159,7 @@ class LikelihoodSearch(Attack):
     def _score(
         self, row: _Row, rows: Sequence[_Row], message: WhiteMessage, public: Sequence[Text]
     ) -> WhitenedScore:
-        """With the label that public texts fit best, where it is not known."""
+        """Return the score, with the label that public texts fit best if it is not known."""
         message, count = message.of_share(row.share), len(rows)
         other_labels = {text.label for text in rows} - {row.label, None}
         classes = [torch.tensor([k], device=row.observation.device) for k in other_labels]
@@ -168,9 +175,9 @@ class _Row:
     """One text of a message.
 
     Args:
-        observation: As if the message were of it alone.
-        length: Words, without the special tokens around them.
-        share: Of the gradient.
+        observation: The observation as if the message were of this text alone.
+        length: The number of words, without the special tokens around them.
+        share: The text's fraction of the gradient.
         label: Its class, beside other texts.
     """
 
@@ -181,7 +188,7 @@ class _Row:
 
     @property
     def key(self) -> Any:
-        """Texts of one key have one metric."""
+        """The key of the text's metric; texts of one key have one metric."""
         return self.length, self.label
 
 
@@ -207,7 +214,7 @@ def _rows_of(observation: Observation) -> list[_Row]:
 
 
 def _alone(observation: Observation, length: int, labels: Tensor | None) -> Observation:
-    """As if the message were of one text of so many tokens."""
+    """Return the observation as if the message were of one text of this many tokens."""
     return replace(observation, input_shape=(1, length), attention_mask=None, labels=labels)
 
 
@@ -222,7 +229,7 @@ def _of_length(public: Sequence[Text], length: int) -> list[Text]:
 
 
 def _labels(observation: Observation) -> list[Tensor | None]:
-    """Each that the text may have; of language models it is the text itself."""
+    """Return each label that the text may have; for language models it is the text itself."""
     model = observation.model
     if is_causal_lm(model):
         return [None]
@@ -239,7 +246,7 @@ def _labels(observation: Observation) -> list[Tensor | None]:
 
 
 class _Effort:
-    """What is granted of time and evaluations, and how much of it was spent."""
+    """The time and evaluations that are granted, and how much of it was spent."""
 
     def __init__(self, attack: LikelihoodSearch) -> None:
         self.attack, self.clock, self.evaluated = attack, Clock(attack.seconds), 0
@@ -247,14 +254,14 @@ class _Effort:
 
     @property
     def spent(self) -> float:
-        """Its share."""
+        """The fraction that was spent."""
         spent = self.clock.elapsed / self.attack.seconds
         if self.attack.evaluations is not None:
             spent = max(spent, self.evaluated / self.attack.evaluations)
         return spent
 
     def show(self, standing: str) -> None:
-        """On the bar."""
+        """Show the spent fraction and the standing on the bar."""
         self.bar.update(min(int(100 * self.spent), 100) - self.bar.n)
         self.bar.set_postfix_str(standing)
 
@@ -286,11 +293,11 @@ class _Search:
 
     @property
     def rightness(self) -> float:
-        """How much of the best text's gradient is in the message, by its score."""
+        """The fraction of the best text's gradient that is in the message, by its score."""
         return min(max(self.scores[self.best] / self._own_scores[self.best], 0.0), 1.0)
 
     def take_out(self, searches: Sequence[_Search]) -> None:
-        """What other texts, as far as they are known, have in the message."""
+        """Subtract from the message what other texts, as far as they are known, have in it."""
         self.whitened.leave_out([
             (text.score.batch([text.best]), text.rightness * text.row.share / self.row.share)
             for text in searches
@@ -298,7 +305,7 @@ class _Search:
         self._begin_anew(_REMEMBERED)
 
     def end_by(self, likelihood: WholeLikelihood, prior: float) -> None:
-        """Goes on by the whole likelihood, until a text stays the best or the effort is spent."""
+        """Continue by the whole likelihood, until a text stays the best or the effort is spent."""
         history = list(self.history)
         self.score, self._slope = likelihood, prior
         self._begin_anew(_REMEMBERED)
@@ -309,7 +316,7 @@ class _Search:
         self.history = history
 
     def _begin_anew(self, count: int) -> None:
-        """With so many of the best texts, scored anew."""
+        """Start again with `count` of the best texts, which are scored again."""
         best = sorted(self.scores, key=lambda text: -self._fitness[text])[:count]
         for stale in (self.scores, self._own_scores, self._fitness, self._swept, self.history):
             stale.clear()
@@ -318,7 +325,7 @@ class _Search:
             self._evaluate(best[start : start + AT_ONCE])
 
     def run_populations(self, count: int, end: float) -> None:
-        """Several populations, one after the other, and then one of their best texts."""
+        """Run several populations, one after the other, and then one of their best texts."""
         start, public, best = self.effort.spent, self.public, set[Text]()
         for number in range(count if count > 1 else 0):
             if self.effort.evaluated < number * _FEWEST_OF_EACH:
@@ -333,8 +340,10 @@ class _Search:
         self.run(end)
 
     def run(self, end: float, may_settle: bool = True) -> None:
-        """Until so much of the effort is spent, or, if it `may_settle`, the best text scores as the
-        true one would and stays the best.
+        """Run until this fraction of the effort is spent, or the best text has settled.
+
+        It settles only if `may_settle`: the best text scores as the true one would and stays the
+        best.
         """
         if not self.population:
             self._scan(self.effort.spent + _SCANNED * (end - self.effort.spent))
@@ -384,7 +393,7 @@ class _Search:
         return self.population[min(place, len(self.population) - 1)]
 
     def _sweep(self) -> list[Text]:
-        """The best text that was not swept, with other words at each place."""
+        """Return variants of the best text that was not swept, with other words at each place."""
         text = next((text for text in self.population[:20] if text not in self._swept), None)
         if text is None:
             return []
@@ -413,8 +422,9 @@ class _Search:
                 break
 
     def has_settled(self) -> bool:
-        """Whether a text stays the best whose score is what its own gradient says that the true
-        text would have.
+        """Return whether a text stays the best whose score is what the true text would have.
+
+        Its own gradient says what that is.
         """
         if isinstance(self.score, WholeLikelihood):
             return self._stays()
@@ -424,20 +434,20 @@ class _Search:
         return self._own_scores[self.best] - self.scores[self.best] < _SETTLED
 
     def _stays(self) -> bool:
-        """Whether no better text came for long."""
+        """Return whether no better text came for long."""
         patience = _END_PATIENCE if self.score is not self.whitened else _PATIENCE
         has_waited = len(self.history) - self._begun > patience
         return has_waited and self.history[-1] <= self.history[-1 - patience]
 
     def standing(self) -> str:
-        """The best score beside the expected one."""
+        """Return the best score beside the expected one."""
         expected = self.score.expected
         goal = "" if expected is None else f" of about {expected:.1f} that the truth would score"
         return f"{self.scores[self.best]:.1f}{goal}"
 
 
 def _take_turns(searches: Sequence[_Search], end: float) -> None:
-    """Up to that share of the effort. Of several each is searched in what the others leave."""
+    """Search each text in turn, in what the others leave, up to a fraction of the effort."""
     if len(searches) == 1:
         searches[0].run_populations(searches[0].effort.attack.populations, end)
         return
@@ -451,7 +461,7 @@ def _take_turns(searches: Sequence[_Search], end: float) -> None:
 
 
 def _found(observation: Observation, searches: Sequence[_Search], effort: _Effort) -> Found:
-    """The best texts so far."""
+    """Return the best texts so far as the reconstruction."""
     prefix_ids, suffix_ids = observation.frame
     ids = [[*prefix_ids, *search.best, *suffix_ids] for search in searches]
     labels = [search.whitened.label for search in searches if search.whitened.label is not None]

@@ -22,8 +22,8 @@ class WhiteMessage:
     """Linear layers' tensors, divided by the noise's scales of outputs and of inputs.
 
     Args:
-        tensors: `(out, in)` each, with noise of variance 1.
-        scales: Of outputs and of inputs, by name.
+        tensors: The tensors, `(out, in)` each, with noise of variance 1.
+        scales: The scales of outputs and of inputs, by name.
         is_noise_known: Whether the mechanism states the noise, and does nothing else.
     """
 
@@ -32,8 +32,10 @@ class WhiteMessage:
     is_noise_known: bool
 
     def gradient_norm(self, names: Iterable[str], texts: int) -> float:
-        """Of one of so many texts, as far as these tensors go, if they are alike and orthogonal.
-        Where noise drowns it, what would just stand out.
+        """Return the gradient norm of one of `texts` texts in these tensors.
+
+        Texts' gradients are taken to be equally long and orthogonal. If noise drowns the norm, it
+        is the norm that would just stand out.
         """
         tensors = [self.tensors[name] for name in names]
         power = sum(float(y.square().sum(dtype=torch.float64)) for y in tensors)
@@ -43,14 +45,14 @@ class WhiteMessage:
         return (power / texts) ** 0.5
 
     def of_share(self, share: float) -> WhiteMessage:
-        """The same, for a text that has this share of the gradient."""
+        """Return the message in units for a text that has this fraction of the gradient."""
         scales = {
             name: (outputs / share, inputs) for name, (outputs, inputs) in self.scales.items()
         }
         return replace(self, scales=scales)
 
     def whiten(self, name: str, slopes: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's slopes and features in these units."""
+        """Return a layer's slopes and features in these units."""
         outputs, inputs = self.scales[name]
         return slopes.float() / outputs, features.float() / inputs
 
@@ -58,11 +60,11 @@ class WhiteMessage:
 def white_message(
     observation: Observation, mechanism: Mechanism | None, linear: Mapping[str, bool]
 ) -> WhiteMessage:
-    """The message's linear layers.
+    """Return the message's linear layers in units of the noise.
 
-    - Gaussian noise is divided by its standard deviation. Of one by entry, the product of outputs'
-      and inputs' scales that is nearest in logarithms is taken.
-    - Of Laplace noise far above the gradient, signs are what is to be known of entries: their
+    - Gaussian noise is divided by its standard deviation. For noise that differs between entries,
+      the nearest product of outputs' and inputs' scales, in logarithms, is used.
+    - For Laplace noise far above the gradient, signs are what is to be known of entries: their
       products with gradients vary half as much.
     - Rounding to levels counts as noise as wide as a cell.
     - Where nothing is stated (pruning, sketches, Refiner, error feedback), what was changed counts
@@ -97,7 +99,7 @@ def white_message(
 
 
 def _variance(mechanism: Mechanism | None, name: str, y: Tensor) -> Tensor:
-    """Of what was added to each entry, or one number."""
+    """Return the variance of what was added to each entry, or one number for all."""
     power = y.square().mean()
     if mechanism is None or mechanism.has_residual or mechanism.fitted is not None:
         return _GUESS * power
@@ -113,7 +115,7 @@ def _variance(mechanism: Mechanism | None, name: str, y: Tensor) -> Tensor:
 
 
 def _scales(variance: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Of outputs `(out,)` and of inputs `(in,)`."""
+    """Return the scales of outputs `(out,)` and of inputs `(in,)`."""
     if not any(variance.stride()):
         return variance[:, 0].sqrt().clone(), torch.ones_like(y[0])
     logs = variance.log() / 2

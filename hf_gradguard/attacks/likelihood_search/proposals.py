@@ -1,4 +1,4 @@
-"""Which texts a search tries next: those that score well, changed in the words of public texts."""
+"""Proposals of texts to try next: those that score well, changed in the words of public texts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _START, _END = -1, -2
 
 
 class PublicWords:
-    """Words of public texts: how frequent they are, in what company, and which are alike.
+    """The words of public texts: their frequencies, their neighbors, and which are similar.
 
     Args:
         texts: Ids of words.
-        embeddings: `(V, H)`, of the model's tokens.
+        embeddings: The embeddings of the model's tokens, `(V, H)`.
 
     Raises:
         ValueError: If there is no word.
@@ -57,9 +57,7 @@ class PublicWords:
         self.learn({})
 
     def learn(self, scores: Mapping[Text, float]) -> None:
-        """How likely each word is proposed, by its frequency and the scores of texts that have
-        it.
-        """
+        """Set how likely each word is proposed, by its frequency and the scores of its texts."""
         mean = sum(scores.values()) / max(len(scores), 1)
         sums, counts = Counter[int](), Counter[int]()
         for text, score in scores.items():
@@ -72,8 +70,9 @@ class PublicWords:
         self._cumulated = self.log_weights.double().softmax(0).cumsum(0)
 
     def log_probability(self, text: Text) -> float:
-        """Of a text as public ones are, by what two words are followed by (Jelinek and Mercer's
-        interpolation).
+        """Return the log-probability of a text under public texts' trigrams.
+
+        They are interpolated with bigrams and single words (Jelinek and Mercer).
         """
         total, word_before, second = 0.0, _START, _START
         for word in text:
@@ -85,12 +84,12 @@ class PublicWords:
         return total
 
     def draw(self, random_: random.Random) -> int:
-        """A word by itself."""
+        """Draw a word, whatever its neighbors."""
         place = int(torch.searchsorted(self._cumulated, random_.random()))
         return self.words[min(place, len(self.words) - 1)]
 
     def draw_between(self, left_word: int, right: int, random_: random.Random) -> int:
-        """A word that public texts have there: beside both neighbors, or beside one of them."""
+        """Draw a word that public texts have beside both neighbors, or beside one of them."""
         both, which = self.between.get((left_word, right)), random_.random()
         if both and which < 0.35:
             return _draw(both, random_)
@@ -98,7 +97,7 @@ class PublicWords:
         return _draw(counts, random_) if counts else self.draw(random_)
 
     def draw_alike(self, word: int, random_: random.Random) -> int:
-        """A word whose embedding lies near."""
+        """Draw a word whose embedding is near."""
         if word not in self._neighbors:
             cosines = self._directions @ self._directions[self.place[word]]
             count = min(_NEIGHBORS + 1, len(self.words))
@@ -107,7 +106,7 @@ class PublicWords:
         return random_.choice(self._neighbors[word])
 
     def likeliest_between(self, left_word: int, right: int, count: int) -> list[int]:
-        """So many words, by what both neighbors and scores say of each."""
+        """Return the `count` likeliest words, by both neighbors and scores."""
         weights = self.log_weights.clone()
         for counts, weight in (
             (self.after.get(left_word), 1.0),
@@ -130,8 +129,10 @@ def _draw(counts: Mapping[int, int], random_: random.Random) -> int:
 
 
 def mutate(text: Text, words: PublicWords, others: Sequence[Text], random_: random.Random) -> Text:
-    """One change, or a few: a word, two words' places, a segment's place, or one word less here and
-    one more there. The length stays.
+    """Return the text with one change, or a few; its length stays.
+
+    A change is another word, an exchange of two words, a moved segment, or one word less here and
+    one more there.
     """
     changed, kind = list(text), random_.random()
     place = random_.randrange(len(text))
@@ -164,7 +165,10 @@ def mutate(text: Text, words: PublicWords, others: Sequence[Text], random_: rand
 
 
 def cross(text: Text, other: Text, random_: random.Random) -> Text:
-    """Words of two texts: each of either, or a segment of the other, at its place or elsewhere."""
+    """Return a mix of two texts.
+
+    Each word is of either text, or a segment of the other is put at its place or elsewhere.
+    """
     start, end = sorted((random_.randrange(len(text) + 1), random_.randrange(len(text) + 1)))
     kind = random_.random()
     if kind < 0.3:
@@ -174,14 +178,13 @@ def cross(text: Text, other: Text, random_: random.Random) -> Text:
 
 
 def neighbors(text: Sequence[int], place: int) -> tuple[int, int]:
-    """The words before and after a place."""
+    """Return the words before and after a place."""
     left_word = text[place - 1] if place else _START
     return left_word, text[place + 1] if place + 1 < len(text) else _END
 
 
 def texts_of_length(texts: Sequence[Text], length: int) -> list[Text]:
-    """Public texts of so many words; after them what longer ones, and texts in a row, have of such
-    windows.
+    """Return public texts of this many words, and then windows of longer and joined texts.
 
     Example:
         >>> texts_of_length([(1, 2), (3, 4, 5)], 2)

@@ -1,12 +1,12 @@
-"""How well a text explains a message, from layers' inputs and slopes, whitened by public texts.
+"""Scores of texts for a message, from layers' inputs and slopes, whitened by public texts.
 
-A linear layer's gradient is g = Σ_t δ_t a_tᵀ. A candidate that shares some words with the true
-text says what the message is, up to how much texts differ and the noise. So products are taken
-where gradients of public texts hardly covary: in the eigenvectors of their slopes δ and of their
-inputs a, each pair divided by its own variance plus damping (George et al., "Fast Approximate
-Natural Gradient Descent in a Kronecker-factored Eigenbasis", 2018, of Martens and Grosse, 2015).
-What all texts have in common is taken out. The normalized product is the score, in standard
-deviations of the noise.
+A linear layer's gradient is g = Σ_t δ_t a_tᵀ. A candidate that shares some words with the true text
+says what the message is, up to how much texts differ and the noise. So products are taken where
+gradients of public texts hardly covary: in the eigenvectors of their slopes δ and of their inputs
+a, each pair divided by its own variance plus damping (George et al., "Fast Approximate Natural
+Gradient Descent in a Kronecker-factored Eigenbasis", 2018, of Martens and Grosse, 2015). What all
+texts have in common is subtracted. The normalized product is the score, in standard deviations of
+the noise.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ..candidates.likelihood import ProductLikelihood
 from .messages import WhiteMessage
 
 Text = tuple[int, ...]
-"""Ids of a text's words, without the special tokens around them."""
+"""The ids of a text's words, without the special tokens around them."""
 
 _Factors = dict[str, tuple[Tensor, Tensor]]
 AT_ONCE = 64
-"""Texts in one pass."""
+"""The number of texts in one pass."""
 _PUBLIC = 192  # texts, of which covariances are
 _RANKS = (64, 128)  # eigenvectors of slopes and of inputs
 _FULL = 512  # sides as short as that have all eigenvectors computed
@@ -52,11 +52,11 @@ class _LayerMetric:
     """One layer's metric, in the eigenvectors of public texts' slopes and inputs.
 
     Args:
-        outputs: `(out, r)`, of slopes.
-        inputs: `(in, q)`, of inputs.
-        mean: `(r, q)`, of public texts' gradients.
-        weights: `(r, q)`: 1 by how much these vary, and damping.
-        message: `(r, q)`.
+        outputs: The eigenvectors of slopes, `(out, r)`.
+        inputs: The eigenvectors of inputs, `(in, q)`.
+        mean: The mean of public texts' gradients, `(r, q)`.
+        weights: 1 by the sum of these gradients' variance and damping, `(r, q)`.
+        message: The message, `(r, q)`.
     """
 
     outputs: Tensor
@@ -66,11 +66,11 @@ class _LayerMetric:
     message: Tensor
 
     def gradients(self, slopes: Tensor, features: Tensor) -> Tensor:
-        """`(K, r, q)`, in these coordinates."""
+        """Return gradients in these coordinates, `(K, r, q)`."""
         return (slopes @ self.outputs).mT @ (features @ self.inputs)
 
     def coordinates(self, slopes: Tensor, features: Tensor) -> Tensor:
-        """`(K, r, q)`, of gradients less their mean."""
+        """Return gradients less their mean in these coordinates, `(K, r, q)`."""
         return self.gradients(slopes, features) - self.mean
 
 
@@ -80,11 +80,11 @@ class WhitenedScore:
     Args:
         observation: What the server saw, of one sample.
         message: Linear layers' tensors, with white noise of variance 1.
-        public: Texts of that length, of which means and covariances are.
-        label: `(1,)`, the class that they are taken to have; none of language models.
-        damping: Of the noise's variance.
-        classes: Those of other texts that are in the message, where they are not this one.
-        texts: How many are in the message.
+        public: Texts of that length, which give means and covariances.
+        label: The class `(1,)` that texts are taken to have; none for language models.
+        damping: The damping, in variances of the noise.
+        classes: Those classes of other texts in the message that are not this one.
+        texts: The number of texts in the message.
 
     Raises:
         ValueError: If the message has no linear layer whose gradient stands out.
@@ -120,7 +120,7 @@ class WhitenedScore:
         self.expected = self._expect(squares, texts) if message.is_noise_known else None
 
     def _public_factors(self, public: Sequence[Text]) -> _Factors:
-        """Of all of them."""
+        """Return the factors of all public texts."""
         batches = [
             self._raw_factors(self.batch(public[start : start + AT_ONCE]))
             for start in range(0, len(public), AT_ONCE)
@@ -132,7 +132,7 @@ class WhitenedScore:
         return factors
 
     def _take_metric(self, factors: _Factors, damping: float) -> Tensors:
-        """Of those layers whose gradients stand out of noise; returns public texts' coordinates."""
+        """Choose the layers whose gradients stand out, and return public texts' coordinates."""
         changes: Tensors = {}
         self._layers = {}
         for name, (slopes, features) in self._of_norm(factors).items():
@@ -143,7 +143,7 @@ class WhitenedScore:
         return changes
 
     def _keep_largest(self, changes: Mapping[str, Tensor]) -> None:
-        """Layers that say little cost as much as others, and the lowest ones most."""
+        """Drop layers that say little: they cost as much as others, the lowest ones most."""
         if not changes:
             raise ValueError(
                 "No linear layer's gradient of public texts stands out of this message's noise."
@@ -159,9 +159,10 @@ class WhitenedScore:
             counted += sizes[name]
 
     def _center(self) -> float:
-        """Takes the mean gradients of classes out of the message: as much of them as the message
-        has, since losses differ, and defenses may scale. Returns how well the mean alone fits the
-        message.
+        """Subtract classes' mean gradients from the message, and return how well the mean fits.
+
+        As much of them is subtracted as the message has, since losses differ, and defenses may
+        scale.
         """
         count = len(self._means)
         product, square = (
@@ -185,11 +186,11 @@ class WhitenedScore:
         return float(product[0]) / self._mean_square**0.5
 
     def leave_out(self, batches: Sequence[tuple[Mapping[str, Tensor], float]]) -> None:
-        """Takes other texts out of the message.
+        """Subtract other texts from the message.
 
         Args:
-            batches: Each of one text, and how much of its gradient is taken out, in units of
-                the share that a text has which is scored here.
+            batches: Batches of one text each, and how much of its gradient is subtracted, in units
+                of the fraction that a scored text has.
         """
         parts = [(self._factors(batch), share) for batch, share in batches]
         for name, layer in self._layers.items():
@@ -199,8 +200,10 @@ class WhitenedScore:
         self._center()
 
     def _expect(self, squares: Tensor, texts: int) -> float:
-        """What the true text would score: its norm in this metric. That is known from the
-        message's own norm less that of noise, and from public texts; each counts as it is precise.
+        """Return the score that the true text would have: its norm in this metric.
+
+        It is known from the message's own norm less that of noise, and from public texts; each
+        counts by its precision.
         """
         weights = torch.cat([layer.weights.flatten() for layer in self._layers.values()]).double()
         entries = torch.cat([layer.message.flatten() for layer in self._layers.values()]).double()
@@ -212,8 +215,10 @@ class WhitenedScore:
         return max(mean, 0.0) ** 0.5 / self.unit
 
     def _products(self, changes: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`(K,)` each: with the message, with themselves, how much noise varies the first, and with
-        the mean.
+        """Return four products of gradients' changes, `(K,)` each.
+
+        They are with the message, with themselves, how much noise varies the first, and with the
+        mean.
         """
         totals: list[Any] = [0.0, 0.0, 0.0, 0.0]
         for name, change in changes.items():
@@ -225,8 +230,9 @@ class WhitenedScore:
         return totals[0], totals[1], totals[2], totals[3]
 
     def __call__(self, texts: Sequence[Text]) -> Tensor:
-        """`(K, 2)` in float64: the score of each text, and what it would be on average if the text
-        were the true one.
+        """Return the score of each text, and its mean if the text were the true one.
+
+        They are `(K, 2)` in float64.
         """
         rows = [torch.zeros(0, 2, dtype=torch.float64)]
         for start in range(0, len(texts), AT_ONCE):
@@ -243,14 +249,17 @@ class WhitenedScore:
         return torch.cat(rows)
 
     def _factors(self, batch: Mapping[str, Tensor]) -> _Factors:
-        """Of each layer slopes and features, `(K, T, F)`, where the noise is white, of gradients of
-        the message's norm.
+        """Return each layer's slopes and features, `(K, T, F)`, where the noise is white.
+
+        Gradients have the message's norm.
         """
         return self._of_norm(self._raw_factors(batch))
 
     def _of_norm(self, factors: _Factors) -> _Factors:
-        """What a model knows well has a gradient hundreds of times smaller than what it gets wrong,
-        in nearly the same directions.
+        """Return factors of gradients scaled to the message's norm.
+
+        What a model knows well has a gradient hundreds of times smaller than what it gets wrong, in
+        nearly the same directions.
         """
         if self._norm is None:
             return factors
@@ -259,23 +268,24 @@ class WhitenedScore:
         return {name: (slopes * sizes, features) for name, (slopes, features) in factors.items()}
 
     def _raw_factors(self, batch: Mapping[str, Tensor]) -> _Factors:
-        """As the model has them."""
+        """Return each layer's slopes and features, with gradients of the model's own norm."""
         factors = layer_factors(self.observation.model, self._parameters, batch)
         return {name: self.message.whiten(name, *pair) for name, pair in factors.items()}
 
     def batch(self, texts: Sequence[Text], label: Tensor | None = None) -> dict[str, Tensor]:
-        """Texts as clients have them, of the class that they are taken to have or another one."""
+        """Return texts as clients have them, of the assumed class or another one."""
         return text_batch(self.observation, texts, self.label if label is None else label)
 
 
 class WholeLikelihood:
-    """log p(message | text)/p(message | no gradient) in nats, of all that was shared. Far from the
-    true text few entries decide it, and no climb leads up; near it nothing tells texts apart as
-    well.
+    """The log-likelihood ratio log p(message | text)/p(message | no gradient), in nats.
+
+    It uses everything that was shared. Far from the true text few entries decide it, and no climb
+    leads up; near it nothing distinguishes texts as well.
 
     Args:
-        score: Of the same message, of one text.
-        mechanism: One that `applies`.
+        score: The score of the same message, of one text.
+        mechanism: A mechanism to which it `applies`.
     """
 
     expected = None
@@ -290,13 +300,13 @@ class WholeLikelihood:
 
     @staticmethod
     def applies(observation: Observation, mechanism: Mechanism | None) -> bool:
-        """Whether the message is of one text and one step, behind noise that products tell."""
+        """Return whether products tell the noise of a message of one text and one step."""
         if observation.batch_size > 1 or observation.local is not None or mechanism is None:
             return False
         return ProductLikelihood.applies(mechanism, dict(observation.gradient))
 
     def __call__(self, texts: Sequence[Text]) -> Tensor:
-        """`(K, 2)` in float64; the second is 0."""
+        """Return the log-likelihood ratios of texts, `(K, 2)` in float64, with zeros second."""
         scores = torch.zeros(len(texts), 2, dtype=torch.float64)
         batches, likelihood = [self.batch([text]) for text in texts], self._likelihood
         for rows, computed in self._products(batches, [likelihood.message], likelihood.weights):
@@ -305,7 +315,7 @@ class WholeLikelihood:
 
 
 def public_ids(texts: Sequence[Any], observation: Observation) -> list[Text]:
-    """Texts, or their ids, without special tokens.
+    """Return the ids of texts, or ids as they are, without special tokens.
 
     Raises:
         ValueError: If the observation has no tokenizer.
@@ -330,12 +340,12 @@ def public_ids(texts: Sequence[Any], observation: Observation) -> list[Text]:
 def text_batch(
     observation: Observation, texts: Sequence[Text], label: Tensor | None
 ) -> dict[str, Tensor]:
-    """Texts of one length as clients have them.
+    """Return texts of one length as clients have them.
 
     Args:
-        observation: Of their message.
-        texts: Without the special tokens around them.
-        label: `(1,)`, the class of all; of language models none.
+        observation: The observation of their message.
+        texts: Texts without the special tokens around them.
+        label: The class of all, `(1,)`; none for language models.
 
     Example:
         >>> text_batch(observation, [(5, 6)], torch.tensor([1]))["attention_mask"].shape[0]
@@ -351,13 +361,14 @@ def text_batch(
 def layer_factors(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], batch: Mapping[str, Tensor]
 ) -> _Factors:
-    """Of each linear layer the slopes of samples' losses `(K, T, out)`, and what it takes in
-    `(K, T, in)`, by the name of its weight.
+    """Return each linear layer's slopes and inputs, by the name of its weight.
+
+    Slopes of samples' losses are `(K, T, out)`, inputs `(K, T, in)`.
 
     Args:
-        model: Which.
+        model: The model.
         parameters: Weights whose layers are asked for, by name.
-        batch: K samples.
+        batch: A batch of K samples.
 
     Example:
         >>> weights = {"classifier.weight": model.classifier.weight}
@@ -381,7 +392,7 @@ def layer_factors(
 
 
 def _norms(factors: _Factors) -> Tensor:
-    """`(K,)` in float64, of gradients."""
+    """Return the norms of gradients, `(K,)` in float64."""
     squares = [ghost_squares(*pair, bounds=False) for pair in factors.values()]
     return torch.stack(squares).sum(0).sqrt()
 
@@ -403,7 +414,7 @@ def _metric(y: Tensor, slopes: Tensor, features: Tensor, damping: float) -> _Lay
 
 
 def _eigenvectors(rows: Tensor, rank: int) -> Tensor:
-    """`(d, rank)`, of what rows `(n, d)` vary most along."""
+    """Return the directions along which rows `(n, d)` vary most, `(d, rank)`."""
     if rows.shape[1] <= _FULL:
         _, vectors = torch.linalg.eigh(rows.T @ rows)
         return vectors.flip(1)[:, :rank].contiguous()
@@ -419,7 +430,7 @@ def _eigenvectors(rows: Tensor, rank: int) -> Tensor:
 
 
 def linear_names(model: nn.Module) -> dict[str, bool]:
-    """Weights of linear layers, and whether they are stored as `(in, out)`.
+    """Return the weights of linear layers, and whether they are stored as `(in, out)`.
 
     Example:
         >>> linear_names(model)["classifier.weight"]

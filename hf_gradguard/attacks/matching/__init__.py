@@ -1,1 +1,1 @@
-"""Gradient matching: the input whose gradient is the one that was shared."""
+"""Gradient matching, which finds the input whose gradient is the one that was shared."""

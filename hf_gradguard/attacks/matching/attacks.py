@@ -1,9 +1,9 @@
-"""Gradient matching: find the input whose gradient is the one that was shared.
+"""Gradient matching attacks, which find the input whose gradient is the one that was shared.
 
     x̂ = argmin dist(g(x̂), shared) + priors(x̂)
 
-One loop for all of it. What differs between the published attacks (distance, priors, optimizer,
-schedule) is in the settings of their classes in `images.py` and `text.py`.
+One loop serves all of them. The published attacks differ in distance, priors, optimizer and
+schedule, which are the settings of their classes here.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from .space import Tokens
 
 @dataclass
 class GradientMatching(MatchingSettings, Attack):
-    """Base of the attacks that descend on the distance between gradients. Subclasses say which
-    distance and priors.
+    """A base of attacks that descend on the distance between gradients.
+
+    Subclasses define the distance and the priors.
 
     Example:
         >>> from hf_gradguard.attacks.matching.objectives import squared_distance
@@ -47,7 +48,7 @@ class GradientMatching(MatchingSettings, Attack):
     informed_by: ClassVar[frozenset[str]] = frozenset({"noise_variance"})
 
     def problem(self, observations: Sequence[Observation]) -> Problem:
-        """The observations as this attack matches them.
+        """Return the problem of matching these observations with this attack.
 
         Raises:
             ValueError: If they do not belong together, or this attack cannot work on them.
@@ -63,9 +64,9 @@ class GradientMatching(MatchingSettings, Attack):
         """Attack several observations at once, each by itself: faster than one after the other.
 
         Args:
-            observations: All of one model, one input shape and one attention mask, with gradients
-                of the same parameters.
-            generator: Source of all randomness.
+            observations: Observations of one model, one input shape and one attention mask, with
+                gradients of the same parameters.
+            generator: The source of all randomness.
 
         Raises:
             ValueError: If they differ in those, or this attack cannot work on them.
@@ -107,9 +108,9 @@ def _reconstruction(
 
 @dataclass
 class DLG(GradientMatching):
-    """Squared distance, L-BFGS; labels that are not known are optimized with the input.
+    """Matches the squared distance by L-BFGS, and optimizes unknown labels with the input.
 
-    Needs a model with second derivatives everywhere (sigmoid, GELU), and often restarts.
+    It needs a model with second derivatives everywhere (sigmoid, GELU), and often restarts.
 
     Reference: Zhu, Liu and Han, "Deep Leakage from Gradients", 2019.
 
@@ -131,7 +132,7 @@ class DLG(GradientMatching):
 
 @dataclass
 class IDLG(DLG):
-    """DLG with the label read off the last layer.
+    """Runs DLG with the label read off the last layer.
 
     Reference: Zhao, Mopuri and Bilen, "iDLG: Improved Deep Leakage from Gradients", 2020.
 
@@ -146,8 +147,9 @@ class IDLG(DLG):
 
 @dataclass
 class InvertingGradients(GradientMatching):
-    """1 - cosine and total variation on images, by L-BFGS from anywhere in the range of pixels: far
-    stronger than as published.
+    """Matches 1 - cosine and total variation on images, by L-BFGS from uniform pixels.
+
+    It is far stronger than the attack as published (`inverting_gradients_published`).
 
     Reference: Geiping et al., "Inverting Gradients: How easy is it to break privacy in federated
     learning?", 2020, for what it minimizes.
@@ -172,7 +174,7 @@ class InvertingGradients(GradientMatching):
 
 @dataclass
 class InvertingGradientsPublished(InvertingGradients):
-    """Inverting Gradients as published: signed Adam with three decays from a normal start.
+    """Runs Inverting Gradients as published: signed Adam with three decays from a normal start.
 
     Reference: Geiping et al., "Inverting Gradients: How easy is it to break privacy in federated
     learning?", 2020.
@@ -194,10 +196,10 @@ class InvertingGradientsPublished(InvertingGradients):
 
 @dataclass
 class DeepImagePrior(InvertingGradients):
-    """1 - cosine of images that an untrained convolutional network draws, by Adam on its weights.
+    """Matches 1 - cosine of images that an untrained convolutional network draws.
 
-    The best match is returned, and noise is matched in the end: behind a strong defense stop early,
-    at 100 `steps`.
+    Adam descends on the network's weights. The best match is returned, and noise is matched in the
+    end: behind a strong defense stop early, at 100 `steps`.
 
     Reference: Ulyanov, Vedaldi and Lempitsky, "Deep Image Prior", 2018, for the prior.
 
@@ -219,12 +221,14 @@ class DeepImagePrior(InvertingGradients):
 
 @dataclass
 class GradInversion(GradientMatching):
-    """Squared distance with total variation, squared norm, batch-norm statistics and agreement
-    between restarts.
+    """Matches the squared distance with several priors on images.
+
+    The priors are total variation, squared norm, batch-norm statistics and agreement between
+    restarts.
 
     Args:
-        batch_norm: Weight of the distance to the batch normalizations' running statistics.
-        group_consistency: Weight of each restart's squared distance to the restarts' mean.
+        batch_norm: The weight of the distance to the batch normalizations' running statistics.
+        group_consistency: The weight of each restart's squared distance to the restarts' mean.
 
     Reference: Yin et al., "See through Gradients: Image Batch Recovery via GradInversion", 2021.
 
@@ -270,10 +274,12 @@ class GradInversion(GradientMatching):
 
 @dataclass
 class Tag(GradientMatching):
-    """Squared and absolute differences, early layers counting more; AdamW with a linear schedule.
+    """Matches squared and absolute differences, with early layers counting more.
+
+    It descends by AdamW with a linear schedule.
 
     Args:
-        absolute: Weight of the absolute differences.
+        absolute: The weight of the absolute differences.
 
     Reference: Deng et al., "TAG: Gradient Attack on Transformer-based Language Models", 2021.
 
@@ -297,7 +303,7 @@ class Tag(GradientMatching):
 
 @dataclass
 class Lamp(GradientMatching):
-    """Cosine matching, embeddings kept as long as words' are, and moves of tokens in between.
+    """Matches the cosine on texts, keeps embeddings as long as words', and moves tokens in between.
 
     Every `every` steps, `moves` random rearrangements of the candidate (two tokens swapped, one
     moved, a span moved, the beginning put behind the end) are scored by matching loss, plus the
@@ -305,16 +311,16 @@ class Lamp(GradientMatching):
     it is better than it.
 
     Args:
-        length_weight: Weight of the squared difference between the embeddings' mean length and the
-            vocabulary's.
+        length_weight: The weight of the squared difference between the embeddings' mean length and
+            the vocabulary's.
         every: Steps between rounds of moves.
         moves: Rearrangements tried a round.
         language_model: A causal language model over the same tokens, by name, folder or object;
             `None` for none.
-        language_weight: Weight of its mean negative log-likelihood per token.
+        language_weight: The weight of its mean negative log-likelihood per token.
 
     Reference: Balunović et al., "LAMP: Extracting Text from Gradients with Language Model Priors",
-        2022.
+    2022.
 
     Example:
         >>> found = Lamp(steps=4, every=2, moves=3)(observation)
@@ -389,7 +395,7 @@ class Lamp(GradientMatching):
         return value
 
     def _rearranged(self, problem: Problem, x: Tensor, generator: torch.Generator) -> Tensor:
-        """`x` `(B, T, H)` with the words of one of its texts in another order."""
+        """Return `x` `(B, T, H)` with the words of one of its texts in another order."""
 
         def draw(below: int) -> int:
             return int(torch.randint(below, (), generator=generator, device=x.device))

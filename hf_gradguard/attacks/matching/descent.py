@@ -1,5 +1,6 @@
-"""The loop of gradient matching: candidates go down the distance between gradients, all of them in
-one vectorized pass per step.
+"""The loop of gradient matching, in which candidates descend the distance between gradients.
+
+All of them are evaluated in one vectorized pass per step.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ def in_lockstep(
     runs: Sequence[Callable[[Ask], T]],
     evaluate: Callable[[list[int], list[Question]], list[Answer]],
 ) -> list[T]:
-    """Results of `run(ask)` for every run, where `ask(question)` is answered for all together.
+    """Return the results of `run(ask)` for every run, and answer their questions together.
 
     Args:
         runs: Functions of `ask`. They may ask as often as they like, and end when they like.
-        evaluate: `(numbers of the runs that ask, their questions)` to answers, in that order.
-            Called in this thread.
+        evaluate: A function from the numbers of the runs that ask and their questions to answers,
+            in that order. It is called in this thread.
 
     Raises:
-        BaseException: What a run or `evaluate` raises; it ends the other runs at their next
+        BaseException: If a run or `evaluate` raises it; it ends the other runs at their next
             question.
 
     Example:
@@ -73,7 +74,7 @@ def in_lockstep(
 
 
 class _Ended(Exception):
-    """No more answers come."""
+    """No more answers will come."""
 
 
 class _Table:
@@ -84,11 +85,11 @@ class _Table:
         self.answers: dict[int, Answer] = {}
 
     def is_due(self) -> bool:
-        """Whether all runs that go on have asked, or none goes on."""
+        """Return whether all runs that continue have asked, or none continues."""
         return not self.running or (not self.closed and len(self.questions) == self.running)
 
     def run_to_end(self, number: int, run: Callable[[Ask], T]) -> T:
-        """One run, from its start to its end."""
+        """Run one run from its start to its end."""
         with self.changed:
             try:
                 return run(lambda question: self._ask(number, question))
@@ -114,12 +115,12 @@ SlopesAt = Callable[[Tensor, Tensor, slice], Slopes]
 
 @dataclass
 class Descended:
-    """Where one candidate came to.
+    """The result of one candidate's descent.
 
     Args:
-        x: The best of it, `(B, ...)`.
-        objective: A scalar: its distance and penalty there.
-        labels: `(B,)`, or logits `(B, C)` where labels are optimized.
+        x: The best input on the way, `(B, ...)`.
+        objective: Its distance and penalty, a scalar.
+        labels: Labels `(B,)`, or logits `(B, C)` where labels are optimized.
         history: The objective at every evaluation.
 
     Example:
@@ -135,12 +136,12 @@ class Descended:
 
 
 def descend(problem: Problem, generator: Generator, clock: Clock) -> list[Descended]:
-    """From the attack's starts downwards.
+    """Descend from the attack's starts.
 
     Args:
         problem: The observations to match, with the attack's settings.
-        generator: Source of all randomness.
-        clock: The attack's: descents stop when it is over.
+        generator: The source of all randomness.
+        clock: The attack's clock: descents stop when it is over.
 
     Returns:
         Every candidate, those of one observation after another.
@@ -166,8 +167,9 @@ def descend(problem: Problem, generator: Generator, clock: Clock) -> list[Descen
 
 
 class _Descent:
-    """The candidates `rows` of `x` on their way, with the best of each so far. If a network draws
-    them, its weights go that way.
+    """The descent of candidates `rows` of `x`, with the best of each so far.
+
+    If a network draws them, its weights descend.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class _Descent:
         self.history: list[Tensor] = []
 
     def run(self, slopes_at: SlopesAt, generator: Generator, clock: Clock) -> list[Descended]:
-        """Follows `slopes_at` for as long as the settings say."""
+        """Follow `slopes_at` for as long as the settings say."""
         attack, offset = self.attack, self.rows.start or 0
         leaves = self.network.weights if self.network else [self.x]
         leaves = [*leaves, self.labels] if self.problem.soft else leaves
@@ -223,14 +225,15 @@ class _Descent:
         return [Descended(*row) for row in rows]
 
     def _progress(self) -> tuple[float, float]:
-        """How many candidates were never finite, and what the others' best add up to: less is
-        better.
+        """Return how many candidates were never finite, and the sum of the others' best.
+
+        Less is better.
         """
         is_finite = torch.isfinite(self.best)
         return float((~is_finite).sum()), float(self.best[is_finite].sum())
 
     def _is_over(self) -> Tensor:
-        """`(K,)`: which candidates are at the tolerance, or diverged. The others go on."""
+        """Return which candidates are at the tolerance, or diverged, `(K,)`; others continue."""
         diverged = ~torch.isfinite(self.x.flatten(1)).all(1)
         return diverged | (self.best <= self.attack.tolerance)
 
@@ -270,7 +273,7 @@ def _descend_separately(
     generator: Generator,
     clock: Clock,
 ) -> list[Descended]:
-    """Each candidate by an optimizer of its own, all of them evaluated together."""
+    """Descend with each candidate by an optimizer of its own, all evaluated together."""
     vectorized = True
 
     def run(
@@ -305,8 +308,10 @@ def _descend_separately(
 
 
 def _is_about_vectorizing(error: RuntimeError) -> bool:
-    """Whether an error is about running several at once: no memory for it, which on the CPU has no
-    class of its own, or a model that torch cannot vectorize.
+    """Return whether an error comes from running several candidates at once.
+
+    There may be no memory for it, which on the CPU has no error class of its own, or torch cannot
+    vectorize the model.
     """
     message = str(error)
     memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in message

@@ -1,4 +1,4 @@
-"""How far a candidate's gradient is from the shared one, as a number that an attack can minimize.
+"""Distances of a candidate's gradient from the shared one, which attacks can minimize.
 
 Every objective takes a candidate's gradient and the shared one, both `{name: tensor}`, and returns
 a scalar. The candidate's may hold `Factors` for a matrix.
@@ -24,7 +24,7 @@ _TINY = 1e-30
 
 
 def squared_distance(candidate: Candidate, shared: Tensors) -> Tensor:
-    """Σ_i (ĝ_i - g_i)². (Zhu, Liu and Han, "Deep Leakage from Gradients", 2019.)
+    """Return Σ_i (ĝ_i - g_i)² (Zhu, Liu and Han, "Deep Leakage from Gradients", 2019).
 
     Example:
         >>> squared_distance({"w": torch.tensor([1.0, 4.0])}, {"w": torch.tensor([1.0, 2.0])})
@@ -34,11 +34,10 @@ def squared_distance(candidate: Candidate, shared: Tensors) -> Tensor:
 
 
 def cosine_distance(candidate: Candidate, shared: Tensors) -> Tensor:
-    """1 - ⟨ĝ, g⟩ / (‖ĝ‖‖g‖), over all parameters together. (Geiping et al., "Inverting Gradients",
-    2020.)
+    """Return 1 - ⟨ĝ, g⟩ / (‖ĝ‖‖g‖), over all parameters together.
 
-    Computed as ½ ‖ĝ/‖ĝ‖ - g/‖g‖‖²: one minus a cosine near one is nothing but rounding error in
-    float32.
+    It is computed as ½ ‖ĝ/‖ĝ‖ - g/‖g‖‖²: one minus a cosine near one is nothing but rounding error
+    in float32. (Geiping et al., "Inverting Gradients", 2020.)
 
     Example:
         >>> cosine_distance({"w": torch.tensor([0.0, 4.0])}, {"w": torch.tensor([1.0, 0.0])})
@@ -51,8 +50,9 @@ def cosine_distance(candidate: Candidate, shared: Tensors) -> Tensor:
 
 
 class TagDistance:
-    """Σ_l ½‖Δ_l‖² + a w_l ‖Δ_l‖₁, w_l falling linearly from the first layer to the last. (Deng et
-    al., "TAG", 2021.)
+    """The distance Σ_l ½‖Δ_l‖² + a w_l ‖Δ_l‖₁, with w_l falling linearly from layer to layer.
+
+    (Deng et al., "TAG", 2021.)
 
     Args:
         absolute: a, the weight of the absolute differences.
@@ -74,7 +74,7 @@ class TagDistance:
 
 
 def inverse_norm(tensors: Iterable[Tensor | Factors]) -> Tensor:
-    """1 / ‖g‖ over all tensors together.
+    """Return 1 / ‖g‖ over all tensors together.
 
     Example:
         >>> inverse_norm([torch.tensor([0.0, 4.0]), torch.tensor([3.0])])
@@ -90,7 +90,7 @@ def _distance(
     square: float,
     weights: Mapping[str, float] | None = None,
 ) -> Tensor:
-    """Σ_names a ‖Δ‖² + b_name ‖Δ‖₁."""
+    """Return Σ_names a ‖Δ‖² + b_name ‖Δ‖₁."""
     factors: list[float] = []
     tensors: list[tuple[Tensor, ...]] = []
     for name, g in shared.items():
@@ -107,12 +107,13 @@ def _distance(
 
 
 class _Distance(torch.autograd.Function):
-    """Σ a ‖Δ‖² + b ‖Δ‖₁ over groups of tensors: (ĝ, g) with Δ = ĝ - g, or (left, right, g) with Δ =
-    leftᵀ right - g.
+    """The function Σ a ‖Δ‖² + b ‖Δ‖₁ over groups of tensors, with derivatives.
 
-    The derivatives are found going forward, while a Δ is in the processor's cache; Δ itself is not
-    kept. With s = 2a Δ + b sign Δ, the value is ⟨s, Δ⟩ - a ‖Δ‖², and ∂/∂ĝ = s, ∂/∂left = right sᵀ,
-    ∂/∂right = left s.
+    A group is (ĝ, g) with Δ = ĝ - g, or (left, right, g) with Δ = leftᵀ right - g.
+
+    The derivatives are found in the forward pass, while a Δ is in the processor's cache; Δ itself
+    is not kept. With s = 2a Δ + b sign Δ, the value is ⟨s, Δ⟩ - a ‖Δ‖², and ∂/∂ĝ = s, ∂/∂left =
+    right sᵀ, ∂/∂right = left s.
     """
 
     @staticmethod
@@ -152,7 +153,10 @@ class _Distance(torch.autograd.Function):
 def _compare(
     square: float, weights: Sequence[float], sizes: Sequence[int], tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Values `(K,)` and derivatives of K candidates, of tensors with a first dimension of K."""
+    """Return values `(K,)` and derivatives of K candidates.
+
+    All tensors have a first dimension of K.
+    """
     remaining = iter(tensors)
     values, slopes = [], []
     for weight, size in zip(weights, sizes, strict=True):
@@ -189,7 +193,10 @@ _CACHED = 2**18
 
 
 def total_variation(x: Tensor) -> Tensor:
-    """Mean absolute difference between neighboring pixels, of images `(K, B, C, H, W)`.
+    """Return the mean absolute difference between neighboring pixels of images, `(K,)`.
+
+    Args:
+        x: Images `(K, B, C, H, W)`.
 
     Example:
         >>> total_variation(torch.tensor([[0.0, 1.0], [3.0, 3.0]]).view(1, 1, 1, 2, 2))
@@ -201,7 +208,7 @@ def total_variation(x: Tensor) -> Tensor:
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """Mean square of the entries.
+    """Return the mean square of each candidate's entries, `(K,)`.
 
     Example:
         >>> squared_norm(torch.tensor([[[3.0, 4.0]]]))
@@ -211,8 +218,9 @@ def squared_norm(x: Tensor) -> Tensor:
 
 
 def embedding_length(x: Tensor, mean_norm: Tensor) -> Tensor:
-    """(mean norm of the candidate's embeddings - the vocabulary's)². (Balunović et al., "LAMP",
-    2022, Eq. 5.)
+    """Return (mean norm of each candidate's embeddings - the vocabulary's)², `(K,)`.
+
+    (Balunović et al., "LAMP", 2022, Eq. 5.)
 
     Example:
         >>> embedding_length(torch.tensor([[[[3.0, 4.0]]]]), torch.tensor(2.0))
@@ -222,11 +230,15 @@ def embedding_length(x: Tensor, mean_norm: Tensor) -> Tensor:
 
 
 def batch_norm_distance(model: nn.Module, x: Tensor) -> Tensor:
-    """Σ over batch normalizations of ‖mean - running mean‖² + ‖variance - running variance‖², of
-    images `(K, B, C, H, W)`.
+    """Return the distance of images' statistics from batch normalizations' running ones, `(K,)`.
 
+    It is Σ over batch normalizations of ‖mean - running mean‖² + ‖variance - running variance‖².
     (Yin et al., "See through Gradients", 2021, Eq. 10.) Running statistics are part of the model
     that the server knows.
+
+    Args:
+        model: The model.
+        x: Images `(K, B, C, H, W)`.
 
     Example:
         >>> batch_norm_distance(image_model, image_gmap.input[None])  # which has none

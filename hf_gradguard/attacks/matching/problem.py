@@ -1,5 +1,7 @@
-"""What gradient matching may choose, and the problem that it descends on: observations, and what an
-attacker that knows the defense does to gradients before they are compared.
+"""Settings of gradient matching, and the problem that it descends on.
+
+The problem has the observations, and what an attacker that knows the defense does to gradients
+before they are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from .objectives import Candidate, Objective, inverse_norm, squared_norm
 from .space import SPACES, STARTS, DeepPrior, SearchSpace
 
 Slopes = tuple[Tensor, Tensor, Tensors]
-"""Distances of candidates `(K,)`, their derivatives by the candidates, and by their labels."""
+"""The distances of candidates `(K,)`, their derivatives by the candidates, and by their labels."""
 
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor], float], torch.optim.Optimizer]] = {
@@ -49,13 +51,12 @@ SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
 
 @dataclass
 class MatchingSettings:
-    """What an attack by gradient matching may choose: numbers, and in subclasses its distance,
-    priors, and moves between steps.
+    """The settings of gradient matching, to which subclasses add a distance, priors, and moves.
 
     Args:
         steps: Iterations. One costs a plain gradient, and its derivative by the input: 7/3 plain
             gradients in matrix products.
-        learning_rate: Peak rate of the optimizer, in the input's unit.
+        learning_rate: The peak rate of the optimizer, in the input's unit.
         optimizer: `"adam"`, `"adamw"` or `"lbfgs"`. L-BFGS takes up to 20 evaluations a step.
         schedule: `"constant"`, `"linear"` (down to 0, after `warmup` steps up), or `"steps"` (a
             tenth at 3/8, 5/8 and 7/8).
@@ -65,26 +66,26 @@ class MatchingSettings:
             tensor in the input's shape: an attacker's own guess, such as robust data. `None`:
             uniform on images, normal on texts.
         prior: `"deep"`: an image is what an untrained convolutional network draws, whose weights
-            are descended on in the place of its pixels, at the same rate; it starts from random
+            are descended on in place of its pixels, at the same rate; it starts from random
             weights. `steps` says how strong a prior it is: noise is fitted last. `None` for none.
         restarts: Starts from which to descend; the best match is returned. They are evaluated in
             one vectorized pass.
-        total_variation: Weight of that prior on images.
-        squared_norm: Weight of that prior.
+        total_variation: The weight of total variation on images.
+        squared_norm: The weight of the squared norm.
         match_nonzero: Match only where the shared gradient is not zero: against pruning.
         leave_out: Parts of parameter names to leave out of the matching: against defenses of single
             layers.
         clip_norm: Clip candidates' gradients to this norm, as the defense does: against clipping by
             norm.
-        clip_coordinate: Coordinates that were shared at ± this bound match whatever lies beyond it:
+        clip_coordinate: The bound at which shared coordinates match whatever lies beyond it:
             against clipping of coordinates that get no noise.
         tolerance: Stop when the objective falls to it.
-        patience: Stop after so many steps without a new best.
-        seconds: Stop after so many seconds.
+        patience: Stop after this many steps without a new best.
+        seconds: Stop after this many seconds.
         progress: Show a bar.
 
     Raises:
-        ValueError: For a setting out of range, saying the range.
+        ValueError: If a setting is out of range; the message has the range.
 
     Example:
         >>> MatchingSettings(steps=10, schedule="linear", warmup=4).rate(0)
@@ -165,11 +166,11 @@ class MatchingSettings:
             )
 
     def objective(self) -> Objective:
-        """The distance between gradients. Implemented by subclasses."""
+        """Return the distance between gradients; subclasses implement it."""
         raise NotImplementedError
 
     def penalty(self, problem: Problem, x: Tensor) -> Tensor | float:
-        """The priors' penalty of candidates `(K, B, ...)`: `(K,)`."""
+        """Return the priors' penalty of candidates `(K, B, ...)`, `(K,)`."""
         value: Tensor | float = 0.0
         if self.total_variation:
             value = value + self.total_variation * problem.space.total_variation(x)
@@ -185,28 +186,28 @@ class MatchingSettings:
         offset: int,
         generator: torch.Generator,
     ) -> None:
-        """What happens to candidates after a step, in place, the first of which has the number
-        `offset`."""
+        """Change candidates after a step, in place; the first has the number `offset`."""
 
     def rate(self, step: int) -> float:
-        """The schedule: the share of the learning rate that a step takes."""
+        """Return the fraction of the learning rate that the schedule gives a step."""
         return SCHEDULES[self.schedule](step, self.steps, self.warmup)
 
 
 class Problem:
-    """Observations to be matched, with the map that evaluates candidates for them: K = observations
-    × restarts.
+    """Observations to be matched, with the map that evaluates K candidates for them.
+
+    K is the number of observations times that of restarts.
 
     Args:
-        observations: Of one model, input shape and attention mask, with gradients of the same
-            parameters.
-        settings: The attack's: its objective, restarts, and what of gradients it compares.
+        observations: Observations of one model, input shape and attention mask, with gradients of
+            the same parameters.
+        settings: The attack's settings: its objective, restarts, and what of gradients it compares.
 
     Attributes:
         observation: The first observation.
         soft: Whether labels are optimized.
-        labels: `(K, B)`, or logits `(K, B, C)` where they are optimized.
-        space: Where candidates may lie.
+        labels: Labels `(K, B)`, or logits `(K, B, C)` where they are optimized.
+        space: The space that candidates lie in.
 
     Raises:
         ValueError: If the observations do not belong together, or the attack cannot work on them.
@@ -250,30 +251,32 @@ class Problem:
         self.space: SearchSpace = SPACES[reference.domain.name](reference, self.gmap.input)
 
     def start(self, start: Any, generator: torch.Generator) -> Tensor:
-        """The first candidates, `(K, *input.shape)`."""
+        """Return the first candidates, `(K, *input.shape)`."""
         return self.space.start(start, len(self.labels), generator)
 
     def network(self, generator: torch.Generator) -> DeepPrior:
-        """What draws candidates `(K, *input.shape)`, each by networks of its own."""
+        """Return the prior that draws candidates `(K, *input.shape)`, each by its own network."""
         return self.space.network(len(self.labels), generator)
 
     def slopes(self, x: Tensor, labels: Tensor, rows: slice | Tensor) -> Slopes:
-        """dist(g(x̂), shared) of the candidates `rows`, `(K,)`, and its derivatives by `x` and by
-        soft labels.
+        """Return dist(g(x̂), shared) of the candidates `rows`, `(K,)`, and its derivatives.
+
+        The derivatives are by `x` and by soft labels.
         """
         extras = {name: tensor[rows] for name, tensor in self.extras.items()}
         factored = not self.weighted
         return self.gmap.slopes_at(self._distance, x, extras, factored=factored, labels=labels)
 
     def distance(self, x: Tensor, candidate: int) -> Tensor:
-        """dist(g(x̂), shared) of one x̂ `(B, ...)` for the candidate of that number."""
+        """Return dist(g(x̂), shared) of one x̂ `(B, ...)` for the candidate of that number."""
         gradient = self.gmap.gradient_at(x, labels=self.labels[candidate])
         extras = {name: tensor[candidate] for name, tensor in self.extras.items()}
         return self._distance(gradient, extras)
 
     def _compared(self, observation: Observation, weights: Tensors | None) -> Tensors:
-        """What a candidate of this observation is compared to, and by which weights; of the types
-        that the model's own gradients have.
+        """Return what candidates of this observation are compared to, and by which weights.
+
+        Tensors have the types of the model's own gradients.
         """
         types = {name: self.gmap.parameters[name].dtype for name in self.names}
         shared = {name: observation.gradient[name].to(types[name]) for name in self.names}
@@ -304,7 +307,7 @@ class Problem:
 
 
 def soft_label_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Cross-entropy with `labels` as logits `(B, C)` of soft labels.
+    """Return the cross-entropy with `labels` as logits `(B, C)` of soft labels.
 
     Example:
         >>> sure = 100.0 * torch.nn.functional.one_hot(batch["labels"], 2)
@@ -348,7 +351,7 @@ def _labels(observation: Observation, soft: bool) -> Tensor:
 def _weights(
     observation: Observation, names: list[str], settings: MatchingSettings
 ) -> Tensors | None:
-    """What an adaptive attacker multiplies gradients by; `None` for all ones.
+    """Return what an adaptive attacker multiplies gradients by; `None` for all ones.
 
     Zeros leave out what a pruning took. Against Gaussian noise of known variance Σ, Σ^-½ (times a
     constant) makes the squared distance its negative log-likelihood; the smallest variances count
@@ -373,8 +376,9 @@ def _weights(
 
 
 def _clip_at_bound(candidate: Tensor, shared: Tensor, bound: Tensor) -> Tensor:
-    """The candidate, but no further than the bound where the shared one is at it: what is beyond
-    was clipped away.
+    """Return the candidate, clipped at the bound where the shared gradient is at it.
+
+    What is beyond was clipped away.
     """
     sign = shared.sign()
     at_bound = (shared.abs() - bound).abs() <= 1e-5 * bound

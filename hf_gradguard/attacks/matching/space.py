@@ -1,5 +1,6 @@
-"""Where candidates may lie: among token embeddings or pixels, each with where to start, how to get
-back inside, and what is read off a candidate at the end.
+"""Search spaces of candidates: token embeddings or pixels.
+
+Each knows where to start, how to get back inside, and what is read off a candidate at the end.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ from .objectives import batch_norm_distance, total_variation
 
 
 class Vocabulary:
-    """The model's token embeddings as the continuous input has them, with what may stand at a
-    position.
-
-    Args:
-        observation: An observation of text.
+    """The model's token embeddings as the continuous input has them, and where tokens may stand.
 
     Rows of norm zero (often the padding token's) have no direction: a cosine with them is NaN, so
     they are never decoded to. Special tokens are decoded only where the tokenizer is known to put
     them.
+
+    Args:
+        observation: An observation of text.
 
     Example:
         >>> vocabulary = Vocabulary(observation)
@@ -54,12 +54,17 @@ class Vocabulary:
         self._directions = functional.normalize(self.matrix[self.candidates], dim=1)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """`(*ids.shape, H)`: as the model embeds them, without hooks."""
+        """Return embeddings `(*ids.shape, H)` as the model makes them, without hooks."""
         return embed(self.module, ids)
 
     def nearest(self, x: Tensor) -> Tensor:
-        """`(..., T, H)` embeddings to `(..., T)` ids of the nearest allowed token by cosine; known
-        tokens as they are.
+        """Return the nearest allowed tokens by cosine, and known tokens as they are.
+
+        Args:
+            x: Embeddings, `(..., T, H)`.
+
+        Returns:
+            Ids, `(..., T)`.
         """
         flat = functional.normalize(x.reshape(-1, x.shape[-1]), dim=1)
         nearest = [(chunk @ self._directions.T).argmax(1) for chunk in flat.split(1024)]
@@ -68,7 +73,7 @@ class Vocabulary:
         return torch.where(self.known_ids >= 0, self.known_ids, ids)
 
     def random(self, shape: tuple[int, ...], generator: Generator) -> Tensor:
-        """Ids drawn uniformly from the tokens that may stand anywhere; known tokens as they are."""
+        """Draw ids uniformly from the tokens that may stand anywhere; known tokens stay."""
         device, count = self.candidates.device, len(self.candidates)
         index = torch.randint(count, shape, generator=generator, device=device)
         return torch.where(self.known_ids >= 0, self.known_ids, self.candidates[index])
@@ -78,22 +83,22 @@ CODE, WIDTH, LEAST = 16, 32, 8
 
 
 class DeepPrior:
-    """Every image of every candidate as the output of a network of its own, whose input stays.
+    """A prior that draws every image of every candidate by an untrained network of its own.
 
-    The input is random, of 16 channels, and its shorter side has at most 8 pixels; the sides double
-    until they are the image's. At each size there is a 3 × 3 convolution to 32 channels, at the
-    last one two, each with instance normalization and a leaky ReLU; then a 1 × 1 convolution and a
-    sigmoid, scaled to the range of pixels. All networks run in one pass, as groups of the same
-    convolutions.
+    A network's input is random and fixed, of 16 channels, and its shorter side has at most 8
+    pixels; the sides double until they are the image's. At each size there is a 3 × 3 convolution
+    to 32 channels, at the last one two, each with instance normalization and a leaky ReLU; then a 1
+    × 1 convolution and a sigmoid, scaled to the range of pixels. All networks run in one pass, as
+    groups of the same convolutions.
 
     Args:
         pixels: The range of pixels.
-        shape: Of the candidates, `(K, B, C, H, W)`.
+        shape: The shape of the candidates, `(K, B, C, H, W)`.
         template: A tensor of their device and type.
-        generator: Source of inputs and weights.
+        generator: The source of inputs and weights.
 
     Attributes:
-        weights: What is to be descended on: leaves, each with the networks along its first axis.
+        weights: The weights to descend on: leaves, each with the networks along its first axis.
 
     Raises:
         ValueError: If a side is below 8 pixels.
@@ -141,7 +146,7 @@ class DeepPrior:
             weight.requires_grad_()
 
     def draw(self) -> Tensor:
-        """The images `(K, B, C, H, W)`, as a function of the weights."""
+        """Return the images `(K, B, C, H, W)`, as a function of the weights."""
         x, sizes = self.code, [*self.sizes, self.sizes[-1]]
         for block, size in enumerate(sizes):
             kernel, gain, shift = self.weights[3 * block :][:3]
@@ -159,15 +164,16 @@ STARTS = ("normal", "uniform", "tokens")
 
 
 class SearchSpace(ABC):
-    """What gradient matching has to know of the input's domain.
+    """A base of search spaces: what gradient matching has to know of the input's domain.
 
     Args:
         observation: What the server saw.
         template: The placeholder's input, which has the known tokens in their places.
 
     Attributes:
-        free: True where a candidate may move; broadcasts over `(B, T, H)` or `(B, C, H, W)`.
-        usual: The start where none is asked for.
+        free: A mask that is true where a candidate may move; it broadcasts over `(B, T, H)` or `(B,
+            C, H, W)`.
+        usual: The start if none is asked for.
 
     Example:
         >>> [issubclass(space, SearchSpace) for space in SPACES.values()]
@@ -181,12 +187,12 @@ class SearchSpace(ABC):
         self.template = template
 
     def start(self, start: Any, count: int, generator: Generator) -> Tensor:
-        """The first candidates, `(count, *input.shape)`.
+        """Return the first candidates, `(count, *input.shape)`.
 
         Args:
             start: One of `STARTS`, a tensor in the shape of the input, or `None`.
-            count: K.
-            generator: Source of the draws.
+            count: K, the number of candidates.
+            generator: The source of the draws.
 
         Raises:
             ValueError: If the tensor has another shape, or the domain has no such start.
@@ -202,15 +208,15 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def draw(self, start: str, shape: tuple[int, ...], generator: Generator) -> Tensor:
-        """Random candidates: `start` by its name."""
+        """Draw random candidates by the name of a start."""
 
     def normal(self, shape: tuple[int, ...], generator: Generator) -> Tensor:
-        """Standard normal numbers of the input's type."""
+        """Draw standard normal numbers of the input's type."""
         x = self.template
         return torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
 
     def network(self, count: int, generator: Generator) -> DeepPrior:
-        """A deep prior that draws so many candidates.
+        """Return a deep prior that draws this many candidates.
 
         Raises:
             ValueError: If the domain has none, or the images are too small for it.
@@ -220,25 +226,26 @@ class SearchSpace(ABC):
         )
 
     def project_(self, x: Tensor) -> None:  # noqa: B027  # nothing to do where all may be
-        """Back to where inputs may lie, in place."""
+        """Move candidates back to where inputs may lie, in place."""
 
     def decode(self, x: Tensor) -> list[list[int]] | None:
-        """Of a text, the ids at the positions that hold tokens."""
+        """Return the ids of texts at the positions that hold tokens; `None` for images."""
         return None
 
     def total_variation(self, x: Tensor) -> Tensor | float:
-        """Of candidates `(K, B, ...)`: `(K,)`; 0 where entries have no neighbors."""
+        """Return the total variation of candidates `(K, B, ...)`, `(K,)`; 0 for texts."""
         return 0.0
 
     def batch_norm_distance(self, model: nn.Module, x: Tensor) -> Tensor | float:
-        """Of candidates `(K, B, ...)` from batch normalizations' running statistics: `(K,)`; 0
-        where there are none.
+        """Return the distance of candidates from batch normalizations' running statistics.
+
+        It is `(K,)` for candidates `(K, B, ...)`, and 0 if the domain has none.
         """
         return 0.0
 
 
 class Tokens(SearchSpace):
-    """Token embeddings, with the known tokens held in their places.
+    """The space of token embeddings, with the known tokens held in their places.
 
     Raises:
         ValueError: If every token is known.
@@ -280,12 +287,12 @@ class Tokens(SearchSpace):
         return [ids[present].tolist() for ids, present in rows]
 
     def mean_norm(self) -> Tensor:
-        """Of the embeddings of tokens that may stand anywhere."""
+        """Return the mean norm of the embeddings of tokens that may stand anywhere."""
         return self.vocabulary.norms[self.vocabulary.candidates].mean()
 
 
 class Pixels(SearchSpace):
-    """Pixels, within the range that they had before normalization.
+    """The space of pixels, within the range that they had before normalization.
 
     Example:
         >>> space = Pixels(image_observation, image_gmap.input)

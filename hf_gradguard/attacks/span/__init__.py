@@ -1,1 +1,1 @@
-"""The span attack: tokens whose layer inputs lie in the span of a weight gradient."""
+"""The span attack, which finds tokens whose layer inputs lie in the span of a weight gradient."""

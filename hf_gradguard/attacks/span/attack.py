@@ -1,9 +1,9 @@
-"""The span attack: tokens whose layer inputs lie in the span of a weight gradient's rows.
+"""The span attack, which finds tokens whose layer inputs lie in the span of a weight gradient.
 
-The gradient of a linear layer's weight is δᵀX, where X, of one row per token, is what the layer
-reads. In front of the first attention nothing has mixed positions yet, so X holds one known vector
-for every (token, position) of the batch: a vocabulary token was there exactly if its vector lies in
-the row space of the query, key and value gradients. Seconds, no optimization.
+The gradient of a linear layer's weight is δᵀX, where X, of one row per token, is the layer's input.
+In front of the first attention nothing has mixed positions yet, so X holds one known vector for
+every (token, position) of the batch: a vocabulary token was there exactly if its vector lies in the
+row space of the query, key and value gradients. This takes seconds, and no optimization.
 
 Reference: Petrov et al., "DAGER: Exact Gradient Inversion for Large Language Models" (2024). There
 a fixed threshold decides; here candidates are ranked, which noise does not stop as soon.
@@ -43,13 +43,13 @@ def nearest_tokens(
     shortlist: int,
     threshold: float | None,
 ) -> dict[int, list[int]]:
-    """The ids that together span a row space, by position, the best first.
+    """Return the ids that together span a row space, by position, the best first.
 
     Args:
         observation: What the server saw.
         view: The layers whose inputs are candidates, with the row space of their gradients.
-        slots: Where to look; what is known there is in the span.
-        shortlist: Candidates per position that are looked at closely; at least two for every token
+        slots: The places to look at; what is known there is in the span.
+        shortlist: Candidates per position that are examined closely; at least two for every token
             to be found there.
         threshold: Take those of at most this relative distance, and not the nearest ones.
 
@@ -99,7 +99,7 @@ def nearest_tokens(
 def _with_ties(
     ids: Tensor, scores: Tensor, chosen: list[int], capacity: int, limit: int
 ) -> list[int]:
-    """The chosen ids of a position, and those that are as near."""
+    """Return the chosen ids of a position, and those that are as near."""
     best: list[int] = [int(ids[k]) for k in chosen]
     short = 0 < len(best) < capacity  # all that there is stands there
     nearest = scores[chosen] if short else scores[:capacity]
@@ -111,8 +111,9 @@ def _with_ties(
 def _rank_vocabulary(
     observation: Observation, view: View, positions: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Squared distances and ids `(P, count)` of the nearest tokens at every position, nearest
-    first.
+    """Return squared distances and ids `(P, count)` of the nearest tokens at every position.
+
+    The nearest come first.
     """
     readers, columns = view.readers, view.space.columns
     size = len(TEXT.embedding(observation.model).weight)  # type: ignore[arg-type]
@@ -139,7 +140,7 @@ def _rank_vocabulary(
 
 
 def _lora_advice(readers: Readers) -> str:
-    """What else to do about LoRA, whose B reads no more of a token than A makes of it."""
+    """Return what else to do about LoRA, whose B reads no more of a token than A makes of it."""
     if not any("lora_B" in name for name in readers.names):
         return ""
     return (
@@ -149,7 +150,7 @@ def _lora_advice(readers: Readers) -> str:
 
 
 def vectors(observation: Observation, readers: Readers, ids: Tensor, positions: Tensor) -> Tensor:
-    """`(P, K, H)` in float64: what is read for each of the ids `(P, K)` at its position.
+    """Return the layer input for each of the ids `(P, K)` at its position, `(P, K, H)` in float64.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
@@ -167,16 +168,15 @@ def vectors(observation: Observation, readers: Readers, ids: Tensor, positions: 
 
 
 def complete(matrix: Tensor, rank: int, iterations: int = 30) -> Tensor:
-    """Fill a matrix's zeros, taken for missing, with the values of its best approximation of low
-    rank.
+    """Fill a matrix's zeros, taken for missing, from its best approximation of low rank.
 
-    Alternates between filling and truncating (hard impute). A pruning drops small entries, so what
-    is filled in stays within the smallest one that it kept.
+    It alternates between filling and truncating (hard impute). A pruning drops small entries, so
+    what is filled in stays within the smallest one that it kept.
 
     Args:
-        matrix: `(M, H)`. One without zeros is returned as it is.
-        rank: Of the matrix, if nothing were missing.
-        iterations: Of filling and truncating.
+        matrix: The matrix, `(M, H)`. One without zeros is returned as it is.
+        rank: The rank of the matrix, if nothing were missing.
+        iterations: The number of rounds of filling and truncating.
 
     Example:
         >>> pruned = torch.tensor([[2.0, 4.0, 2.0], [2.0, 4.0, 2.0], [2.0, 4.0, 0.0]])
@@ -196,20 +196,20 @@ def complete(matrix: Tensor, rank: int, iterations: int = 30) -> Tensor:
 
 
 def fill(slots: Slots, positional: bool, decided: bool = True, may_repeat: bool = False) -> Tensor:
-    """Rows of ids from the candidates at each position.
+    """Return rows of ids from the candidates at each position.
 
     Args:
         slots: Known ids, and candidates where others are looked for.
         positional: Whether the model has positions.
-        decided: Whether a later step tells which sentence a token is of, or there is but one. If
-            nothing tells it, tokens go to the sentences by their ids, so that the result does not
-            hang on rounding errors.
-        may_repeat: Whether, where a position has more sentences than tokens were found, these
-            stand there several times: then that is all there was.
+        decided: Whether a later step decides which sentence a token is of, or there is only one. If
+            nothing decides it, tokens go to the sentences by their ids, so that the result does not
+            depend on rounding errors.
+        may_repeat: Whether tokens may be repeated if a position has more sentences than tokens were
+            found: then these are all that there were.
 
     Returns:
-        `(B, T)` ids: those known and, in the order found, those at each position; -1 where there
-        is none.
+        `(B, T)` ids: those known and, in the order found, those at each position; -1 where there is
+            none.
 
     Example:
         >>> known_ids = torch.tensor([[2, -1], [2, -1]])
@@ -245,31 +245,32 @@ VIEWS = 3  # that score an encoder's texts: the attention's output, and both fee
 
 @dataclass
 class Span(Attack):
-    """Rank every vocabulary token at every position by its distance from the span of the first
-    layer's gradients.
+    """Ranks every vocabulary token at every position by its distance from a gradient's span.
 
-    Encoders give each position's tokens. Which of a batch's sentences a token is of, and the
-    order where positions are relative, the gradients behind the attention tell: sentences are
-    solved for where special tokens are known and there is no noise but rounding, and searched
-    elsewhere. Where none was shared, or it tells nothing, `undecided` says so. Decoders give
-    whole sentences, extended token by token: what the layers behind the attention read for the
-    last token of a right prefix lies in the span of their gradients. Of the candidates those
-    are taken that together leave the least of that span unexplained.
+    The span is that of the first layer's gradients. It gives each position's tokens in an encoder.
+    The gradients behind the attention decide which of a batch's sentences a token is of, and the
+    order if positions are relative: sentences are solved for if special tokens are known and there
+    is no noise but rounding, and searched otherwise. If no such gradient was shared, or it decides
+    nothing, `undecided` says so. Decoders give whole sentences, extended token by token: what the
+    layers behind the attention read for the last token of a correct prefix lies in the span of
+    their gradients. Of the candidates those are taken that together leave the least of that span
+    unexplained.
 
-    The attack needs fewer tokens in the batch than the layer is wide. Of LoRA that is the rank in
-    the first message, in which A has no gradient; later on encoders are read whose texts have
-    several times as many tokens. The last token of a causal language model's text is not in any
-    gradient but the output head's: it is left at -1.
+    The attack needs fewer tokens in the batch than the layer is wide. For LoRA that width is the
+    rank in the first message, in which A has no gradient; later on encoders are read whose texts
+    have several times as many tokens. The last token of a causal language model's text is not in
+    any gradient but the output head's: it is left at -1.
 
     Args:
         threshold: Take candidates of at most this relative distance from the span, as published,
             and not the nearest ones.
-        shortlist: Candidates a position that are looked at closely; at least two for every token to
+        shortlist: Candidates a position that are examined closely; at least two for every token to
             be found there.
         beams: Prefixes of a decoder's text to keep, for every sentence of the batch.
-        complete: Where a pruning left zeros, fill in what the gradient's low rank says, and do not
-            take them for zeros.
-        seconds: Return the nearest texts so far after so many. The vocabulary is always ranked.
+        complete: Where a pruning left zeros, fill in what the gradient's low rank says, instead of
+            taking them for zeros.
+        seconds: Time after which the nearest texts so far are returned. The vocabulary is always
+            ranked.
 
     Example:
         >>> found = Span()(observation)
@@ -339,7 +340,7 @@ class Span(Attack):
     def _views(
         self, observation: Observation, mixed: list[Readers], attended: Tensor
     ) -> list[View]:
-        """The layers that tell whether a whole text is right, in the order in which they run."""
+        """Return the layers that show whether a whole text is correct, in running order."""
         views = []
         for readers in mixed:
             rank = len(attended) if readers.pooled else int(attended.sum()) * readers.calls
@@ -349,7 +350,7 @@ class Span(Attack):
         return views[:VIEWS] + [v for v in views[VIEWS:] if v.readers.pooled]
 
     def row_space(self, observation: Observation, readers: Readers, rank: int) -> RowSpace:
-        """The row space of some layers' gradients, weighed by the noise where it is known.
+        """Return the row space of some layers' gradients, weighed by the noise if it is known.
 
         Args:
             observation: What the server saw.
@@ -363,12 +364,13 @@ class Span(Attack):
 
 
 def first_readers(groups: list[Readers]) -> Readers | None:
-    """The readers of unmixed inputs with the largest gradient: the first block's query, key and
-    value. Of LoRA's two matrices the one that reads tokens as they are, and not what the other made
-    of them. `None` where there are none.
+    """Return the layers with unmixed inputs and the largest gradient, or `None`.
+
+    They are the first block's query, key and value. Of LoRA's two matrices it is the one that reads
+    tokens as they are, and not what the other made of them.
 
     Args:
-        groups: As `find_readers` finds them.
+        groups: Groups of layers as `find_readers` finds them.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
@@ -392,8 +394,9 @@ def _need_first_readers(groups: list[Readers]) -> Readers:
 def _mixed_readers(
     observation: Observation, groups: list[Readers], unmixed: Readers
 ) -> list[Readers]:
-    """The readers of mixed inputs from after the first to its like in the next block, and those of
-    whole texts behind the last.
+    """Return the layers with mixed inputs between the first ones and the next block's.
+
+    Those of whole texts behind the last block follow.
     """
     mixed = [g for g in groups[groups.index(unmixed) + 1 :] if g.mixing != "none"]
     blocks = (i for i, g in enumerate(mixed) if g.calls == 1 and g.has_shapes_of(unmixed))
@@ -406,7 +409,10 @@ def _mixed_readers(
 def _without_frame(
     observation: Observation, candidate_ids: dict[int, list[int]]
 ) -> dict[int, list[int]]:
-    """Where lengths are known, the special tokens around a text stand at their places alone."""
+    """Return candidates without the special tokens around a text, if lengths are known.
+
+    Then these stand only at their own places.
+    """
     if observation.tokenizer is None or observation.attention_mask is None:
         return candidate_ids
     prefix_ids, suffix_ids = observation.frame
@@ -415,7 +421,7 @@ def _without_frame(
 
 
 def _undecided(observation: Observation, unmixed: Readers) -> str:
-    """What is left open where no gradient behind the attention tells a right text from others."""
+    """Return what is undecided where no gradient behind the attention shows a correct text."""
     open_ = [
         open_question
         for open_question, is_open in (
@@ -428,14 +434,14 @@ def _undecided(observation: Observation, unmixed: Readers) -> str:
 
 
 def _cut_short(clock: Clock) -> str:
-    """What is left open where time was up."""
+    """Return what is undecided because time was up."""
     if not clock.has_stopped:
         return ""
     return f"Time was up after {clock.seconds:g} seconds: these are the nearest texts so far."
 
 
 def _repeated(ids: list[list[int]]) -> str:
-    """What is left open where one text is answered several times."""
+    """Return what is undecided because one text is answered several times."""
     if len({tuple(text) for text in ids}) == len(ids):
         return ""
     return (
@@ -445,7 +451,7 @@ def _repeated(ids: list[list[int]]) -> str:
 
 
 def _variances(observation: Observation, readers: Readers) -> list[Tensor] | None:
-    """The known noise of each layer's gradient, in its shape."""
+    """Return the known noise variance of each layer's gradient, in its shape."""
     variance = observation.noise_variance
     if variance is None:
         return None
@@ -458,7 +464,7 @@ def _variances(observation: Observation, readers: Readers) -> list[Tensor] | Non
 
 
 def _objective(observation: Observation, view: View, rows: Tensor) -> float:
-    """Share of the gradient's norm that the recovered tokens do not span."""
+    """Return the fraction of the gradient's norm that the recovered tokens do not span."""
     space, tokens = view.space, Slots(rows >= 0, rows).known_pairs(view.readers.positional)
     if not len(tokens):
         return 1.0

@@ -1,5 +1,7 @@
-"""A decoder's sentences, token by token: what the layers behind its attention read for the last
-token of a prefix lies in the span of their gradients' rows exactly if the prefix is right.
+"""A decoder's sentences, token by token, from the span of gradients behind its attention.
+
+What the layers behind its attention read for the last token of a prefix lies in the span of their
+gradients' rows exactly if the prefix is correct.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ def inputs_of_endings(
     tokens: Sequence[int],
     uses_cache: bool,
 ) -> Tensor:
-    """What `readers` read of P prefixes with each of K tokens behind them, `(P K, T + 1, H)`: of
-    the first prefix with all tokens, then of the next.
+    """Return layer inputs of P prefixes with each of K tokens behind them, `(P K, T + 1, H)`.
+
+    Those of the first prefix with all tokens come first, then those of the next.
 
     Args:
-        prefixes: Of T tokens each.
-        tokens: K tokens.
+        observation: What the server saw.
+        readers: The layers.
+        prefixes: Prefixes of T tokens each.
+        tokens: The K tokens.
         uses_cache: Whether the model can keep what it needs of a prefix; else all of it runs K
             times.
 
@@ -56,8 +61,9 @@ def inputs_of_endings(
 
 
 def can_use_cache(observation: Observation, readers: Readers) -> bool:
-    """Whether the model reads a text's end alike when it has kept the rest: tried out on a text of
-    random words.
+    """Return whether the model reads a text's end the same from its cache.
+
+    It is tried out on a text of random words.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
@@ -82,14 +88,14 @@ DEFICIENT = 8  # times as many prefixes where the first tokens of a text are unc
 def extend_prefixes(
     observation: Observation, view: View, slots: Slots, beams: int, clock: Clock = ENDLESS
 ) -> Tensor:
-    """A decoder's sentences, from left to right.
+    """Return a decoder's sentences, found from left to right.
 
     Args:
         observation: What the server saw.
         view: The next layers, whose input at a position depends on the tokens up to there.
         slots: Known and candidate tokens of every position; texts are right-padded.
         beams: Prefixes to keep per sentence.
-        clock: When it is over, texts are left as long as they are.
+        clock: A clock; when it is over, texts are left as long as they are.
 
     Returns:
         `(B, T)` ids, -1 where nothing was looked for.
@@ -132,7 +138,7 @@ def _prefixes(
     observation: Observation, view: View, slots: Slots, lengths: list[int], beams: int,
     clock: Clock,
 ) -> list[Pool]:  # fmt: skip
-    """The best prefixes of every length, with the sums of their tokens' distances."""
+    """Return the best prefixes of every length, with the sums of their tokens' distances."""
     low_rank = view.readers.max_rank < view.readers.width  # LoRA
     deficient = low_rank and len(view.directions) < sum(lengths)
     beams = beams * DEFICIENT if deficient else beams
@@ -172,10 +178,11 @@ def _last_distances(
     prefixes: list[Text],
     tokens: list[int],
 ) -> list[float]:
-    """Of each token's input behind each prefix, the squared relative distance from the span; where
-    the gradient has too few rows to span all inputs, from what it spans together with those before
-    (subspace-augmented MUSIC: Lee, Bresler and Junge, "Subspace Methods for Joint Sparse Recovery",
-    2012).
+    """Return the squared relative distance from the span of each token behind each prefix.
+
+    If the gradient has too few rows to span all inputs, the distance is from what it spans together
+    with the inputs before (subspace-augmented MUSIC: Lee, Bresler and Junge, "Subspace Methods for
+    Joint Sparse Recovery", 2012).
     """
     scores: list[float] = []
     prefixes_per_chunk = max(1, 256 // max(1, len(tokens)))

@@ -1,11 +1,10 @@
-"""From each position's tokens to sentences: gradients behind an encoder's attention tell which
-tokens stood together.
+"""An encoder's sentences, from each position's tokens and gradients behind its attention.
 
-Where noise is little more than rounding, and a token of each sentence is known, sentences are
-solved for. Otherwise they are searched: attention averages over a sentence, so that a text with
-tokens of several is the nearer to the gradients' span the more of them are of one, and going down
-from any start, one token at a time, ends at a whole sentence. Each is looked for by itself, from
-tokens that no sentence has used up yet.
+These gradients decide which tokens stood together. If noise is little more than rounding, and a
+token of each sentence is known, sentences are solved for. Otherwise they are searched: attention
+averages over a sentence, so that a text with tokens of several is the nearer to the gradients' span
+the more of them are of one, and going down from any start, one token at a time, ends at a whole
+sentence. Each is looked for by itself, from tokens that no sentence has used up yet.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ def assemble_texts(
     observation: Observation, views: Sequence[View], slots: Slots, filled: Tensor, unmixed: View,
     clock: Clock = ENDLESS,
 ) -> Tensor:  # fmt: skip
-    """An encoder's sentences.
+    """Return an encoder's sentences.
 
     Args:
         observation: What the server saw.
         views: Layers whose input depends on the whole sentence.
         slots: Known and candidate tokens of every position.
-        filled: `(B, T)` the surest tokens of every position, in no order.
+        filled: The surest tokens of every position, in no order, `(B, T)`.
         unmixed: The layers in front of the attention: their span is explained by tokens at their
             places, whatever stands beside them.
-        clock: When it is over, the nearest texts so far are taken.
+        clock: A clock; when it is over, the nearest texts so far are taken.
 
     Returns:
         `(B, T)` ids, -1 where nothing was looked for or found.
@@ -96,7 +95,7 @@ def assemble_texts(
 def _pools(
     observation: Observation, views: Sequence[View], slots: Slots, positional: bool, clock: Clock
 ) -> list[Pool]:
-    """For each row the whole sentences that may be there, with their distances."""
+    """Return for each row the whole sentences that may be there, with their distances."""
     patterns: dict[tuple[tuple[bool, ...], Text], list[int]] = {}
     rows = zip(slots.attended.tolist(), slots.known_ids.tolist(), strict=True)
     for index, (present, known_text) in enumerate(rows):
@@ -127,7 +126,7 @@ def _pools(
 def _first_attention(
     observation: Observation, views: Sequence[View], slots: Slots
 ) -> FirstAttention | None:
-    """Which sentences are solved with, if they are."""
+    """Return the attention that sentences are solved with, or `None` if they are not."""
     whole_views = list(itertools.takewhile(partial(_is_whole, slots=slots), views[:2]))
     if not whole_views or not bool((slots.known_ids >= 0).any()):
         return None
@@ -143,7 +142,7 @@ def _first_attention(
 
 
 def _is_whole(view: View, slots: Slots) -> bool:
-    """Whether all directions of the span stand out of the noise."""
+    """Return whether all directions of the span stand out of the noise."""
     rank = int(slots.attended.sum()) * view.readers.calls
     is_found = view.space.ends or len(view.directions) >= rank
     return is_found and not view.readers.pooled and float(view.trust.min()) > SURE
@@ -152,14 +151,16 @@ def _is_whole(view: View, slots: Slots) -> bool:
 def _are_near(
     observation: Observation, views: Sequence[View], attended: Tensor, rows: Tensor
 ) -> Tensor:
-    """`(B,)`: whether each text is as near as only right ones are."""
+    """Return whether each text is as near as only correct ones are, `(B,)`."""
     return distance_outside(observation, views, rows, attended) < NEAR * attended.sum(1)
 
 
 def misfit(
     observation: Observation, views: Sequence[View], attended: Tensor, rows: Tensor
 ) -> float:
-    """What texts `(B, T)` leave outside the views' spans, and unexplained of them; in dimensions.
+    """Return what texts `(B, T)` leave outside the views' spans, and unexplained of them.
+
+    It counts dimensions.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
@@ -188,10 +189,11 @@ def exchange(
     """Swap tokens at a position between sentences while they get nearer the views' spans.
 
     Args:
+        observation: What the server saw.
         views: Layers whose input depends on the whole sentence.
         slots: Where tokens are, and which are known.
-        rows: `(B, T)` ids to start from.
-        clock: When it is over, texts stay as they are by then.
+        rows: Ids to start from, `(B, T)`.
+        clock: A clock; when it is over, texts stay as they are by then.
 
     Returns:
         `(B, T)` ids.
@@ -235,7 +237,7 @@ def exchange(
 
 
 class _Descent:
-    """Looks for sentences of one length, with the same known tokens."""
+    """A search for sentences of one length, with the same known tokens."""
 
     def __init__(
         self,
@@ -264,16 +266,16 @@ class _Descent:
 
     @property
     def right(self) -> Pool:
-        """Sentences that are as near as only right ones are."""
+        """The sentences that are as near as only correct ones are."""
         return {text: distance for text, distance in self.pool.items() if distance < self.near}
 
     def solve(self, attention: FirstAttention, used: set[tuple[int, int]], attempts: int) -> None:
         """Solve for sentences, each beside those that were found.
 
         Args:
-            attention: Which gives the equations.
-            used: As of `sentences`.
-            attempts: For each sentence.
+            attention: The attention that gives the equations.
+            used: `(place, token)` that sentences use so far, as for `sentences`.
+            attempts: The number of attempts for each sentence.
         """
         places = self.mask.nonzero().flatten().tolist()
         known_ids = {p: int(self.known_text[p]) for p in places if self.known_text[p] >= 0}
@@ -296,7 +298,7 @@ class _Descent:
             self._note(row[None], self._distances(row[None], self.views), used)
 
     def sentences(self, used: set[tuple[int, int]]) -> Pool:
-        """Whole sentences with their distances.
+        """Return whole sentences with their distances.
 
         Args:
             used: `(place, token)` that sentences use so far; what is found here is added.
@@ -316,8 +318,10 @@ class _Descent:
                 used |= {(place, int(row[place])) for place in self.tokens}
 
     def _tries(self, used: set[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Texts and their distances, from other starts each time. Which start leads where depends
-        on rounding: where that is all the noise, all texts come last if they are few.
+        """Yield texts and their distances, from other starts each time.
+
+        Rounding decides which start leads where. If that is the only noise, all texts come last if
+        they are few.
         """
         exact = any(view.space.ends for view in self.views)
         for turn in range((ROUNDS_NOISELESS if exact else ROUNDS) if self.tokens else 1):
@@ -330,15 +334,17 @@ class _Descent:
             yield rows[nearest], distances[nearest]
 
     def _all_texts(self) -> Tensor:
-        """`(N, T)`: all texts of these tokens."""
+        """Return all texts of these tokens, `(N, T)`."""
         chosen = torch.cartesian_prod(*self.tokens.values()).view(-1, len(self.tokens))
         rows = self.known_text.clamp(min=0).repeat(len(chosen), 1)
         rows[:, list(self.tokens)] = chosen.to(rows.dtype)
         return rows
 
     def _starts(self, used: set[tuple[int, int]], turn: int, max_starts: int) -> tuple[Tensor, int]:
-        """`(S, T)` texts to start from: one for each of the surest tokens that are left over at the
-        place that has the fewest to choose from; and that place.
+        """Return texts to start from, `(S, T)`, and the place in which they differ.
+
+        That place has the fewest tokens to choose from, and there is one text for each of the
+        surest tokens left over there.
         """
         row = self.known_text.clamp(min=0)
         if not self.tokens:
@@ -361,13 +367,13 @@ class _Descent:
         return starts, anchor
 
     def descend(self, rows: Tensor, anchor: int, count: int | None) -> tuple[Tensor, Tensor]:
-        """Take at every place the token that brings the text nearest, and exchange those of two
-        places, until nothing does.
+        """Take at every place the token that brings the text nearest, and exchange pairs of them.
 
-        First by the attention's output and among the surest tokens alone, the anchor kept. Where
-        word and position add up, that tells which tokens are of a sentence and not their order:
-        what is behind it does, which has no need of the starts that stayed far, but for `count`.
-        What reads whole texts runs the whole model, and comes last.
+        It repeats this until nothing gets nearer. First it uses only the attention's output and the
+        surest tokens, and keeps the anchor. If word and position add up, that decides which tokens
+        are of a sentence and not their order. The layers behind it decide that, and do not need the
+        starts that stayed far, except for `count`. Layers that read whole texts run the whole
+        model, and come last.
         """
         rows = rows.clone()
         surest_tokens = {
@@ -405,8 +411,9 @@ class _Descent:
         return rows, distances
 
     def _reorder(self, rows: Tensor, best: Tensor, views: Sequence[View]) -> None:
-        """The best exchange of two places' tokens in each text, or move of one to another place, if
-        it brings the text nearer.
+        """Exchange two tokens of each text, or move one, if that brings the text nearer.
+
+        The best exchange or move is made.
         """
         places = list(self.tokens)
         orders = []
@@ -422,8 +429,10 @@ class _Descent:
             self._improve(rows, best, tried, views)
 
     def _improve(self, rows: Tensor, current: Tensor, tried: Tensor, views: Sequence[View]) -> None:
-        """Put the nearest of the texts tried, `(S, K, T)`, in place of a row that is farther. Of
-        many the whole model runs on those alone that are nearest within its first block.
+        """Put the nearest of the texts tried, `(S, K, T)`, in place of a row that is farther.
+
+        If there are many, the whole model runs only on those that are nearest within its first
+        block.
         """
         position_views = _position_views(views)
         if position_views and tried.shape[1] > NEAREST:
@@ -437,8 +446,6 @@ class _Descent:
 
 
 def _position_views(views: Sequence[View]) -> list[View]:
-    """Those that read positions, near the model's start, where others read whole texts at its
-    end.
-    """
+    """Return the views that read positions near the model's start, if others read whole texts."""
     position_views = [view for view in views if not view.readers.pooled]
     return position_views if len(position_views) < len(views) else []

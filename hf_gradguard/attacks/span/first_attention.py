@@ -1,9 +1,9 @@
-"""What an encoder's first attention gives at a token that is known, in equations.
+"""Equations for what an encoder's first attention gives at a token that is known.
 
 Every head averages what it takes of all tokens, Σ wⱼvⱼ / Σ wⱼ. Weights and values are read off the
-model itself, with few tokens attended at once, so that no architecture has a case of its own. The
-average lies in the span of the gradient of the layer that reads it; and where that layer's output
-is added to the token's own input and normalized, the result lies in the span of the next one's.
+model itself, with few tokens attended at once, so that no architecture needs a case of its own. The
+average lies in the span of the gradient of the layer that reads it; and if that layer's output is
+added to the token's own input and normalized, the result lies in the span of the next one's.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 class FirstAttention:
-    """Weights and values of the first attention, and which averages of values it may give.
+    """The first attention: its weights and values, and which averages of values it may give.
 
-    All in float64, in a copy of the model: of a head that looks at one token alone, float32 leaves
-    nothing but rounding for the others.
+    All are in float64, in a copy of the model: for a head that looks at a single token, float32
+    leaves nothing but rounding for the others.
 
     Args:
         observation: What the server saw.
@@ -39,7 +39,7 @@ class FirstAttention:
 
     Attributes:
         is_average: Whether each head gives an average of tokens' values, as it was tried.
-        num_equations: How many there are of an average.
+        num_equations: The number of equations of an average.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
@@ -72,18 +72,18 @@ class FirstAttention:
         self.num_equations = sum(map(len, self._equations[: 1 if self._norm is None else 2]))
 
     def values(self, place: int, ids: Tensor) -> Tensor:
-        """`(K, heads, D)`: what the attention takes of ids `(K,)` at a place."""
+        """Return what the attention takes of ids `(K,)` at a place, `(K, heads, D)`."""
         key = (place, *ids.tolist())
         if key not in self._values:
             self._values[key] = self.average(place, {place: ids})
         return self._values[key]
 
     def average(self, query: int, ids: Mapping[int, Tensor]) -> Tensor:
-        """`(K, heads, D)`: what it gives at a place where no other tokens than these are attended.
+        """Return the output at a place where only these tokens are attended, `(K, heads, D)`.
 
         Args:
             query: The place.
-            ids: `(K,)` by place, that one among them.
+            ids: Ids `(K,)` by place, that one among them.
         """
         return self._inputs(self._readers[0], query, ids).unflatten(-1, (self.heads, -1))
 
@@ -94,13 +94,15 @@ class FirstAttention:
         candidates: Mapping[int, Tensor],
         clock: Clock = ENDLESS,
     ) -> list[Tensor]:
-        """For each place `(K, heads)`: how its tokens weigh beside all known ones, which are 1.
+        """Return for each place how its tokens weigh beside all known ones, which are 1.
+
+        They are `(K, heads)`.
 
         Args:
             query: The place that looks, where a known token stands.
             known_ids: Known tokens by place.
             candidates: Ids `(K,)` by place.
-            clock: When it is over, the rest stays 0.
+            clock: A clock; when it is over, the rest stays 0.
         """
         rows = torch.arange(max(map(len, candidates.values()), default=0))
         standing = {place: torch.full_like(rows, token) for place, token in known_ids.items()}
@@ -127,11 +129,11 @@ class FirstAttention:
         return weights
 
     def equations(self, query: int, token: int) -> tuple[Tensor, Tensor]:
-        """A `(E, heads, D)` and b `(E,)`: A c + b = 0 for what the attention may give at a place.
+        """Return A `(E, heads, D)` and b `(E,)` of A c + b = 0 for a possible output c at a place.
 
         Args:
             query: The place.
-            token: What stands there.
+            token: The token that stands there.
         """
         matrix, constant = self._equations[0], self._equations[0].new_zeros(len(self._equations[0]))
         if self._norm is not None:
@@ -145,7 +147,7 @@ class FirstAttention:
         return matrix.unflatten(-1, (self.heads, -1)), constant
 
     def _inputs(self, readers: Readers, place: int, ids: Mapping[int, Tensor]) -> Tensor:
-        """`(K, H)`: what is read at a place where no other tokens than these are attended."""
+        """Return the layer input at a place where only these tokens are attended, `(K, H)`."""
         device = self._observation.device
         count = len(next(iter(ids.values())))
         rows = torch.full((count, max(ids) + 1), self._filler, device=device)
@@ -167,7 +169,7 @@ class FirstAttention:
         return torch.allclose(averages, average) and torch.allclose(sums, torch.ones_like(sums))
 
     def _normalization(self) -> _Normalization | None:
-        """Of what the second view reads, if nothing else is between it and the attention."""
+        """Return the normalization in front of the second view, if nothing else is between."""
         projection = self._readers[0].modules[0]
         width = self._readers[1].width
         if type(projection) is not nn.Linear or projection.out_features != width:
@@ -199,7 +201,7 @@ class FirstAttention:
 
 
 class _Normalization:
-    """shift + scale ∘ u / size(u), of u centered or not."""
+    """A normalization: shift + scale ∘ u / size(u), of u centered or not."""
 
     def __init__(self, layer: nn.Module, readers: Readers, projection: nn.Linear) -> None:
         self.readers, self.projection = readers, projection.weight.detach().cpu()
@@ -209,13 +211,14 @@ class _Normalization:
         self.is_centered = isinstance(layer, nn.LayerNorm)
 
     def __call__(self, summed: Tensor) -> Tensor:
-        """Without what is added to sizes against a division by zero."""
+        """Return the normalized vector, without what is added against a division by zero."""
         centered = summed - summed.mean() * self.is_centered
         return self.shift + self.scale * centered / centered.square().mean().sqrt()
 
     def linear(self, equations: Tensor) -> Tensor:
-        """`(E, H)`: equations of what is normalized, from those of the result. Its size is not
-        known, so that A (shift + u / size) = 0 says that A u is along A shift.
+        """Return equations of what is normalized, `(E, H)`, from those of the result.
+
+        The size is not known, so that A (shift + u / size) = 0 says that A u is along A shift.
         """
         along = equations @ self.shift
         along = along / along.norm().clamp(min=TINY)
@@ -224,12 +227,12 @@ class _Normalization:
 
 
 def _shares(values: Tensor, averages: Tensor) -> Tensor:
-    """`(..., N)`: by which shares of values `(..., D, N)` averages `(..., D)` were made."""
+    """Return the weights `(..., N)` of values `(..., D, N)` in averages `(..., D)`."""
     return torch.linalg.lstsq(values, averages[..., None]).solution[..., 0]
 
 
 def _equations_of(view: View) -> Tensor:
-    """`(E, H)`: equations of what lies in a view's span."""
+    """Return equations `(E, H)` of what lies in a view's span."""
     directions = view.directions.cpu().double()
     full = torch.linalg.qr(directions.T, mode="complete").Q
     rows = full[:, len(directions) :].T * view.space.columns.cpu().double()

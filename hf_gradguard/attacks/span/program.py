@@ -1,5 +1,4 @@
-"""Whole sentences by least squares: what an encoder's first attention gives at known tokens decides
-all others.
+"""Whole sentences by least squares, from what an encoder's first attention gives at known tokens.
 
 Which token stands at a place is a choice z among candidates. At [CLS] the attention gives an
 average in which numerator and denominator are linear in z, and hundreds of equations, exact to
@@ -32,11 +31,11 @@ class _Query:
     """The equations of one known token.
 
     Args:
-        columns: `(heads, E, Z)`: what each choice adds to the equations' numerators.
-        known_columns: `(heads, E)`: what known tokens add.
-        weights: `(heads, Z)`: what each choice adds to the denominators.
-        known_weights: `(heads,)`: what known tokens add.
-        constant: `(E,)`: what is added to the fractions.
+        columns: What each choice adds to the equations' numerators, `(heads, E, Z)`.
+        known_columns: What known tokens add to the numerators, `(heads, E)`.
+        weights: What each choice adds to the denominators, `(heads, Z)`.
+        known_weights: What known tokens add to the denominators, `(heads,)`.
+        constant: What is added to the fractions, `(E,)`.
     """
 
     columns: Tensor
@@ -46,7 +45,7 @@ class _Query:
     constant: Tensor
 
     def linearized(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """A `(E, Z)` and b `(E,)`: A z' = b near z."""
+        """Return A `(E, Z)` and b `(E,)` of A z' = b near z."""
         denominators = self.weights @ z + self.known_weights
         fractions = (self.columns @ z + self.known_columns) / denominators[:, None]
         relative = self.weights / denominators[:, None]
@@ -60,10 +59,11 @@ class SentenceProgram:
     """The equations of all sentences of one length, with the same known tokens.
 
     Args:
-        attention: Of the model.
+        attention: The attention of the model.
         known_ids: Known tokens by place, at least one.
         candidates: Ids `(K,)` by place, where a token is looked for.
-        clock: When it is over, it stays unfinished, and its sentences are any.
+        clock: A clock; when it is over, the program stays unfinished, and its sentences are
+            arbitrary.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
@@ -93,11 +93,11 @@ class SentenceProgram:
         self._queries = [self._query(attention, known_ids, query) for query in queries]
 
     def sentence(self, generator: torch.Generator, used_words: Collection[int] = ()) -> list[int]:
-        """An id for each place that has candidates.
+        """Return a sentence: an id for each place that has candidates.
 
         Args:
-            generator: Of the start.
-            used_words: Of other sentences: begun without them, it ends at another one.
+            generator: The source of the start.
+            used_words: Words of other sentences: begun without them, it ends at another one.
         """
         everything = torch.ones(sum(self._sizes), dtype=torch.bool)
         begun = self._without(used_words)
@@ -137,7 +137,7 @@ class SentenceProgram:
         )  # fmt: skip
 
     def _without(self, words: Collection[int]) -> Tensor:
-        """Choices among other words, or all where a place has no others."""
+        """Return choices among other words, or all where a place has no others."""
         used = torch.tensor(sorted(words), dtype=torch.long)
         is_other = [~torch.isin(ids, used) for ids in self.candidates.values()]
         return torch.cat([at_place | ~at_place.any() for at_place in is_other])
@@ -147,7 +147,7 @@ class SentenceProgram:
         return torch.cat([shares / shares.sum().clamp(min=1e-30) for shares in by_place])
 
     def _step(self, z: Tensor, allowed: Tensor) -> Tensor:
-        """The allowed choices that solve the equations linearized at z."""
+        """Return the allowed choices that solve the equations linearized at z."""
         equations, targets = zip(*(query.linearized(z) for query in self._queries), strict=True)
         matrix, target = torch.cat(equations)[:, allowed], torch.cat(targets)
         weight = SUMS * float(matrix.norm(dim=0).mean())

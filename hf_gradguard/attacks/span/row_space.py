@@ -1,6 +1,6 @@
-"""Which vectors span a noisy matrix's rows: the linear algebra of the span attack.
+"""The row space of a noisy matrix: the linear algebra of the span attack.
 
-The rows of G = ΔᵀX + E lie, but for the noise E, in the span of X's rows. Candidates for those rows
+The rows of G = ΔᵀX + E lie, up to the noise E, in the span of X's rows. Candidates for those rows
 are ranked by how far they are from it (the MUSIC method of array processing), and again after what
 was found is projected out (RAP-MUSIC).
 """
@@ -23,13 +23,13 @@ ROUNDING, LOW, GAP, TAIL = 100.0, 1e-4, 4.0, 8.0
 
 @dataclass(frozen=True)
 class RowSpace:
-    """A noisy matrix, reduced to what its row space needs. All in float64.
+    """A noisy matrix, reduced to what its row space needs, in float64.
 
     Args:
         factor: `(k, H)` with factorᵀ factor = GᵀG.
         count: M, how many rows G has.
-        noise: Standard deviation of an entry of E.
-        columns: `(H,)` factors that candidates must be multiplied by, as G's columns were.
+        noise: The standard deviation of an entry of E.
+        columns: The factors `(H,)` that candidates must be multiplied by, as G's columns were.
         ends: Whether a gap shows where E begins, which is rounding: all that X's rows span stands
             above it.
 
@@ -47,40 +47,40 @@ class RowSpace:
     ends: bool = False
 
     def directions(self, free: int | None = None) -> tuple[Tensor, Tensor]:
-        """Right singular vectors `(r, H)` that stand out of the noise, and how far each is to be
-        trusted, `(r,)`.
+        """Return right singular vectors `(r, H)` that stand out of the noise, and their trust.
 
-        The trust is the squared cosine between a singular vector of a noisy matrix and the one
-        without noise (Benaych- Georges and Nadakuditi, 2012), which is 0 below the noise's own
+        The trust `(r,)` is the squared cosine between a singular vector of a noisy matrix and the
+        one without noise (Benaych-Georges and Nadakuditi, 2012), which is 0 below the noise's own
         largest singular value.
 
         Args:
-            free: Dimensions that are not projected out. Default: all.
+            free: The number of dimensions that are not projected out. Default: all.
         """
         _, values, vectors = torch.linalg.svd(self.factor, full_matrices=False)
         trust = _trust(values, self.count, free or self.factor.shape[1], self.noise)
         return vectors[trust > 0], trust[trust > 0]
 
     def without(self, basis: Tensor) -> RowSpace:
-        """What is left when orthonormal rows `(k, H)` are projected out."""
+        """Return what is left when orthonormal rows `(k, H)` are projected out."""
         factor = self.factor - (self.factor @ basis.T) @ basis
         return RowSpace(factor, self.count, self.noise, self.columns)
 
     def energy(self, vectors: Tensor) -> Tensor:
-        """‖G x‖²/‖x‖² of vectors `(..., H)`: by how much ‖G‖² falls when x is projected out."""
+        """Return ‖G x‖²/‖x‖² of vectors `(..., H)`: how much ‖G‖² falls when x is projected out."""
         squares = vectors.square().sum(-1)
         squares = squares.clamp(min=torch.finfo(squares.dtype).tiny)
         return (vectors @ self.factor.T).square().sum(-1) / squares
 
 
 def row_space(blocks: list[Tensor], variances: list[Tensor] | None, rank: int) -> RowSpace:
-    """Stack blocks of rows with the same row space, so that no block's noise covers another's
-    signal.
+    """Stack blocks of rows with the same row space into one row space.
+
+    Blocks are scaled so that no block's noise covers another's signal.
 
     Args:
-        blocks: `(M_b, H)` each.
-        variances: Of the entries' noise, in the blocks' shapes, if known. Rows and columns are then
-            scaled to unit noise.
+        blocks: The blocks, `(M_b, H)` each.
+        variances: The variances of the entries' noise, in the blocks' shapes, if known. Rows and
+            columns are then scaled to unit noise.
         rank: The largest rank that the blocks can have without noise: what comes after it is noise.
 
     Example:
@@ -112,8 +112,14 @@ def row_space(blocks: list[Tensor], variances: list[Tensor] | None, rank: int) -
 
 
 def distances(vectors: Tensor, directions: Tensor, trust: Tensor) -> Tensor:
-    """1 - Σ_i trust_i ⟨v_i, x⟩²/‖x‖² of `(..., H)` vectors: squared relative distance from the
-    span. 2 for zero vectors.
+    """Return 1 - Σ_i trust_i ⟨v_i, x⟩²/‖x‖², the squared relative distance from the span.
+
+    It is 2 for zero vectors.
+
+    Args:
+        vectors: Vectors x, `(..., H)`.
+        directions: Orthonormal vectors v_i of the span, `(r, H)`.
+        trust: How much each is trusted, `(r,)`.
 
     Example:
         >>> basis = torch.tensor([[1.0, 0.0]])
@@ -131,15 +137,15 @@ def select(
 ) -> list[list[int]]:
     """Choose candidates that together span the row space.
 
-    A few of the nearest at a time, after which they are projected out of the matrix and of the
-    candidates, so that what they share with the rest no longer counts. Where it is seen that they
-    span all of it, each place gets one at least, and no more: equal rows span it once.
+    A few of the nearest are chosen at a time. They are then projected out of the matrix and of the
+    candidates, so that what they share with the rest no longer counts. If they are seen to span all
+    of it, each place gets one at least, and no more: equal rows span it once.
 
     Args:
         space: The row space.
-        known_vectors: `(k, H)` vectors that are in the span.
-        candidates: `(P, K, H)`: K candidates for each of P places.
-        capacity: `(P,)`: how many to choose at most at each.
+        known_vectors: Vectors `(k, H)` that are in the span.
+        candidates: K candidates for each of P places, `(P, K, H)`.
+        capacity: How many to choose at most at each place, `(P,)`.
 
     Returns:
         For each place the indices of its candidates, the best first.
@@ -189,8 +195,10 @@ def select(
 
 
 def orthonormal(rows: Tensor, basis: Tensor | None = None, least: float = 1e-12) -> Tensor:
-    """An orthonormal basis `(rank, H)` of the rows' span, without what an orthonormal `basis` has
-    of it already, and without rows of which less than `least` of their length is new.
+    """Return an orthonormal basis `(rank, H)` of the rows' span.
+
+    It is without what an orthonormal `basis` has of it already, and without rows of which less than
+    `least` of their length is new.
 
     Example:
         >>> orthonormal(torch.tensor([[3.0, 0.0], [4.0, 0.0]])).abs()
@@ -208,13 +216,14 @@ def orthonormal(rows: Tensor, basis: Tensor | None = None, least: float = 1e-12)
 
 
 def _factor(matrix: Tensor) -> Tensor:
-    """R with RᵀR = GᵀG, without squaring the singular values."""
+    """Return R with RᵀR = GᵀG, without squaring the singular values."""
     return cast(Tensor, torch.linalg.qr(matrix, mode="r").R)
 
 
 def _rank_before_rounding(values: Tensor, rank: int, epsilon: float) -> int | None:
-    """How many singular values stand above those of rounding, at most `rank`: equal rows count
-    once. `None` if no gap shows it.
+    """Return how many singular values stand above those of rounding, at most `rank`.
+
+    Equal rows count once. It is `None` if no gap shows it.
     """
     values = (values / values[0].clamp(min=1e-300)).clamp(min=0.01 * epsilon)
     for k in range(1, min(rank + 1, len(values))):
@@ -225,11 +234,11 @@ def _rank_before_rounding(values: Tensor, rank: int, epsilon: float) -> int | No
 
 
 def _scales(stack: Tensor, vh: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Factors of rows and columns that make the noise even, judged by what no matrix of that rank
-    explains, of right singular vectors `vh`.
+    """Return factors of rows and columns that make the noise even.
 
-    Rounding errors grow with a row's and a column's entries, and so may a defense's noise. 1 where
-    nothing is left over.
+    Noise is estimated by what no matrix of that rank explains, with right singular vectors `vh`.
+    Rounding errors grow with a row's and a column's entries, and so may a defense's noise. The
+    factors are 1 if nothing is left over.
     """
     unit_scales = torch.ones_like(stack[:, 0]), torch.ones_like(stack[0])
     if rank >= min(stack.shape):
@@ -240,8 +249,9 @@ def _scales(stack: Tensor, vh: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _equalize(variance: Tensor, steps: int = 20) -> tuple[Tensor, Tensor]:
-    """Factors of rows and columns after which the mean variance of every row and column is 1
-    (Sinkhorn's iteration).
+    """Return factors that bring the mean variance of every row and column to 1.
+
+    It is Sinkhorn's iteration.
     """
     rows, columns = torch.ones_like(variance[:, 0]), torch.ones_like(variance[0])
     for _ in range(steps):
@@ -251,8 +261,9 @@ def _equalize(variance: Tensor, steps: int = 20) -> tuple[Tensor, Tensor]:
 
 
 def _trust(values: Tensor, count: int, width: int, noise: float) -> Tensor:
-    """Squared cosine between noisy and true right singular vectors of a (count, width) matrix with
-    noise of std `noise`.
+    """Return the squared cosine between noisy and true right singular vectors.
+
+    The matrix is `(count, width)`, with noise of standard deviation `noise`.
     """
     long, short = max(count, width), min(count, width)
     beta = short / long
@@ -267,7 +278,7 @@ def _trust(values: Tensor, count: int, width: int, noise: float) -> Tensor:
 
 @dataclass(frozen=True)
 class View:
-    """Layers behind the attention, and the row space of their gradients.
+    """A view of layers behind the attention, with the row space of their gradients.
 
     Args:
         readers: The layers.
@@ -292,5 +303,5 @@ class View:
 
     @property
     def is_informative(self) -> bool:
-        """Whether anything lies outside the span: it is not everything."""
+        """Whether anything lies outside the span."""
         return 0 < len(self.directions) < len(self.space.columns)

@@ -1,9 +1,10 @@
-"""Whole texts against the gradients of layers behind the attention: what a text's layer inputs
-leave outside their span, and what of their span a batch of texts leaves unexplained.
+"""Whole texts against the gradients of layers behind the attention.
 
-Both count dimensions. A right text has all its inputs inside; but so has a text that repeats its
-first token behind causal attention without positions, which reads the same thing everywhere. Only
-the right batch also explains every direction of the gradients.
+Two numbers count: what a text's layer inputs leave outside the gradients' span, and what of that
+span a batch of texts leaves unexplained. Both count dimensions. A correct text has all its inputs
+inside; but so has a text that repeats its first token behind causal attention without positions,
+which reads the same thing everywhere. Only the correct batch also explains every direction of the
+gradients.
 """
 
 from __future__ import annotations
@@ -24,8 +25,13 @@ SAME = 1e-5  # inputs of float32 that are nearer to each other's span than this 
 def distance_outside(
     observation: Observation, views: Sequence[View], ids: Tensor, masks: Tensor
 ) -> Tensor:
-    """`(K,)`: of texts `(K, T)`, the sums of their inputs' squared relative distances from the
-    spans. Positions out of `masks` do not count.
+    """Return the sum of squared relative distances of each text's inputs from the spans, `(K,)`.
+
+    Args:
+        observation: What the server saw.
+        views: Layers with the row spaces of their gradients.
+        ids: Texts, `(K, T)`.
+        masks: The positions that count, `(K, T)`.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
@@ -60,7 +66,7 @@ def distance_outside(
 def vectors_of(
     observation: Observation, views: Sequence[View], ids: Sequence[Sequence[int]]
 ) -> list[list[Tensor]]:
-    """For every text and view the inputs that are read, `(T, H)` of unit length."""
+    """Return for every text and view the layer inputs, `(T, H)`, each of unit length."""
     vectors: list[list[Tensor]] = []
     for text in ids:
         row = torch.tensor([list(text)], device=observation.device)
@@ -74,7 +80,7 @@ def vectors_of(
 
 
 class Explained:
-    """How much of the views' row spaces the texts taken so far explain.
+    """The part of the views' row spaces that the texts taken so far explain.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
@@ -95,18 +101,18 @@ class Explained:
 
     @property
     def total(self) -> float:
-        """Directions that nothing explains, each counted as far as it is to be trusted."""
+        """The number of directions that nothing explains, each counted by its trust."""
         return sum(float(unexplained.square().sum()) for unexplained in self.unexplained)
 
     def gain(self, vectors: Sequence[Tensor]) -> float:
-        """By how much `total` falls with a text."""
+        """Return how much `total` would fall with a text."""
         return sum(
             float((unexplained @ orthonormal(x, basis, SAME).T).square().sum())
             for x, unexplained, basis in zip(vectors, self.unexplained, self.bases, strict=True)
         )
 
     def add(self, vectors: Sequence[Tensor]) -> None:
-        """Count a text in."""
+        """Count a text as taken."""
         for i, x in enumerate(vectors):
             new = orthonormal(x, self.bases[i], SAME)
             self.unexplained[i] = self.unexplained[i] - (self.unexplained[i] @ new.T) @ new
@@ -125,13 +131,16 @@ def choose(
     candidates: Sequence[Pool],
     sweeps: int = 3,
 ) -> list[Text]:
-    """One candidate for each row: those whose inputs lie in the views' spans, and that leave the
-    least of them unexplained. A right text, taken twice, is better than a wrong one that explains
-    no more than rounding.
+    """Choose one candidate for each row, so that together they explain the views' spans best.
+
+    Their inputs lie in the spans, and they leave the least of them unexplained. A correct text,
+    taken twice, is better than a wrong one that explains no more than rounding.
 
     Args:
+        observation: What the server saw.
         views: Layers with the row spaces of their gradients.
         candidates: For each row the texts, with their distances from the spans.
+        sweeps: The most rounds over all rows.
 
     Returns:
         For each row a text; an empty one where there is no candidate.
@@ -175,7 +184,7 @@ def _unexplained_by(
     texts: Sequence[Text],
     vectors: dict[Text, list[Tensor]],
 ) -> float:
-    """What texts leave unexplained of some of the views."""
+    """Return what texts leave unexplained of some of the views."""
     explained = Explained([views[k] for k in indices])
     for text in filter(None, texts):
         explained.add([vectors[text][k] for k in indices])
@@ -188,7 +197,7 @@ def _choose(
     vectors: dict[Text, list[Tensor]],
     sweeps: int,
 ) -> list[Text]:
-    """The best for each row in turn, and again beside those of all others."""
+    """Choose the best for each row in turn, and again beside those of all others."""
     chosen: list[Text] = [()] * len(candidates)
     # Long texts first: short ones may be their beginnings.
     order = sorted(range(len(candidates)), key=lambda i: -max(map(len, candidates[i]), default=0))
