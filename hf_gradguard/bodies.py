@@ -38,7 +38,7 @@ from .heads import FeatureHead, half_whitened, packaged_sentences
 __all__ = ["SketchedBody", "sketched_body"]
 
 _SAMPLES_OF_LAYERS = 1000  # by which a layer's directions are found: they have thousands of tokens
-_LEAST_SHARE = 1e-10  # of the largest second moment: below it there is rounding alone
+_LEAST_FRACTION = 1e-10  # of the largest second moment: below it there is rounding alone
 
 
 class LayerPass(NamedTuple):
@@ -293,7 +293,7 @@ def scaled_directions(moment: Tensor, count: int) -> Tensor:
     """
     values, vectors = torch.linalg.eigh(moment.double())
     values, vectors = values.flip(0)[:count], vectors.flip(1)[:, :count]
-    return (vectors / values.clamp(min=_LEAST_SHARE * values[0]) ** 0.25).to(moment)
+    return (vectors / values.clamp(min=_LEAST_FRACTION * values[0]) ** 0.25).to(moment)
 
 
 @contextmanager

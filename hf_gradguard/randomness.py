@@ -280,7 +280,7 @@ class Stream:
                     write(done, needed)
                     done += len(needed)
 
-        ends = _shares(count, device)
+        ends = _thread_ends(count, device)
         if len(ends) == 1:
             fill(0, count)
         else:  # each goes on in the middle of one keystream: what comes out is the same
@@ -335,7 +335,7 @@ def grid_spacing(least: float, most: float, entries: int) -> float:
     return 2.0 ** (math.frexp(max(least, _FEWEST * most))[1] - 1) * fineness
 
 
-def _shares(count: int, device: torch.device) -> list[int]:
+def _thread_ends(count: int, device: torch.device) -> list[int]:
     """Return where each thread's numbers end, in whole chunks."""
     chunk = _chunk(device)
     chunks = count // chunk

@@ -387,11 +387,11 @@ def accuracy_of(evaluated: Any, shifted: bool = False) -> dict[str, float]:
     """
     predicted, labels = np.asarray(evaluated.predictions), np.asarray(evaluated.label_ids)
     predicted = predicted.argmax(-1) if predicted.ndim > labels.ndim else predicted
-    shares = share_right(torch.from_numpy(predicted), torch.from_numpy(labels), shifted)
-    return {"accuracy": sum(shares) / len(shares)}
+    accuracies = accuracy_by_sample(torch.from_numpy(predicted), torch.from_numpy(labels), shifted)
+    return {"accuracy": sum(accuracies) / len(accuracies)}
 
 
-def share_right(predicted: torch.Tensor, labels: torch.Tensor, shifted: bool) -> list[float]:
+def accuracy_by_sample(predicted: torch.Tensor, labels: torch.Tensor, shifted: bool) -> list[float]:
     """Return each sample's accuracy: 0 or 1, or the fraction of labeled tokens that are correct.
 
     Args:
@@ -400,16 +400,17 @@ def share_right(predicted: torch.Tensor, labels: torch.Tensor, shifted: bool) ->
         shifted: Whether a place predicts the label of the next one.
 
     Example:
-        >>> share_right(torch.tensor([[7, 8, 9]]), torch.tensor([[5, 7, -100]]), shifted=True)
+        >>> labels = torch.tensor([[5, 7, -100]])
+        >>> accuracy_by_sample(torch.tensor([[7, 8, 9]]), labels, shifted=True)
         [1.0]
     """
     if shifted:
         predicted, labels = predicted[:, :-1], labels[:, 1:]
     # One label per sample is a row of one token.
     counts = (labels != IGNORED).flatten(1) if labels.dim() > 1 else (labels != IGNORED)[:, None]
-    right = (predicted == labels).view_as(counts) & counts
-    shares: list[float] = (right.sum(1) / counts.sum(1).clamp_min(1)).tolist()
-    return shares
+    correct = (predicted == labels).view_as(counts) & counts
+    accuracies: list[float] = (correct.sum(1) / counts.sum(1).clamp_min(1)).tolist()
+    return accuracies
 
 
 def train_and_save(trainer: GradGuardTrainer, card: dict[str, str]) -> dict[str, float]:

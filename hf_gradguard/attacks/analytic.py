@@ -243,7 +243,7 @@ class Analytic(Attack):
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
         clock = Clock(self.seconds)
         undecided = ""
-        if (layer := _find_pixel_reader(observation, _reads_all_pixels(observation))) is not None:
+        if (layer := _find_pixel_layer(observation, _reads_all_pixels(observation))) is not None:
             images = self._images(observation, *layer, clock)
         else:
             projection, positions = _patch_embedding(observation)
@@ -335,15 +335,15 @@ def is_readable(model: nn.Module, shape: tuple[int, ...]) -> bool:
     """
     any_gradient = {name: p.detach() for name, p in model.named_parameters()}
     observation = Observation(model, any_gradient, (1, *shape[1:]))
-    if _find_pixel_reader(observation, _reads_all_pixels(observation)) is not None:
+    if _find_pixel_layer(observation, _reads_all_pixels(observation)) is not None:
         return True
-    projection = _find_pixel_reader(observation, is_patch_projection)
+    projection = _find_pixel_layer(observation, is_patch_projection)
     return projection is not None and bool(position_embeddings(observation, projection[0]))
 
 
 def _patch_embedding(observation: Observation) -> tuple[str, list[str]]:
     """Return the module that reads patches, and parameters that may be position embeddings."""
-    projection = _find_pixel_reader(observation, is_patch_projection)
+    projection = _find_pixel_layer(observation, is_patch_projection)
     positions = position_embeddings(observation, projection[0]) if projection else []
     if not projection or not positions:
         raise ValueError(
@@ -359,14 +359,14 @@ def _reads_all_pixels(observation: Observation) -> Callable[[nn.Module], bool]:
     return lambda module: isinstance(module, nn.Linear) and module.in_features == pixels
 
 
-def _find_pixel_reader(
+def _find_pixel_layer(
     observation: Observation, is_wanted: Callable[[nn.Module], bool]
 ) -> tuple[str, nn.Module] | None:
     """Return the first wanted module that reads unchanged pixels, found by running the model."""
     pixels = torch.rand(
         (1, *observation.input_shape[1:]), generator=torch.Generator().manual_seed(0)
     ).to(IMAGE.main_input(observation.placeholder()))
-    reader_names: list[str] = []
+    layer_names: list[str] = []
     handles = []
     for name, module in observation.model.named_modules():
         if is_wanted(module):
@@ -375,11 +375,11 @@ def _find_pixel_reader(
                 if args[0].numel() == pixels.numel() and bool(
                     (args[0].flatten() == pixels.flatten()).all()
                 ):
-                    reader_names.append(name)
+                    layer_names.append(name)
 
             handles.append(module.register_forward_pre_hook(record_match))
     if handles:
         with hooked(handles), torch.no_grad(), without_dropout(observation.model):
             observation.model(**{**observation.placeholder(), IMAGE.key: pixels})
-    name = next(iter(reader_names), None)
+    name = next(iter(layer_names), None)
     return None if name is None else (name, observation.model.get_submodule(name))

@@ -232,8 +232,8 @@ def _slope_and_features(
         by_weight = rows @ mean / mean.square().sum().clamp_min(1e-30)
         spread = (head.features @ head.mean / head.mean.square().sum()).var() + 0.02
         uncertainty = noise / mean.square().sum() + spread * by_weight.square().mean()
-        share = noise / (noise + uncertainty).clamp_min(1e-38)
-        slope = share * by_weight + (1 - share) * by_bias
+        fraction = noise / (noise + uncertainty).clamp_min(1e-38)
+        slope = fraction * by_weight + (1 - fraction) * by_bias
     return slope, mean
 
 

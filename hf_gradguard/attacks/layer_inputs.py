@@ -26,7 +26,7 @@ from .base import Observation, ordinary_id, without_dropout
 
 
 @dataclass(frozen=True)
-class Readers:
+class Projections:
     """A group of linear layers that read the same input.
 
     Args:
@@ -40,9 +40,9 @@ class Readers:
         pooled: Whether they read one input per text, and not one per position.
 
     Example:
-        >>> readers = find_readers(observation)[0]
-        >>> names = [name.split(".")[-2] for name in readers.names]
-        >>> names, readers.mixing, readers.positional
+        >>> projections = find_projections(observation)[0]
+        >>> names = [name.split(".")[-2] for name in projections.names]
+        >>> names, projections.mixing, projections.positional
         (['query', 'key', 'value'], 'none', True)
     """
 
@@ -80,19 +80,21 @@ class Readers:
         """The number H of entries of their input."""
         return int(self.as_rows(0, self.modules[0].weight).shape[1])  # type: ignore[arg-type]
 
-    def has_shapes_of(self, readers: Readers) -> bool:
+    def has_shapes_of(self, projections: Projections) -> bool:
         """Return whether these are the same layers of another block."""
-        return [m.weight.shape for m in self.modules] == [m.weight.shape for m in readers.modules]
+        return [m.weight.shape for m in self.modules] == [
+            m.weight.shape for m in projections.modules
+        ]
 
 
-def find_readers(observation: Observation) -> list[Readers]:
+def find_projections(observation: Observation) -> list[Projections]:
     """Return the linear layers whose gradient was shared, grouped by the input that they read.
 
     They are in the order in which they run. Layers that run several times a pass are there once for
     every call.
 
     Example:
-        >>> sorted({readers.mixing for readers in find_readers(observation)})  # of an encoder
+        >>> sorted({group.mixing for group in find_projections(observation)})  # of an encoder
         ['full', 'none']
     """
     parameters = dict(observation.model.named_parameters())
@@ -135,38 +137,39 @@ def find_readers(observation: Observation) -> list[Readers]:
         )
         names_of_layers = tuple(modules[layer] for layer in layers)
         kind = tuple(layers), names_of_layers, mixing, positional
-        groups.append(Readers(*kind, call, calls[layers[0]], pooled))
+        groups.append(Projections(*kind, call, calls[layers[0]], pooled))
     return groups
 
 
 def layer_inputs(
     observation: Observation,
-    readers: Readers,
+    projections: Projections,
     ids: Tensor,
     mask: Tensor | None = None,
     **extra: Any,
 ) -> Tensor:
-    """Return the inputs of `readers` when the model runs on candidates, `(B, T, H)`.
+    """Return the inputs of `projections` when the model runs on candidates, `(B, T, H)`.
 
     The pass stops there.
 
     Args:
         observation: What the server saw.
-        readers: The layers.
+        projections: The layers.
         ids: Token ids, `(B, T)`.
         mask: The attention mask, `(B, T)`; default: all ones.
         **extra: Further inputs of the model.
 
     Example:
-        >>> layer_inputs(seen, find_readers(seen)[0], batch["input_ids"]).shape == gmap.input.shape
+        >>> inputs = layer_inputs(seen, find_projections(seen)[0], batch["input_ids"])
+        >>> inputs.shape == gmap.input.shape
         True
     """
-    return all_inputs(observation, [readers], ids, mask, **extra)[0]
+    return all_inputs(observation, [projections], ids, mask, **extra)[0]
 
 
 def all_inputs(
     observation: Observation,
-    groups: list[Readers],
+    groups: list[Projections],
     ids: Tensor,
     mask: Tensor | None = None,
     **extra: Any,
@@ -181,7 +184,7 @@ def all_inputs(
         **extra: Further inputs of the model.
 
     Example:
-        >>> groups = find_readers(observation)[:2]
+        >>> groups = find_projections(observation)[:2]
         >>> [x.shape == gmap.input.shape for x in all_inputs(seen, groups, batch["input_ids"])]
         [True, True]
     """
@@ -189,14 +192,14 @@ def all_inputs(
     counts: Counter[nn.Module] = Counter()
 
     def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        for index, readers in enumerate(groups):
-            if readers.modules[0] is module and readers.call == counts[module]:
+        for index, projections in enumerate(groups):
+            if projections.modules[0] is module and projections.call == counts[module]:
                 recorded[index] = args[0]
         counts[module] += 1
         if len(recorded) == len(groups):
             raise _Stop
 
-    modules = dict.fromkeys(readers.modules[0] for readers in groups)
+    modules = dict.fromkeys(projections.modules[0] for projections in groups)
     hooks = hooked(module.register_forward_pre_hook(record) for module in modules)
     with hooks, suppress(_Stop):
         run(observation, ids, mask, **extra)

@@ -430,8 +430,8 @@ def _gradient(
     stacked_draws = {name: torch.stack([draw[name] for draw in draws]) for name in names}
     mean = {name: stack.mean(0) for name, stack in stacked_draws.items()}
     # The client's own draw varies as well as the mean over the attacker's.
-    share = 1 + 1 / len(draws)
-    return mean, {name: share * float(s.var(0).mean()) for name, s in stacked_draws.items()}
+    growth = 1 + 1 / len(draws)
+    return mean, {name: growth * float(s.var(0).mean()) for name, s in stacked_draws.items()}
 
 
 def _plain_gradient(observation: Observation, batch: dict[str, Any], seed: int) -> Tensors:

@@ -119,7 +119,7 @@ class _ManyTrainings(ManyGradients):
         self, local: LocalTraining, model: nn.Module, names: Sequence[str], seeds: Sequence[int]
     ) -> None:
         super().__init__(model, names, seeds, vectorized=False)
-        self._local, self._shares = local, False
+        self._local, self._sends_embeddings = local, False
 
     def _evaluate_one(self, batch: Mapping[str, Any], seed: int) -> Tensors:
         with self._replay(seed).draws():
@@ -128,13 +128,13 @@ class _ManyTrainings(ManyGradients):
                 self._local.batches(batch),
                 learning_rate=list(self._local.rates),
                 optimizer=self._local.optimizer,
-                share_input_embeddings=self._shares,
+                share_input_embeddings=self._sends_embeddings,
                 second_order=False,
                 needs_input=False,
             )
         gradient = gmap.gradient()
-        if not self._shares and not self.parameters.keys() <= gradient.keys():
-            self._shares = True  # the client sent its embeddings, so it trained them
+        if not self._sends_embeddings and not self.parameters.keys() <= gradient.keys():
+            self._sends_embeddings = True  # the client sent its embeddings, so it trained them
             return self._evaluate_one(batch, seed)
         return {name: gradient[name] for name in self.parameters}
 

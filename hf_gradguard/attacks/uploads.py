@@ -47,18 +47,18 @@ def average(observations: Sequence[Observation]) -> Observation:
             "variance of Gaussian noise have no mean with a mechanism. Attack them "
             "by `history` of candidates, which adds up log-likelihoods."
         )
-    shares = {name: _shares(observations, name) for name in reference.gradient}
+    weights = {name: _weights(observations, name) for name in reference.gradient}
     mechanism = reference.mechanism
     mechanism = mechanism and mechanism.of_mean(len(observations))
     if mechanism is not None and mechanism.variance is not None:
         mechanisms = [observation.mechanism for observation in observations]
         variances = [granted.variance for granted in mechanisms if granted is not None]
-        mechanism = replace(mechanism, variance=_variance_of_mean(variances, shares))
+        mechanism = replace(mechanism, variance=_variance_of_mean(variances, weights))
     return replace(
         reference,
-        gradient={name: _mean(observations, name, share) for name, share in shares.items()},
+        gradient={name: _mean(observations, name, weight) for name, weight in weights.items()},
         noise_variance=_variance_of_mean(
-            [observation.noise_variance for observation in observations], shares
+            [observation.noise_variance for observation in observations], weights
         ),
         mechanism=mechanism,
     )
@@ -116,7 +116,7 @@ def _variance(observation: Observation, name: str) -> Tensor:
     return torch.tensor(variance or 0.0, dtype=torch.float64)  # on the CPU: goes with all devices
 
 
-def _shares(observations: Sequence[Observation], name: str) -> Tensor:
+def _weights(observations: Sequence[Observation], name: str) -> Tensor:
     """Return each upload's weight in the mean, `(n, *shape)`, or `(n,)` if entries are equal."""
     variances = [_variance(observation, name) for observation in observations]
     if _is_pruned(observations[0]) or any(variance.dim() for variance in variances):
@@ -144,29 +144,29 @@ def _infinite_where_withheld(observation: Observation, y: Tensor, variance: Tens
     return variance.expand_as(y).masked_fill(withheld, torch.inf)
 
 
-def _mean(observations: Sequence[Observation], name: str, shares: Tensor) -> Tensor:
+def _mean(observations: Sequence[Observation], name: str, weights: Tensor) -> Tensor:
     messages = [observation.gradient[name] for observation in observations]
-    if bool((shares == shares[0]).all()):
+    if bool((weights == weights[0]).all()):
         return torch.stack(messages).mean(0)
-    weighed = [share * y for share, y in zip(shares, messages, strict=True)]
+    weighed = [weight * y for weight, y in zip(weights, messages, strict=True)]
     return torch.stack(weighed).sum(0).to(messages[0].dtype)
 
 
-def _variance_of_mean(variances: Sequence[_Variance], shares: Tensors) -> float | Tensors | None:
+def _variance_of_mean(variances: Sequence[_Variance], weights: Tensors) -> float | Tensors | None:
     """Return the variance of a mean with these weights, of terms with such variances."""
     if any(variance is None for variance in variances):
         return None
     variance_by_name = {}
-    for name, share in shares.items():
+    for name, weight in weights.items():
         terms = [
-            weights.square()
-            * (variance[name].to(weights.device) if isinstance(variance, Mapping) else variance)
-            for weights, variance in zip(share, variances, strict=True)
+            of_upload.square()
+            * (variance[name].to(of_upload.device) if isinstance(variance, Mapping) else variance)
+            for of_upload, variance in zip(weight, variances, strict=True)
             if variance is not None
         ]
         variance_by_name[name] = torch.stack(torch.broadcast_tensors(*terms)).sum(0)
     are_scalars = not any(isinstance(variance, Mapping) for variance in variances)
-    if are_scalars and all(share.dim() == 1 for share in shares.values()):
+    if are_scalars and all(weight.dim() == 1 for weight in weights.values()):
         return float(next(iter(variance_by_name.values())))
     return variance_by_name
 

@@ -35,7 +35,7 @@ except ModuleNotFoundError:
     need("audit.attributes", "attacks", "sklearn")
     raise
 
-_SHARE_OF_DIRECTIONS = 4  # one public sample in so many says in which directions to look
+_DIRECTIONS_ONE_IN = 4  # one public sample in so many says in which directions to look
 _FOLDS = 5
 _MOST_LABELS = 10  # that are told from each other first
 _LEAST_POWER = 1e-10  # of a direction, in units of the strongest: less is rounding
@@ -77,7 +77,7 @@ class InferredAttribute:
     @property
     def accuracy(self) -> float:
         """The balanced accuracy: the mean recall over values, as if each were equally frequent."""
-        return sum(right / count for right, count in self.recall.values()) / len(self.recall)
+        return sum(correct / count for correct, count in self.recall.values()) / len(self.recall)
 
     @property
     def prior(self) -> float:
@@ -97,10 +97,10 @@ class InferredAttribute:
         proportions (Zou and Donner, 2008).
         """
         below = above = 0.0
-        for right, count in self.recall.values():
-            ends = binomtest(right, count).proportion_ci(0.95, method="exact")
-            below += (right / count - float(ends.low)) ** 2
-            above += (float(ends.high) - right / count) ** 2
+        for correct, count in self.recall.values():
+            ends = binomtest(correct, count).proportion_ci(0.95, method="exact")
+            below += (correct / count - float(ends.low)) ** 2
+            above += (float(ends.high) - correct / count) ** 2
         low, high = (math.sqrt(square) / len(self.recall) for square in (below, above))
         return max(0.0, self.accuracy - low), min(1.0, self.accuracy + high)
 
@@ -165,7 +165,7 @@ def infer_attributes(
     stream = generator or Stream()
     values = _values_of(private, public, attributes)
     labels = [label for _, label in public]
-    count = len(public) // _SHARE_OF_DIRECTIONS
+    count = len(public) // _DIRECTIONS_ONE_IN
     batches = [_batch(model, tokenizer, sample) for sample in (*public, *private)]
     # Of a classifier a gradient is a residual times what the text makes of it: the residual's sign
     # is the label's, so values are compared within labels.
@@ -193,7 +193,7 @@ def _values_of(
     values = {}
     for name, attribute in attributes.items():
         known, hidden = ([attribute(*s) for s in samples] for samples in (public, private))
-        count = len(public) // _SHARE_OF_DIRECTIONS
+        count = len(public) // _DIRECTIONS_ONE_IN
         frequency = Counter(known[count:])
         for value in {*hidden, *frequency}:
             if frequency[value] < _FOLDS or value not in known[:count]:

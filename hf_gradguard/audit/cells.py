@@ -308,7 +308,7 @@ def _executed_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 # --- means of what cells hold, with their intervals
 
-SHARES = {*TEXT_SCORES, PERCENTILE}
+FRACTIONS = {*TEXT_SCORES, PERCENTILE}
 """The scores from 0 to 1."""
 
 COUNTED = {"labels", "top1", "tpr_1%", "tpr_0.1%"}
@@ -359,7 +359,7 @@ def with_open_ends(scores: Mapping[str, Estimate], messages: int) -> dict[str, E
         mean, low, high = estimate.mean, estimate.low, estimate.high
         if low is None or high is None:
             continue
-        if name in COUNTED or (name in SHARES and low == high):
+        if name in COUNTED or (name in FRACTIONS and low == high):
             opened[name] = Estimate(mean, *open_ends(mean, low, high, messages))
     return opened
 

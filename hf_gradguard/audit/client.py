@@ -381,7 +381,7 @@ def _outcome(make: Callable[[], Cell], *refusals: type[Exception]) -> Cell:
     except refusals as error:
         return {"reason": str(error)}
     except Exception as error:
-        logger.warning(f"{type(error).__name__} in an audit, which goes on.", exc_info=True)
+        logger.warning(f"{type(error).__name__} in an audit, which continues.", exc_info=True)
         return {"crash": f"{type(error).__name__}: {error}"}
 
 

@@ -86,7 +86,7 @@ class AuditSettings:
     learning_rate: float | None = option(None, "learning rate of the local steps")
     optimizer: str = option("sgd", "optimizer of the local steps: sgd or adamw")
     word_pairs: int = option(
-        8, "pairs per message that differ in one word or patch, to be told apart; 0 leaves that out"
+        8, "pairs per message that differ in one word or patch, to be distinguished; 0: none"
     )
     estimators: str = option(
         "all", "leakage estimators of each message: all, none, or names with commas between them"
@@ -95,7 +95,7 @@ class AuditSettings:
         None, "each attack stops after so many seconds a message, with the best so far"
     )
     budget_minutes: float | None = option(
-        None, "minutes to take at most: stops between two messages, and goes on when called again"
+        None, "minutes to take at most: stops between two messages, and continues when called again"
     )
 
     def __post_init__(self) -> None:
@@ -183,7 +183,9 @@ class AttackedSettings(SourceSettings):
 
     _argument_group_name: ClassVar[str] = "output"
 
-    output: str = option("", "folder to write to; an interrupted run in it goes on", required=True)
+    output: str = option(
+        "", "folder to write to; an interrupted run in it continues", required=True
+    )
     device: str | None = option(None, "device to run on. Default: cuda if there is one")
 
 

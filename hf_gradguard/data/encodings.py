@@ -55,12 +55,12 @@ class _Standard(NamedTuple):
 
     Args:
         letters: The fewest letters that say anything.
-        share: The fraction of the letters that has to be common ones.
+        fraction: The fraction of the letters that has to be common ones.
         rival: The fraction of the best text's share at which another text may be the one meant.
     """
 
     letters: int
-    share: float
+    fraction: float
     rival: float
 
 
@@ -120,7 +120,7 @@ def _names_of_only_text(content: bytes) -> list[str]:
     texts = _decoded(_distinct_lines(content), encodings)
     looks = {text: _Look.of(text) for text in texts if _is_readable(text)}
     passing = [text for text, look in looks.items() if look.passes()]
-    best = max(passing, key=lambda text: looks[text].share, default=None)
+    best = max(passing, key=lambda text: looks[text].fraction, default=None)
     # Of four letters it may be a formula, in which a plus is a plus.
     if best is None or (content.isascii() and looks[best].letters < 5):
         return []
@@ -193,7 +193,7 @@ class _Look(NamedTuple):
         wrong: How many of these words nobody writes.
         script: The script of most letters.
         letters: How many letters are in that script, without ASCII's.
-        share: The fraction of them that is common; of Latin ones, that belongs to one language.
+        fraction: The fraction of them that is common; of Latin ones, that belongs to one language.
     """
 
     words: int
@@ -201,7 +201,7 @@ class _Look(NamedTuple):
     wrong: int
     script: str
     letters: int
-    share: float
+    fraction: float
 
     @classmethod
     def of(cls, text: str) -> _Look:
@@ -218,7 +218,7 @@ class _Look(NamedTuple):
         )  # fmt: skip
         wrong = sum(script != main for _, script in scripts)
         length = sum(letter not in _JOINING for word in words for letter in word)
-        return cls(len(words), length, wrong, main, counts.total(), _share(main, counts))
+        return cls(len(words), length, wrong, main, counts.total(), _fraction(main, counts))
 
     def passes(self) -> bool:
         """Return whether the text is accepted as written language."""
@@ -226,7 +226,9 @@ class _Look(NamedTuple):
         is_written = self.wrong <= 0.02 * self.words
         if self.script == "LATIN":
             is_written &= self.letters <= 0.5 * self.length
-        return is_written and self.letters >= standard.letters and self.share >= standard.share
+        return (
+            is_written and self.letters >= standard.letters and self.fraction >= standard.fraction
+        )
 
     def rivals(self, best: _Look) -> bool:
         """Return whether this may be the text in place of the best one."""
@@ -236,13 +238,13 @@ class _Look(NamedTuple):
             return True  # signs say nothing
         standard = _STANDARDS[self.script]
         if self.script != best.script:
-            return self.share >= standard.rival * standard.share
+            return self.fraction >= standard.rival * standard.fraction
         # A short text may be of names from everywhere.
         is_short = self.script == "LATIN" and self.letters < _FEW_LETTERS
-        return self.share >= (0.5 if is_short else standard.rival) * best.share
+        return self.fraction >= (0.5 if is_short else standard.rival) * best.fraction
 
 
-def _share(script: str, counts: Counter[str]) -> float:
+def _fraction(script: str, counts: Counter[str]) -> float:
     total = counts.total()
     if not total or script not in {*COMMON, "LATIN"}:
         return 0.0

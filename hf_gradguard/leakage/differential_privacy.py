@@ -240,11 +240,11 @@ def least_noise(
     while high > (1 + tolerance) * low or spent[high] < (1 - 5 * tolerance) * target:
         if high <= (1 + 1e-9) * low:
             break  # ε jumps here
-        share = 0.5
+        fraction = 0.5
         if spent[high] > 0 and spent[low] < math.inf and len(spent) % 3:  # a line, in logarithms
-            share = math.log(spent[low] / target) / math.log(spent[low] / spent[high])
-        share = min(max(share, 0.01), 0.99)
-        middle = low * (high / low) ** share
+            fraction = math.log(spent[low] / target) / math.log(spent[low] / spent[high])
+        fraction = min(max(fraction, 0.01), 0.99)
+        middle = low * (high / low) ** fraction
         spent[middle] = epsilon(middle)
         low, high = (low, middle) if spent[middle] <= target else (middle, high)
     return high

@@ -226,9 +226,9 @@ def _message(
     return LossDistribution(interval, -int(points[-1]), padded[::-1], float(ndtr(places[0])))
 
 
-def _power_of_ten(share: float) -> float:
+def _power_of_ten(fraction: float) -> float:
     """Return the largest power of ten within a share, so that few different ones occur."""
-    return 10.0 ** math.floor(math.log10(max(share, 1e-300)))
+    return 10.0 ** math.floor(math.log10(max(fraction, 1e-300)))
 
 
 def _loss(place: float, multiplier: float, rate: float) -> float:
@@ -374,10 +374,10 @@ def _coarsened(losses: LossDistribution, interval: float, tilt: float) -> LossDi
     points = losses.lowest + np.arange(len(losses.masses))
     below = points // ratio
     remainder = (points - below * ratio) * losses.interval
-    share = np.expm1(-remainder) / math.expm1(-interval)
+    fraction = np.expm1(-remainder) / math.expm1(-interval)
     below -= below[0]
-    up = losses.masses * share * np.exp(tilt * (interval - remainder))
-    down = losses.masses * (1 - share) * np.exp(-tilt * remainder)
+    up = losses.masses * fraction * np.exp(tilt * (interval - remainder))
+    down = losses.masses * (1 - fraction) * np.exp(-tilt * remainder)
     masses = np.bincount(below, down, below[-1] + 2) + np.bincount(below + 1, up, below[-1] + 2)
     return LossDistribution(interval, losses.lowest // ratio, masses, losses.infinite)
 

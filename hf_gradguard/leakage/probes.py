@@ -59,13 +59,13 @@ def examine_behavior(
         # a layer without thresholds of its own cannot say which samples reach a unit
         has_thresholds = getattr(model.get_submodule(name), "bias", None) is not None
         slopes = behavior.slopes[name] if has_thresholds else []
-        rare = _rare_share(torch.cat(slopes)) if slopes else 0.0
+        rare = _rare_fraction(torch.cat(slopes)) if slopes else 0.0
         if rare > MOST_RARE:
             says = f"{rare:.0%} of its units pass on few of the public inputs: of a batch, "
             yield "single_samples", name, f"{says}the gradient of such a unit is of few samples."
         if len(weight) < FEWEST_UNITS:
             continue
-        clustered = _clustered_share(weight)
+        clustered = _clustered_fraction(weight)
         variety = behavior.variety(name) if has_thresholds else 1.0
         if clustered > CLUSTERED or variety < VARIED:
             says = f"{clustered:.0%} of its rows are similar, and on public inputs its units vary "
@@ -182,7 +182,7 @@ def _units_last(module: nn.Module, tensor: Tensor) -> Tensor:
     return tensor[:, None] if tensor.dim() == 2 else tensor
 
 
-def _rare_share(slopes: Tensor) -> float:
+def _rare_fraction(slopes: Tensor) -> float:
     """Return the fraction of units that few samples reach; all reach slopes that merely differ."""
     slopes = slopes / slopes.norm(dim=1, keepdim=True).clamp(min=1e-30)
     slopes = slopes[:, slopes.any(0)]
@@ -201,7 +201,7 @@ def _likeness(outputs: Tensor) -> float:
     return float((squares.sum() - squares.diagonal().sum()) / (count * (count - 1)))
 
 
-def _clustered_share(weight: Tensor) -> float:
+def _clustered_fraction(weight: Tensor) -> float:
     """Return the fraction of rows that are similar, or opposite, to many others."""
     if weight.shape[1] < LEAST_ALIKE or len(weight) > MOST_UNITS:
         return 0.0

@@ -201,12 +201,12 @@ class _NoisyPassages:
         x = self.embedding(noisy.to(device)).float()
         mixed = int(self.blended * rows)
         if mixed:
-            share = ratio[:mixed, None].expand(mixed, length)
+            fraction = ratio[:mixed, None].expand(mixed, length)
             choice = torch.randint(len(self.candidates), (mixed, length), generator=generator)
             pair = torch.stack([ids[:mixed], self.candidates[choice]])
             original, replacement = self.embedding(pair.to(device)).float()
-            x[:mixed] = torch.lerp(original, replacement, share[..., None].to(device))
-            labels[:mixed] = share
+            x[:mixed] = torch.lerp(original, replacement, fraction[..., None].to(device))
+            labels[:mixed] = fraction
         return x, mask.to(device), labels.to(device)
 
 

@@ -165,10 +165,10 @@ def _taught(plain: Outcome, untrained: Sequence[float]) -> bool:
 def _untaught_words(plain: Outcome, untrained: Sequence[float]) -> str:
     before = 100 * float(np.mean(untrained))
     return (
-        f"None of these. Undefended training taught nothing that {len(untrained)} samples show "
-        f"({before:.1f} % right before, {100 * plain.accuracy.mean:.1f} % after), so no price was "
-        "measured. Train longer (--steps), at other rates (--learning_rate), or begin with a model "
-        "that does not know the task."
+        f"Nothing is recommended: undefended training taught nothing that {len(untrained)} samples "
+        f"show (accuracy {before:.1f} % before, {100 * plain.accuracy.mean:.1f} % after), so no "
+        "price was measured. Train longer (--steps), at other rates (--learning_rate), or begin "
+        "with a model that does not know the task."
     )
 
 
@@ -193,25 +193,25 @@ def messages_of(outcome: Outcome) -> str:
     return f"{count} messages at the {outcome.stage}, {elsewhere} at the {other}"
 
 
-def mean_over_seeds(values: Any, are_shares: bool = False) -> Estimate:
+def mean_over_seeds(values: Any, are_fractions: bool = False) -> Estimate:
     """Return the mean with its 95 % interval over samples, and over trainings if there are several.
 
     Args:
         values: The values, `(trainings, samples)`.
-        are_shares: Whether they are from -1 to 1. Then samples without any spread have an interval
-            too, of what this many samples may not have shown.
+        are_fractions: Whether they are from -1 to 1. Then samples without any spread have an
+            interval too, of what this many samples may not have shown.
 
     Example:
         >>> mean_over_seeds([[0.0, 1.0, 1.0, 0.0]])
         Estimate(mean=0.5, low=-0.065..., high=1.065...)
-        >>> mean_over_seeds([[0.0] * 100], are_shares=True).high
+        >>> mean_over_seeds([[0.0] * 100], are_fractions=True).high
         0.036...
     """
     values = np.asarray(values, dtype=float)
     samples, trainings = values.mean(0), values.mean(1)
     spread_of_samples = float(np.std(samples, ddof=1)) / math.sqrt(len(samples))
     half = 1.96 * spread_of_samples
-    if are_shares and half == 0:
+    if are_fractions and half == 0:
         half = 1 - 0.025 ** (1 / len(samples))
     if len(trainings) > 1:
         spread = float(np.std(trainings, ddof=1)) / math.sqrt(len(trainings))
@@ -219,7 +219,9 @@ def mean_over_seeds(values: Any, are_shares: bool = False) -> Estimate:
     mean = float(values.mean())
     low, high = mean - half, mean + half
     return (
-        Estimate(mean, max(-1.0, low), min(1.0, high)) if are_shares else Estimate(mean, low, high)
+        Estimate(mean, max(-1.0, low), min(1.0, high))
+        if are_fractions
+        else Estimate(mean, low, high)
     )
 
 
@@ -235,12 +237,12 @@ def accuracy_over_seeds(values: Any) -> Estimate:
         >>> accuracy_over_seeds([[1.0] * 20])
         Estimate(mean=1.0, low=0.831..., high=1.0)
     """
-    estimate, count = mean_over_seeds(values, are_shares=True), np.shape(values)[1]
+    estimate, count = mean_over_seeds(values, are_fractions=True), np.shape(values)[1]
     assert estimate.low is not None
     assert estimate.high is not None
-    right = count * estimate.mean
-    low = beta.ppf(0.025, right, count - right + 1) if right > 0 else 0.0
-    high = beta.ppf(0.975, right + 1, count - right) if right < count else 1.0
+    correct = count * estimate.mean
+    low = beta.ppf(0.025, correct, count - correct + 1) if correct > 0 else 0.0
+    high = beta.ppf(0.975, correct + 1, count - correct) if correct < count else 1.0
     ends = min(estimate.low, float(low)), max(estimate.high, float(high))
     return Estimate(estimate.mean, max(0.0, ends[0]), min(1.0, ends[1]))
 
@@ -371,7 +373,7 @@ def _membership_words(chosen: Outcome, score: MainScore) -> str:
     if low_end(chosen.membership) <= MANY_MEMBERS:
         return f"{_GAP}Which {score.sample}s a server was sent: {words[0].lower()}{words[1:]}"
     return (
-        f"{_GAP}Not hidden: which {score.sample}s a server was sent. {words} Where that matters, a "
+        f"{_GAP}Which {score.sample}s a server was sent is not hidden. {words} If that matters, a "
         "classifier can share its linear head alone, under dp_sgd by samples: docs/head.md."
     )
 
@@ -398,8 +400,9 @@ def _none_words(
     """Return why nothing is recommended, and which defenses come nearest."""
     limit = score.format(chance + score.clear_margin)
     words = (
-        f"None of these: no defense tried keeps accuracy within {100 * budget:g} points of the "
-        f"undefended {percent(plain.accuracy)} and is shown to leave a server at most {limit}."
+        f"Nothing is recommended: no defense tried keeps accuracy within {100 * budget:g} points "
+        f"of the undefended {percent(plain.accuracy)} and is shown to leave a server at most "
+        f"{limit}."
     )
     if affordable:
         least = min(affordable, key=lambda outcome: outcome.leak.mean)
@@ -413,15 +416,18 @@ def _none_words(
     if private:
         best = min(private, key=lambda outcome: outcome.lost.mean)
         words += (
-            f"{_GAP}Of those that leak less than that limit {best.defense} costs least: "
+            f"{_GAP}{best.defense} costs least among those that leak less than that limit: "
             f"{_points(best.lost)}."
         )
         # The least one that this defense would keep.
         least_budget = math.ceil(100 * (best.lost.mean - SAME_ACCURACY)) / 100
-        more = f"For it allow more (--budget {least_budget:g}; the same command has it at once). "
+        more = (
+            f"To choose it, allow more (--budget {least_budget:g}; the same command then answers "
+            "at once). "
+        )
     return (
         f"{words}{_GAP}{more}Train longer (--steps), attack more samples (--attacked), try others "
-        "(--defense), or give more time (--budget_minutes; the same command goes on)."
+        "(--defense), or give more time (--budget_minutes; the same command continues)."
     )
 
 
@@ -440,7 +446,9 @@ def _by_membership(
     recognized = plain.membership or Estimate(0, 0, 0)
     limit = low_end(recognized)
     inferred = [(outcome.membership, outcome) for outcome in affordable if outcome.membership]
-    fewer = [(share.mean, outcome) for share, outcome in inferred if (share.high or 0) < limit]
+    fewer = [
+        (fraction.mean, outcome) for fraction, outcome in inferred if (fraction.high or 0) < limit
+    ]
     if not fewer:
         words += (
             " Nothing is recommended. Attack more samples (--attacked), with other attacks "
@@ -479,13 +487,13 @@ def low_end(estimate: Estimate) -> float:
     return estimate.low
 
 
-def percent(share: Estimate, digits: int = 0) -> str:
+def percent(fraction: Estimate, digits: int = 0) -> str:
     """Return a fraction with its interval as text, in percent.
 
     Example:
         >>> percent(Estimate(0.831, 0.81, 0.85))
         '83 % [81, 85]'
     """
-    ends = share.mean, share.low, share.high
+    ends = fraction.mean, fraction.low, fraction.high
     mean, low, high = (f"{100 * end:.{digits}f}" for end in ends if end is not None)
     return f"{mean} % [{low}, {high}]"

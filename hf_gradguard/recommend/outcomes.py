@@ -120,8 +120,8 @@ def _is_likely_to_reconstruct(row: AttackScores, summary: Summary) -> bool:
 def outcome_of(
     label: str,
     rate: float,
-    right: list[list[float]],
-    plain_right: list[list[float]],
+    accuracies: list[list[float]],
+    plain_accuracies: list[list[float]],
     halves: list[Stages],
 ) -> list[Outcome]:
     """Return one outcome, or none with a warning if no attack could be applied to two messages.
@@ -131,8 +131,8 @@ def outcome_of(
     Args:
         label: The label of the defense.
         rate: Its learning rate.
-        right: For each training, which judging samples are predicted correctly.
-        plain_right: The same for the undefended trainings.
+        accuracies: The accuracy of each judging sample, for each training.
+        plain_accuracies: The accuracy of each judging sample, for each undefended training.
         halves: For each half of the messages, what attacks recovered at each stage.
 
     Raises:
@@ -156,14 +156,14 @@ def outcome_of(
     stage = max(leaks, key=lambda stage: (leaks[stage].mean, len(leaks[stage].by_message)))
     by_message = leaks[stage].by_message
     elsewhere = [leak.by_message for other, leak in leaks.items() if other != stage]
-    lost = np.array(plain_right) - np.array(right)
+    lost = np.array(plain_accuracies) - np.array(accuracies)
     membership, candidates = _membership(label, halves)
     return [
         Outcome(
-            label, rate, accuracy_over_seeds(right), mean_over_seeds(lost, are_shares=True),
+            label, rate, accuracy_over_seeds(accuracies), mean_over_seeds(lost, are_fractions=True),
             mean_over_seeds([list(by_message.values())]), leaks[stage].attack, stage, membership,
-            candidates, dict(enumerate(np.mean(right, axis=0).tolist())), by_message,
-            np.mean(right, axis=1).tolist(), *elsewhere,
+            candidates, dict(enumerate(np.mean(accuracies, axis=0).tolist())), by_message,
+            np.mean(accuracies, axis=1).tolist(), *elsewhere,
         )
     ]  # fmt: skip
 
@@ -210,6 +210,6 @@ def _membership(label: str, halves: list[Stages]) -> tuple[Estimate | None, int]
     """Return the largest fraction of members that was identified, and the number of candidates."""
     summaries = [summary for stages in halves for summary in stages.values()]
     rows = [row for summary in summaries for row in summary.membership if row.defense == label]
-    shares = [(row.scores["top1"], row.candidates) for row in rows]
-    inferred = [share for share in shares if share[0].low is not None]
+    fractions = [(row.scores["top1"], row.candidates) for row in rows]
+    inferred = [fraction for fraction in fractions if fraction[0].low is not None]
     return max(inferred, key=lambda pair: pair[0].mean, default=(None, 0))

@@ -120,8 +120,8 @@ def html_report(
         return _MARGIN + (_WIDTH - _MARGIN - _RIGHT) * min(max((leak or 0.0) / end, 0), 1)
 
     def y(accuracy: float | None) -> float:
-        share = ((accuracy or 0.0) - lowest) / (highest - lowest)
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * share
+        fraction = ((accuracy or 0.0) - lowest) / (highest - lowest)
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * fraction
 
     points = [
         {

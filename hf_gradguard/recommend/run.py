@@ -47,7 +47,9 @@ logger = logging.get_logger(__name__)
 
 MIDDLE_RATES, FEWEST_RATES = 3, 2  # learning rates of a defense, where time is enough, and short
 
-_TOKEN_ACCURACY = " Accuracy is the share of tokens that are predicted right, a mean over texts."
+_TOKEN_ACCURACY = (
+    " Accuracy is the fraction of tokens that are predicted correctly, a mean over texts."
+)
 _NO_FLAGS = (
     " No flags name a chain or an object of your own, so there is no train.yaml: give the "
     "defense itself to GradGuardTrainer, with this learning rate and "
@@ -184,8 +186,8 @@ class _Comparison:
             minutes = self._training_seconds(*self._defenses) / 60
             raise ValueError(
                 f"budget_minutes={self._settings.budget_minutes:g} ended before one defense was "
-                "compared. The same command goes on where it stopped: run it again, or allow more "
-                f"(a training takes about {minutes:.1f} minutes now; fewer --steps take less)."
+                "compared. The same command continues where it stopped: run it again, or allow "
+                f"more (a training takes about {minutes:.1f} minutes now; fewer --steps take less)."
             ) from None
         last = finalists(screened, self._settings.budget, self.guess, self.score)
         return screened, self.judge(screened[0], last) if last else screened
@@ -201,7 +203,7 @@ class _Comparison:
         self._trials.measure_speed(self._defenses)
         # Both ends of two trainings, and of a finalist's on further messages.
         two_trained = 2 * FEWEST_RATES * self._training_seconds(*list(self._defenses)[:2])
-        seconds, began = self._share(rounds=6, trainings=two_trained), time.monotonic()
+        seconds, began = self._round_seconds(rounds=6, trainings=two_trained), time.monotonic()
         undefended = self._server.attack_undefended(self._defenses["none"], seconds)
         self.guess, self.score = undefended.guess, undefended.main_score
         self._measure_round(undefended, time.monotonic() - began)
@@ -217,7 +219,7 @@ class _Comparison:
         logger.warning(
             f"recommend would take {seconds / 60:.0f} minutes for {len(self._defenses) - 1} "
             f"defenses, and ends within {limit:g} (budget_minutes): what does not fit is left out "
-            "and named. Stop it when you like: the same command goes on."
+            "and named. Stop it when you like: the same command continues."
         )
 
     def _training_seconds(self, *labels: str) -> float:
@@ -225,7 +227,7 @@ class _Comparison:
         steps = [self._pace.step_of(label) for label in labels]
         return self._settings.steps * sum(steps) / len(steps) + self._judging_seconds
 
-    def _share(self, rounds: int, trainings: float = 0.0) -> float:
+    def _round_seconds(self, rounds: int, trainings: float = 0.0) -> float:
         """Return the seconds for one of `rounds` rounds of attacks, after trainings' seconds."""
         return max(0.0, self._pace.left - trainings) / rounds
 
@@ -270,7 +272,7 @@ class _Comparison:
                 self._reserve(label, len(outcomes), label in starts)
                 trainings = FEWEST_RATES * self._training_seconds(label)
                 if label not in starts:
-                    seconds = self._share(rounds=4, trainings=trainings)
+                    seconds = self._round_seconds(rounds=4, trainings=trainings)
                     starts[label] = self._attack({label: defense}, "start", seconds, label)
                     leaky = [
                         row for row in starts[label].reconstructions(label)
@@ -281,8 +283,8 @@ class _Comparison:
                         waiting.append(label)
                         continue
                 rate = self._trials.best(label, defense, self._rates(label, *waiting))
-                right = self._trials.judging(label, defense, rate)
-                seconds = self._share(3) if outcomes else self._share(5, trainings)
+                accuracies = self._trials.judging(label, defense, rate)
+                seconds = self._round_seconds(3) if outcomes else self._round_seconds(5, trainings)
                 training = label, defense, rate, None
                 end = self._attack({label: defense}, "end", seconds, label, training)
             except OutOfTime:
@@ -290,9 +292,9 @@ class _Comparison:
                     raise
                 self._omitted[label] = self._why(label)
                 continue
-            plain = plain or right
+            plain = plain or accuracies
             self._stages[label] = [{"start": starts[label], "end": end}]
-            found = outcome_of(label, rate, [right], [plain], self._stages[label])
+            found = outcome_of(label, rate, [accuracies], [plain], self._stages[label])
             outcomes += found
             for outcome in found:
                 self._say(outcome)
@@ -350,8 +352,8 @@ class _Comparison:
     def _why(self, label: str) -> str:
         if label not in self._leaky:
             return ""
-        share = self.score.format_estimate(self._leaky[label].scores[self.score.name])
-        return f" (before training {self._leaky[label].attack} {self.score.verb} {share})"
+        leak = self.score.format_estimate(self._leaky[label].scores[self.score.name])
+        return f" (before training {self._leaky[label].attack} {self.score.verb} {leak})"
 
     def _say(self, outcome: Outcome) -> None:
         logger.warning(
@@ -365,7 +367,7 @@ class _Comparison:
 
         Finalists are also attacked on the other half of the messages.
         """
-        right = dict[str, list[list[float]]]()
+        accuracies = dict[str, list[list[float]]]()
         possible, last = last, self._affordable(last)
         compared = [plain, *last]
         for number, seed in enumerate(self._trials.final_seeds):
@@ -378,26 +380,26 @@ class _Comparison:
                 row = [self._judging(outcome, seed) for outcome in compared]
             except OutOfTime:
                 break
-            for outcome, shares in zip(compared, row, strict=True):
-                right.setdefault(outcome.defense, []).append(shares)
+            for outcome, by_sample in zip(compared, row, strict=True):
+                accuracies.setdefault(outcome.defense, []).append(by_sample)
             if number == 0:
                 self._attack_finalists(last, seed)
             else:
                 for outcome in compared:
                     defense, rate = self._defenses[outcome.defense], outcome.learning_rate
                     self._trials.drop(outcome.defense, defense, rate, seed)
-        if not right:  # then the first trials judge, also those that are attacked no further
+        if not accuracies:  # then the first trials judge, also those that are attacked no further
             self._attack_finalists(last, None)
             compared = [plain, *possible]
-            right = {outcome.defense: [self._judging(outcome, None)] for outcome in compared}
-        self._not_judged = [o.defense for o in possible if o.defense not in right]
-        self._seeds = len(right["none"])
+            accuracies = {outcome.defense: [self._judging(outcome, None)] for outcome in compared}
+        self._not_judged = [o.defense for o in possible if o.defense not in accuracies]
+        self._seeds = len(accuracies["none"])
         return [
             judged
             for outcome in compared
             for judged in outcome_of(
-                outcome.defense, outcome.learning_rate, right[outcome.defense], right["none"],
-                self._stages[outcome.defense],
+                outcome.defense, outcome.learning_rate,
+                accuracies[outcome.defense], accuracies["none"], self._stages[outcome.defense],
             )
         ]  # fmt: skip
 
@@ -425,12 +427,15 @@ class _Comparison:
         """Attack finalists on the other half of the messages, as far as there is time."""
         one = {outcome.defense: self._defenses[outcome.defense] for outcome in last}
         with suppress(OutOfTime):
-            start = self._attack(one, "final_start", self._share(rounds=2), half=1)
+            start = self._attack(one, "final_start", self._round_seconds(rounds=2), half=1)
             for outcome in last:
                 self._stages[outcome.defense].append({"start": start})
             for done, outcome in enumerate(last):
                 label, rate = outcome.defense, outcome.learning_rate
-                training, seconds = (label, one[label], rate, seed), self._share(len(last) - done)
+                training, seconds = (
+                    (label, one[label], rate, seed),
+                    self._round_seconds(len(last) - done),
+                )
                 end = self._attack({label: one[label]}, "final_end", seconds, label, training, 1)
                 self._stages[label][-1] = {"start": start, "end": end}
 
@@ -452,7 +457,7 @@ class _Comparison:
         if fewer:
             words.append(_FEWER.format(", ".join(fewer), whole))
         if words:
-            words.append("The same command goes on.")
+            words.append("The same command continues.")
             logger.warning(" ".join(words))
         return " ".join(words)
 

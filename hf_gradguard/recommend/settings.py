@@ -64,7 +64,7 @@ class TrialSettings:
         50, "further samples as candidates for membership inference; 0 leaves it out"
     )
     learning_rate: float = option(2e-4, "learning rate that undefended rates are tried around")
-    budget: float = option(0.03, "accuracy that may be lost, as a share")
+    budget: float = option(0.03, "accuracy that may be lost, as a fraction")
     seeds: int = option(3, "most trainings of each finalist, beside the one that chose its rate")
     budget_minutes: float = option(15.0, "minutes to take at most; what does not fit is left out")
     max_length: int = option(64, "most tokens of a text; longer ones are cut")

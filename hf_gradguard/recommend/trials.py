@@ -23,7 +23,7 @@ from ..data.samples import Sample
 from ..defenses import Defense
 from ..defenses.dp import DPSGD
 from ..leakage import dp_sgd_noise_multiplier
-from ..train import share_right
+from ..train import accuracy_by_sample
 from ..training.config import GradGuardConfig
 from ..training.exchange.start import SaysRanks
 from ..training.learning_rate import LearningRateUnderNoise
@@ -133,15 +133,15 @@ class Trials:
 
         def measured() -> Cell:
             model = self._run(label, defense, rate, path)
-            right = right_shares(model, self.modality, self.split.choosing)
-            return {"choosing": sum(right) / len(right)}
+            accuracies = sample_accuracies(model, self.modality, self.split.choosing)
+            return {"choosing": sum(accuracies) / len(accuracies)}
 
         return float(self._cells.once(path.stem, measured)["choosing"])
 
     def judging(
         self, label: str, defense: Defense, rate: float, seed: int | None = None
     ) -> list[float]:
-        """Return which judging samples are predicted correctly after a training.
+        """Return the accuracy of each judging sample after a training.
 
         Args:
             label: The label of the defense.
@@ -153,10 +153,10 @@ class Trials:
 
         def measured() -> Cell:
             model = self.trained(label, defense, rate, seed)
-            return {"judging": right_shares(model, self.modality, self.split.judging)}
+            return {"judging": sample_accuracies(model, self.modality, self.split.judging)}
 
-        right: list[float] = self._cells.once(f"{path.stem}-judging", measured)["judging"]
-        return right
+        accuracies: list[float] = self._cells.once(f"{path.stem}-judging", measured)["judging"]
+        return accuracies
 
     def has_judged(self, label: str, defense: Defense, rate: float, seed: int) -> bool:
         """Return whether an earlier run evaluated this training on the judging samples."""
@@ -180,7 +180,7 @@ class Trials:
         tried = {middle: self.choosing(label, defense, middle)}
         while len(tried) < MOST_RATES:
             best = max(tried, key=lambda rate: (tried[rate], -rate))
-            is_equal = sum(right == tried[best] for right in tried.values()) > 1
+            is_equal = sum(accuracy == tried[best] for accuracy in tried.values()) > 1
             beyond = [rate for rate in (best * 2, best / 2) if rate not in tried]
             if not beyond or (is_equal and len(tried) > 2):
                 break
@@ -209,8 +209,8 @@ class Trials:
         return [self.settings.seed + number for number in range(1, self.settings.seeds + 1)]
 
     def untrained(self) -> list[float]:
-        """Return which judging samples the model predicts correctly before any training."""
-        return right_shares(copy.deepcopy(self.model), self.modality, self.split.judging)
+        """Return the accuracy of each judging sample before any training."""
+        return sample_accuracies(copy.deepcopy(self.model), self.modality, self.split.judging)
 
     def measure_speed(self, defenses: Mapping[str, Defense], longest: float = 10.0) -> None:
         """Take four steps under each defense, or as many as begin in time, to measure the pace.
@@ -325,10 +325,12 @@ def quiet_arguments(folder: str, model: nn.Module, **settings: Any) -> GradGuard
     )  # fmt: skip
 
 
-def right_shares(model: nn.Module, modality: Modality, samples: Sequence[Sample]) -> list[float]:
+def sample_accuracies(
+    model: nn.Module, modality: Modality, samples: Sequence[Sample]
+) -> list[float]:
     """Return each sample's accuracy: 0 or 1, or the fraction of its tokens predicted correctly."""
     model.eval()
-    device, shares = next(model.parameters()).device, [0.0] * len(samples)
+    device, accuracies = next(model.parameters()).device, [0.0] * len(samples)
     # Texts of about one length together: half of a mixed batch is padding.
     order = sorted(range(len(samples)), key=lambda number: _length(samples[number][0]))
     for start in range(0, len(samples), 32):
@@ -337,10 +339,10 @@ def right_shares(model: nn.Module, modality: Modality, samples: Sequence[Sample]
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         with torch.no_grad():
             predicted = model(**inputs).logits.argmax(-1).cpu()
-        right = share_right(predicted, batch["labels"], is_causal_lm(model))
-        for number, share in zip(numbers, right, strict=True):
-            shares[number] = share
-    return shares
+        in_batch = accuracy_by_sample(predicted, batch["labels"], is_causal_lm(model))
+        for number, accuracy in zip(numbers, in_batch, strict=True):
+            accuracies[number] = accuracy
+    return accuracies
 
 
 def _length(sample: Any) -> int:

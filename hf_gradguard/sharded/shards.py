@@ -106,7 +106,7 @@ class Shards:
         return self.rank == 0 or name not in self.replicated
 
     def add_later_(
-        self, later_sums: Tensor, shares: Tensor, position: Tensor, sizes: Mapping[str, int]
+        self, later_sums: Tensor, contributions: Tensor, position: Tensor, sizes: Mapping[str, int]
     ) -> None:
         """Add what stands later on other devices to sums over this device's later entries.
 
@@ -115,7 +115,7 @@ class Shards:
 
         Args:
             later_sums: The sums, `(k,)`, which are written to.
-            shares: The numbers that are summed, `(k,)`.
+            contributions: The numbers that are summed, `(k,)`.
             position: The places of the entries in this device's parameters end to end, `(k,)`.
             sizes: How many entries of each parameter this device has.
         """
@@ -125,7 +125,7 @@ class Shards:
             name: slice(start, end)
             for name, start, end in zip(sizes, [0, *bounds[:-1]], bounds, strict=True)
         }
-        own_sums = {name: shares[entries].sum() for name, entries in slices.items()}
+        own_sums = {name: contributions[entries].sum() for name, entries in slices.items()}
         later_here, later_everywhere = _later_sums(own_sums), self._sums_later(own_sums)
         for name, entries in slices.items():
             later_sums[entries] += (later_everywhere[name] - later_here[name]).to(later_sums.dtype)

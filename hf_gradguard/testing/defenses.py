@@ -25,30 +25,30 @@ Task = tuple[nn.Module, Mapping[str, Tensor]]
 def check_defense(defense: Defense | str, tasks: Sequence[Task] | None = None) -> None:
     """Check that a defense keeps the contract of defenses.
 
-    Runs it some ten times on each task. A defense:
+    It runs the defense some ten times on each task. A defense:
 
     - is a dataclass of its settings with a name; its settings can be written as JSON;
     - shares one finite tensor per shared parameter, in the gradient's shapes, types and devices;
     - changes the gradient, or says that what it transmits is exact;
     - says the truth in its `Message`: entries that are not transmitted are zero, exact entries are
       the gradient's, the noise that it claims has that variance;
-    - says beforehand what it needs (`facts.needs_second_order`) and adds
-      (`adds_gaussian_noise`, `is_exact`);
+    - says beforehand what it needs (`facts.needs_second_order`) and adds (`adds_gaussian_noise`,
+      `is_exact`);
     - is pure: it leaves model, batch, gradient map and the process's random numbers as they were;
     - draws from the generator that it is given: the same seed gives the same message;
-    - remembers of a client what its state holds and nothing else: it goes on from there after
-      `load_state_dict`, and one client's messages change nothing of another's;
+    - keeps all that it remembers of a client in its state: it continues from there after
+      `load_state_dict`, and one client's messages do not change another's;
     - leaves no trace of a message that is not shared: `apply` changes neither the defense nor the
       state that it is given.
 
     Args:
         defense: A defense, or the name of one, which then runs with its default settings.
-        tasks: What to run it on. Default: a small text classifier in float32 and float64, and a
-            small image classifier.
+        tasks: The tasks to run it on. Default: a small text classifier in float32 and float64, and
+            a small image classifier.
 
     Raises:
-        AssertionError: For the first breach, with the name of the defense, that of the tensor, and
-            what the contract says.
+        AssertionError: At the first breach; the message names the defense, the tensor, and what the
+            contract says.
 
     Example:
         >>> from hf_gradguard import make_defense
@@ -270,8 +270,10 @@ class _Contract:
             )
 
     def check_clients(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
-        """What is remembered of one client changes nothing of another's, and a message that is not
-        shared leaves no trace: `apply` is a function of the state that it is given.
+        """Check that the state of one client does not affect another's messages.
+
+        A message that is not shared leaves no trace either: `apply` is a function of the state that
+        it is given.
         """
         defense = self.copy()
         other_batch = {name: _turned(name, tensor) for name, tensor in batch.items()}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.attacks.candidates.fitted import LEAST_LEFT, Fits, accumulate, shares_of
+from hf_gradguard.attacks.candidates.fitted import LEAST_LEFT, Fits, accumulate, fractions_of
 from hf_gradguard.defenses.mechanism import Fitted, Mechanism
 from hf_gradguard.defenses.message import Message
 from hf_gradguard.gradient_map.layers import Pass, layers_of
@@ -224,7 +224,7 @@ def test_shares_are_medians_over_candidates() -> None:
     drawn = torch_rng(1)
     sizes = {"a": 3, "b": 2, "c": 4, "still": 2}
     gradients = [{n: torch.randn(2, k, generator=drawn) for n, k in sizes.items()} for _ in "12"]
-    assert shares_of(Span(), gradients) == pytest.approx([0.5, 0.25, 1e-3])  # type: ignore
+    assert fractions_of(Span(), gradients) == pytest.approx([0.5, 0.25, 1e-3])  # type: ignore
 
 
 def test_what_later_messages_bring_is_weighed_as_in_the_normal_equations() -> None:

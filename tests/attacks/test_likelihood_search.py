@@ -97,10 +97,10 @@ def test_scores_are_those_of_gradients_written_out(name: str) -> None:
         for layer_name, layer in score._layers.items():
             parts.append((layer, size * layer.outputs.T @ white[layer_name] @ layer.inputs))
         # As a message without noise it would lose its own share of the mean.
-        share = total(layer.weights * layer.mean * g for layer, g in parts) / total(
+        factor = total(layer.weights * layer.mean * g for layer, g in parts) / total(
             layer.weights * layer.mean.square() for layer, _ in parts
         )
-        changes = [(layer, g - layer.mean, g - max(share, 0.0) * layer.mean) for layer, g in parts]
+        changes = [(layer, g - layer.mean, g - max(factor, 0.0) * layer.mean) for layer, g in parts]
         inner = total(layer.weights * change * layer.message for layer, change, _ in changes)
         square = total(layer.weights * change.square() for layer, change, _ in changes)
         alone = total(layer.weights * change * centered for layer, change, centered in changes)
@@ -312,7 +312,7 @@ def test_leaving_out_a_text_is_a_message_without_it(name: str) -> None:
     observation = message_of(SEVERAL[:2], name, 2.0)
     first, second = _rows_of(observation)
     mechanism, linear = mechanism_of(observation), linear_names(observation.model)
-    white = white_message(observation, mechanism, linear).of_share(first.share)
+    white = white_message(observation, mechanism, linear).for_fraction(first.fraction)
     others = [] if second.label is None else [torch.tensor([second.label])]
     settings = public_ids(), first.observation.labels, 10.0, others, 2
     score = WhitenedScore(first.observation, white, *settings)
@@ -323,12 +323,12 @@ def test_leaving_out_a_text_is_a_message_without_it(name: str) -> None:
     batch["labels"] = ids if second.label is None else torch.tensor([second.label])
     gradient = GradientMap(observation.model, batch).gradient()
     count = len(SEVERAL[0]) + len(SEVERAL[1])
-    share = (len(SEVERAL[1]) - 1) / (count - 2) if name == "gpt2_lm" else 0.5
-    left = {n: y - 0.6 * share * gradient[n] for n, y in observation.gradient.items()}
+    fraction = (len(SEVERAL[1]) - 1) / (count - 2) if name == "gpt2_lm" else 0.5
+    left = {n: y - 0.6 * fraction * gradient[n] for n, y in observation.gradient.items()}
     white = white_message(replace(observation, gradient=left), mechanism, linear)
-    expected = WhitenedScore(first.observation, white.of_share(first.share), *settings)
+    expected = WhitenedScore(first.observation, white.for_fraction(first.fraction), *settings)
 
-    score.leave_out([({**batch}, 0.6 * second.share / first.share)])
+    score.leave_out([({**batch}, 0.6 * second.fraction / first.fraction)])
     texts = [tuple(SEVERAL[0][1:-1]), *public_ids()[:5]]
     assert torch.allclose(score(texts), expected(texts), rtol=1e-3, atol=1e-3)
     assert abs(float(score(texts)[0, 0] - untouched)) > 1e-2

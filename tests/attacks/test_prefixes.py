@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation
-from hf_gradguard.attacks.layer_inputs import find_readers
+from hf_gradguard.attacks.layer_inputs import find_projections
 from hf_gradguard.attacks.span.decoder import can_use_cache, inputs_of_endings
 
 TOKENIZER = word_tokenizer([f"w{i}" for i in range(40 - len(SPECIAL_TOKENS))])
@@ -64,18 +64,18 @@ def test_a_kept_prefix_changes_nothing(family: str, monkeypatch: pytest.MonkeyPa
         if family == "gemma3_text" and kind is AutoModelForSequenceClassification:
             continue  # exists in the newest Transformers only
         seen = observed(build(family, kind))
-        readers = next(r for r in find_readers(seen) if r.mixing == "causal")
-        assert can_use_cache(seen, readers)
+        projections = next(r for r in find_projections(seen) if r.mixing == "causal")
+        assert can_use_cache(seen, projections)
         prefixes, tokens = [(5, 9, 5, 30, 31, 7, 8), (8, 7, 31, 30, 5, 9, 5)], [6, 5, 39]
         one, other = (
-            inputs_of_endings(seen, readers, prefixes, tokens, keeps) for keeps in (True, False)
+            inputs_of_endings(seen, projections, prefixes, tokens, keeps) for keeps in (True, False)
         )
-        assert one.shape == (6, 8, readers.width)
+        assert one.shape == (6, 8, projections.width)
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
         assert len(one[:, -1].unique(dim=0)) == 6  # what is compared depends on the last token
-        empty = inputs_of_endings(seen, readers, [()], tokens, uses_cache=True)
+        empty = inputs_of_endings(seen, projections, [()], tokens, uses_cache=True)
         torch.testing.assert_close(
-            empty, inputs_of_endings(seen, readers, [()], tokens, uses_cache=False)
+            empty, inputs_of_endings(seen, projections, [()], tokens, uses_cache=False)
         )
 
 
@@ -95,7 +95,7 @@ class Forgetful(nn.Module):
 
 def test_a_model_that_forgets_runs_whole_texts() -> None:
     seen = observed(Forgetful(build("llama", AutoModelForSequenceClassification)))
-    assert not can_use_cache(seen, next(r for r in find_readers(seen) if r.mixing == "causal"))
+    assert not can_use_cache(seen, next(r for r in find_projections(seen) if r.mixing == "causal"))
     bert = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("bert", **COMMON))
     seen = observed(bert.eval())
-    assert not can_use_cache(seen, find_readers(seen)[1])
+    assert not can_use_cache(seen, find_projections(seen)[1])

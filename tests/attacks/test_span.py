@@ -42,7 +42,7 @@ from transformers import (
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation
-from hf_gradguard.attacks.layer_inputs import find_readers, layer_inputs
+from hf_gradguard.attacks.layer_inputs import find_projections, layer_inputs
 from hf_gradguard.attacks.span.attack import Span, complete
 from hf_gradguard.attacks.span.row_space import distances, row_space, select
 
@@ -204,7 +204,8 @@ def test_blocks_that_share_weights_are_read_over_all_their_calls() -> None:
     model = AlbertForSequenceClassification(AlbertConfig(**ENCODER, embedding_size=24))
     texts = sentences(2, (7, 7))
     seen = observe(randomize(model).double().eval(), texts)
-    shared = [(readers.call, readers.calls) for readers in find_readers(seen) if readers.calls > 1]
+    groups = find_projections(seen)
+    shared = [(group.call, group.calls) for group in groups if group.calls > 1]
     assert set(shared) == {(0, 2), (1, 2)}
     found = Span()(seen)
     assert sorted(found.token_ids) == sorted(texts)
@@ -231,7 +232,7 @@ def test_an_encoder_with_relative_positions_gives_the_order() -> None:
     )
     texts = sentences(1, (8,))
     seen = observe(randomize(model).double().eval(), texts)
-    assert not find_readers(seen)[0].positional
+    assert not find_projections(seen)[0].positional
     assert Span()(seen).token_ids == texts
 
 
@@ -498,7 +499,7 @@ def test_completion_fills_what_a_pruning_left_out() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_readers_are_the_first_blocks_projections(name: str) -> None:
     seen = observe(build(name), sentences(1))
-    first = next(group for group in find_readers(seen) if group.mixing == "none")
+    first = next(group for group in find_projections(seen) if group.mixing == "none")
     ends = {
         "gpt2": ["c_attn"],
         "llama": ["q_proj", "k_proj", "v_proj"],
@@ -508,7 +509,7 @@ def test_readers_are_the_first_blocks_projections(name: str) -> None:
     assert [n.split(".")[-2] for n in first.names] == expected
     assert all(".0." in n for n in first.names)
     assert first.positional == (name != "llama")
-    mixing = {group.mixing for group in find_readers(seen)} - {"none"}
+    mixing = {group.mixing for group in find_projections(seen)} - {"none"}
     assert mixing == ({"causal"} if name in ("gpt2", "gpt2_lm", "llama") else {"full"})
 
 
@@ -518,7 +519,7 @@ def test_layer_inputs_are_those_of_a_whole_pass() -> None:
     ids = torch.tensor(sentences(1))
     with torch.no_grad():
         expected = model.bert.embeddings(ids)
-    first = next(group for group in find_readers(seen) if group.mixing == "none")
+    first = next(group for group in find_projections(seen) if group.mixing == "none")
     assert torch.equal(layer_inputs(seen, first, ids), expected)
     assert not any(module._forward_pre_hooks for module in model.modules())
 

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from hf_gradguard.attacks.base import Clock, Observation
-from hf_gradguard.attacks.layer_inputs import Slots, find_readers
+from hf_gradguard.attacks.layer_inputs import Slots, find_projections
 from hf_gradguard.attacks.span import encoder
 from hf_gradguard.attacks.span.attack import Span
 from hf_gradguard.attacks.span.encoder import _Descent
@@ -63,7 +63,7 @@ def model_of(family: str) -> nn.Module:
 
 
 def views_of(seen: Observation) -> list[View]:
-    mixed = [readers for readers in find_readers(seen) if readers.mixing == "full"]
+    mixed = [projections for projections in find_projections(seen) if projections.mixing == "full"]
     tokens = int(seen.tokens.sum())
     return [View(r, row_space(r.gradients(seen), None, rank=tokens)) for r in mixed[:2]]
 
@@ -210,9 +210,9 @@ def test_where_known_noise_hides_directions_sentences_are_searched() -> None:
     seen = observe(build("bert"), texts)
     view, slots = views_of(seen)[0], Slots.from_observation(seen)
     assert encoder._is_whole(view, slots)
-    blocks = view.readers.gradients(seen)
+    blocks = view.projections.gradients(seen)
     size = 0.3 * float(torch.cat(blocks).square().mean().sqrt())
     noisy = [b + size * torch.randn(b.shape, generator=torch_rng()).to(b) for b in blocks]
     variances = [torch.full_like(b, size**2) for b in blocks]
     space = row_space(noisy, variances, rank=int(seen.tokens.sum()))
-    assert not encoder._is_whole(View(view.readers, space), slots)
+    assert not encoder._is_whole(View(view.projections, space), slots)

@@ -713,7 +713,7 @@ LOW = [0.1, 0.3, 0.15, 0.25, 0.2]
             "These attacks fail undefended as well, so this says nothing.",
         ),
         ({"d/tag": LOW}, ["unknown"], "which was not tried, so this says nothing"),
-        ({"d/tag": HIGH}, ["unknown"], "Undefended was not tried"),
+        ({"d/tag": HIGH}, ["unknown"], "undefended gradient was not attacked"),
         ({"none/tag": [0.9]}, ["unknown"], "no interval, so this is an anecdote"),
         # What leaks on few messages leaks; what fails on few may not.
         (

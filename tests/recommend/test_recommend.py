@@ -45,7 +45,7 @@ from hf_gradguard.recommend import Choice, recommend
 from hf_gradguard.recommend import choice as choice_module
 from hf_gradguard.recommend.page import flags_of
 from hf_gradguard.recommend.settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, TrialSettings
-from hf_gradguard.recommend.trials import Split, Trials, share_right, train
+from hf_gradguard.recommend.trials import Split, Trials, accuracy_by_sample, train
 from hf_gradguard.testing.small import WORDS, small_text_task
 from hf_gradguard.train import TrainArguments, TrainSettings
 
@@ -312,7 +312,7 @@ def test_a_language_model_with_adapters(tmp_path: Path) -> None:
     plain, noise = choice.outcomes
     assert plain.leak.mean > 0.5 > noise.leak.mean
     assert plain.membership is None
-    assert "share of tokens that are predicted right" in choice.words
+    assert "fraction of tokens that are predicted correctly" in choice.words
     assert 0 <= plain.accuracy.mean < 0.5
     regression = BertForSequenceClassification(BertConfig(num_labels=1, num_hidden_layers=1))
     with pytest.raises(ValueError, match="recommend compares accuracies"):
@@ -347,9 +347,12 @@ def test_what_counts_as_right() -> None:
     """Worked by hand: the first place predicts the second label, and -100 does not count."""
     predicted = torch.tensor([[7, 8, 9], [1, 2, 3]])
     labels = torch.tensor([[5, 7, 1], [4, 1, -100]])
-    assert share_right(predicted, labels, shifted=True) == [0.5, 1.0]
-    assert share_right(predicted, predicted.clone(), shifted=False) == [1.0, 1.0]
-    assert share_right(torch.tensor([1, 0]), torch.tensor([1, 1]), shifted=False) == [1.0, 0.0]
+    assert accuracy_by_sample(predicted, labels, shifted=True) == [0.5, 1.0]
+    assert accuracy_by_sample(predicted, predicted.clone(), shifted=False) == [1.0, 1.0]
+    assert accuracy_by_sample(torch.tensor([1, 0]), torch.tensor([1, 1]), shifted=False) == [
+        1.0,
+        0.0,
+    ]
 
 
 def test_splits_do_not_overlap() -> None:

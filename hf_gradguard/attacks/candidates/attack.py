@@ -155,10 +155,10 @@ class Candidates(Attack):
         self, targets: Sequence[Sequence[Observation]], generator: torch.Generator
     ) -> list[Ranked]:
         """Return one result a target: the uploads of one batch, each at a model of its own."""
-        clock, share = Clock(None), len(targets) / len(targets[0])  # of the time, in each round
+        clock, fraction = Clock(None), len(targets) / len(targets[0])  # of the time, in each round
         totals: list[Tensor] = []
         for uploads in zip(*targets, strict=True):
-            own_clock = Clock(None if self.seconds is None else self.seconds * share)
+            own_clock = Clock(None if self.seconds is None else self.seconds * fraction)
             entries = [self._entries(observation) for observation in uploads]
             scores_of_round = Scorer(self, uploads, entries, generator, own_clock).scores()
             totals = totals or [torch.zeros_like(scores) for scores in scores_of_round]

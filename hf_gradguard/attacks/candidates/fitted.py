@@ -28,18 +28,18 @@ from ...gradient_map.random_batch import synthetic_samples
 from ...gradient_map.vectorized import ManyGradients
 from ...randomness import Stream
 from ..base import Observation
-from ..layer_inputs import find_readers
-from ..span.attack import Span, first_readers
+from ..layer_inputs import find_projections
+from ..span.attack import Span, first_projections
 from .inputs import ALL_CLASSES, spread_out
 
 LEAST_LEFT = 1e-3
 """The least fraction of a message's power that a candidate may leave: samples are not the client's
 own.
 """
-SHARE_CANDIDATES = 16  # candidates, of whose gradients it is asked how much samples span
-LEAST_SHARE = 1e-3
+FRACTION_CANDIDATES = 16  # candidates, of whose gradients it is asked how much samples span
+LEAST_FRACTION = 1e-3
 """The least fraction of gradients' power to divide by."""
-ROUNDING_SHARE = 1e-12
+ROUNDING_FRACTION = 1e-12
 """Parameters with a smaller fraction of a message's power have only rounding as gradient: a key's
 bias.
 """
@@ -143,7 +143,7 @@ def make_synthetic(
         )
 
 
-def draw_span_with_shares(
+def draw_span_with_fractions(
     mechanism: Fitted,
     batches: Sequence[Mapping[str, Any]],
     many_gradients: ManyGradients,
@@ -159,28 +159,28 @@ def draw_span_with_shares(
     """
     model, names = many_gradients.model, list(many_gradients.parameters)
     span = draw_span(mechanism, batches[0], model, names, generator)
-    sampled_gradients = many_gradients(spread_out(batches, SHARE_CANDIDATES))
-    return span, shares_of(span, [gradient for _, gradient in sampled_gradients])
+    sampled_gradients = many_gradients(spread_out(batches, FRACTION_CANDIDATES))
+    return span, fractions_of(span, [gradient for _, gradient in sampled_gradients])
 
 
-def shares_of(span: Powers, gradients: Sequence[Mapping[str, Tensor]]) -> list[float]:
+def fractions_of(span: Powers, gradients: Sequence[Mapping[str, Tensor]]) -> list[float]:
     """Return φ of each of the span's groups: the median fraction of gradients' power in it.
 
     Args:
         span: A span of synthetic samples.
         gradients: Gradients of several candidates each, `(K, *parameter.shape)`.
     """
-    shares = []
+    fractions = []
     for gradient in gradients:
         squares = {n: g.double().flatten(1).square().sum(1) for n, g in gradient.items()}
         sizes = [torch.stack([squares[n] for n in names]).sum(0) for names in span.names]
-        shares.append(span(gradient) / torch.stack(sizes, 1).clamp(min=1e-300))
-    median = torch.cat(shares).median(0).values
-    return [float(share) for share in median.clamp(LEAST_SHARE, 1.0)]
+        fractions.append(span(gradient) / torch.stack(sizes, 1).clamp(min=1e-300))
+    median = torch.cat(fractions).median(0).values
+    return [float(fraction) for fraction in median.clamp(LEAST_FRACTION, 1.0)]
 
 
 def accumulate(
-    messages: Sequence[Mapping[str, Tensor]], span: Powers, shares: Sequence[float]
+    messages: Sequence[Mapping[str, Tensor]], span: Powers, fractions: Sequence[float]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return a gradient as a client's messages since then bring it, and what its entries weigh.
 
@@ -189,24 +189,24 @@ def accumulate(
     Args:
         messages: The message that was made of it, and those that came later.
         span: A span of synthetic samples.
-        shares: φ of each of its groups.
+        fractions: φ of each of its groups.
     """
     sizes = [powers_of(message) for message in messages]
     accumulated = {name: torch.zeros_like(y) for name, y in messages[0].items()}
     weights = {name: torch.zeros_like(y) for name, y in messages[0].items()}
-    for names, factors, share in zip(span.names, span.factors.tolist(), shares, strict=True):
+    for names, factors, fraction in zip(span.names, span.factors.tolist(), fractions, strict=True):
         power = 0.0
         for place, (message, size) in enumerate(zip(messages, sizes, strict=True)):
             group_power = sum(size[name] for name in names)
-            if group_power <= ROUNDING_SHARE * sum(size.values()):
+            if group_power <= ROUNDING_FRACTION * sum(size.values()):
                 continue
-            precision, residual_share = factors / group_power, (1 - share) ** place
-            power += precision * residual_share**2
+            precision, residual_fraction = factors / group_power, (1 - fraction) ** place
+            power += precision * residual_fraction**2
             for name in names:
-                accumulated[name] += precision * residual_share * message[name]
+                accumulated[name] += precision * residual_fraction * message[name]
         for name in names:
-            weights[name] += (share * power) ** 0.5
-            accumulated[name] /= share * power or 1.0
+            weights[name] += (fraction * power) ** 0.5
+            accumulated[name] /= fraction * power or 1.0
     return accumulated, weights
 
 
@@ -225,7 +225,7 @@ def _score(
 ) -> Tensor:
     score = torch.zeros_like(powers[:, 0])
     sizes = powers_of(message)
-    least = ROUNDING_SHARE * sum(sizes.values())
+    least = ROUNDING_FRACTION * sum(sizes.values())
     for names, factors, power in zip(span.names, span.factors.tolist(), powers.T, strict=True):
         total = sum(sizes[name] for name in names)
         if total > least:
@@ -296,7 +296,7 @@ def _span_of(
     classes = _classes(samples, observation)
     rows = iter([*range(len(ids))] * SWEEPS if len(classes) else [])
     span = SampleSpan(synthetic.of_batch(samples)).powers(mechanism.factors)
-    while share_within(span, message) < LEAST_FACTORS:
+    while fraction_within(span, message) < LEAST_FACTORS:
         if (row := next(rows, None)) is None:
             return None
         tried = [_labeled(samples, row, label) for label in classes]
@@ -307,11 +307,11 @@ def _span_of(
     return span
 
 
-def share_within(span: Powers, message: Mapping[str, Tensor]) -> float:
+def fraction_within(span: Powers, message: Mapping[str, Tensor]) -> float:
     """Return the fraction of a span's factors that are of groups in which a message lies.
 
     Example:
-        >>> round(share_within(SampleSpan(gmap).powers("token"), gmap.gradient()), 1)
+        >>> round(fraction_within(SampleSpan(gmap).powers("token"), gmap.gradient()), 1)
         1.0
     """
     groups = _groups(span, message, powers_of(message))
@@ -353,7 +353,7 @@ def _texts(
         observation.model, message, tuple(ids.shape), attention_mask=torch.ones_like(ids),
         tokenizer=observation.tokenizer, special_tokens=observation.special_tokens,
     )  # fmt: skip
-    unmixed = first_readers(find_readers(observed))
+    unmixed = first_projections(find_projections(observed))
     if unmixed is None or ids.numel() >= unmixed.max_rank:
         return None  # they span everything
     recovered_ids = torch.tensor(Span()(observed, generator=generator).token_ids).to(ids)
@@ -400,7 +400,7 @@ class SpanCoordinates:
         coordinates, weights = [], []
         for message, span in zip(messages, spans, strict=False):
             sizes = powers_of(message)
-            least = ROUNDING_SHARE * sum(sizes.values())
+            least = ROUNDING_FRACTION * sum(sizes.values())
             for y, power in _groups(span, message, sizes):
                 is_known = power > least and _is_within(y, power)
                 coordinates.append(y)

@@ -364,7 +364,7 @@ def make_entries(
     """
     inputs = make_inputs(observation, candidates, labels)
     own_labels = [_labels_of(observation, batch) for batch in inputs.batches]
-    values, shares, prior = _classes(observation, own_labels)
+    values, fractions, prior = _classes(observation, own_labels)
     batches, candidate, label, priors, best = [], list[int](), list[int](), list[float](), []
     for number, (batch, fixed) in enumerate(zip(inputs.batches, own_labels, strict=True)):
         choices = range(len(values)) if fixed is None else [place_of(values, fixed)]
@@ -384,7 +384,7 @@ def make_entries(
         candidate=torch.tensor(candidate, device=observation.device),
         label=label,
         prior=torch.tensor(priors, dtype=torch.float64, device=observation.device),
-        counts=shares,
+        counts=fractions,
         inputs=[without_padding(observation.domain, batch) for batch in inputs.batches],
         places=torch.tensor(inputs.places, device=observation.device),
         listed=len(candidates),
@@ -462,14 +462,14 @@ def _classes(
     if not values:
         raise ValueError("The labels are not known, and cannot be read off. Give labels.")
     if labels is None:
-        shares = {place: 1 / len(values) for place in range(len(values))}
-        return values, shares, dict(shares)
+        fractions = {place: 1 / len(values) for place in range(len(values))}
+        return values, fractions, dict(fractions)
     label_counts = Counter(place_of(values, row[None]) for row in labels)
-    shares = {place: label_counts[place] / len(labels) for place in range(len(values))}
+    fractions = {place: label_counts[place] / len(labels) for place in range(len(values))}
     smooth = 0.0 if sure else 1.0  # labels that were read off may be wrong
     total = len(labels) + smooth * len(values)
     prior = {place: (label_counts[place] + smooth) / total for place in range(len(values))}
-    return values, shares, prior
+    return values, fractions, prior
 
 
 def _recovered(observation: Observation) -> Tensor | None:

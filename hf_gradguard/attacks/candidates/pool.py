@@ -20,14 +20,14 @@ class PairPrior:
     Args:
         prior: The prior of pairs, `(P,)`; 0 for those of other messages. The numbers of one
             candidate add up to 1.
-        label_shares: The fraction of each of the pool's labels in the message.
+        label_fractions: The fraction of each of the pool's labels in the message.
     """
 
     prior: Tensor
-    label_shares: dict[int, float]
+    label_fractions: dict[int, float]
 
     @property
-    def share(self) -> Tensor:
+    def fraction(self) -> Tensor:
         """The fractions of pairs in the population of candidates, `(P,)`; they add up to 1."""
         return self.prior / self.prior.sum()
 
@@ -80,7 +80,7 @@ class Pool:
         candidates: list[int] = []
         items: list[float] = []
         message_rows: list[list[int]] = []
-        label_shares: list[dict[int, float]] = []
+        label_fractions: list[dict[int, float]] = []
         for entry in entries:
             places = [_add_label(values, value) for value in entry.values]
             labels = [places[label] if places else label for label in entry.label]
@@ -97,17 +97,17 @@ class Pool:
                     items.append(count)
                 rows.append(row)
             message_rows.append(rows)
-            label_shares.append({places[k] if places else k: s for k, s in entry.counts.items()})
+            label_fractions.append({places[k] if places else k: s for k, s in entry.counts.items()})
         device = entries[0].prior.device
         self.candidate = torch.tensor(candidates, device=device)
         size = torch.tensor(items, device=device)
         self.size = size / size.mean()
         self.units = [entry.mean_items / float(size.mean()) for entry in entries]
         self.priors = []
-        for entry, rows, shares in zip(entries, message_rows, label_shares, strict=True):
+        for entry, rows, fractions in zip(entries, message_rows, label_fractions, strict=True):
             prior = entry.prior.new_zeros(len(self.batches))
             prior.index_copy_(0, torch.tensor(rows, device=device), entry.prior)
-            self.priors.append(PairPrior(prior, shares))
+            self.priors.append(PairPrior(prior, fractions))
 
 
 def _add_label(values: list[Tensor], value: Tensor) -> int:

@@ -28,7 +28,7 @@ from ...gradient_map import Tensors
 ENTRIES = 2**26  # of all sketches together: 256 MiB
 SHORTEST = 16_381
 _FREE_COORDINATES = 32  # coordinates beside candidates, for what these do not explain to be known
-_UNEXPLAINED_SHARE = 1e-4  # of a message's power: less is not explained where all of it is
+_UNEXPLAINED_FRACTION = 1e-4  # of a message's power: less is not explained where all of it is
 _REFERENCE_CANDIDATES = 2048  # candidates that say how gradients vary
 _RIDGE = 1e-7
 _REGRESSION_RIDGE = 1e-2  # the ridge of a regression on candidates, in units of their mean square
@@ -134,9 +134,9 @@ class MatchedFilter:
         if samples == 1:  # a variance that is not known makes all of it larger or smaller
             return (self.products[:, message] - self.norms / 2) / (variance or 1.0)
         products, variance, exact = self._terms(message, prior)
-        share = (samples - 1) / samples**2 / variance
+        factor = (samples - 1) / samples**2 / variance
         population = self._population(prior)
-        matched, squares = population.whitened(products, self.norms if exact else None, share)
+        matched, squares = population.whitened(products, self.norms if exact else None, factor)
         return (matched / samples - squares / (2 * samples**2)) / variance
 
     def regressed(self, message: int, prior: Tensor) -> Tensor:
@@ -170,9 +170,9 @@ class MatchedFilter:
         return products, sketch_variance, False
 
     def _population(self, prior: Tensor) -> _Population:
-        if (shares := tuple(prior.tolist())) not in self._populations:
-            self._populations[shares] = _Population(self.sketches, prior)
-        return self._populations[shares]
+        if (fractions := tuple(prior.tolist())) not in self._populations:
+            self._populations[fractions] = _Population(self.sketches, prior)
+        return self._populations[fractions]
 
     def cosines(self, message: int) -> Tensor:
         """Return candidates' cosines with the message less its mean, `(P,)`."""
@@ -192,7 +192,7 @@ class MatchedFilter:
         if not free:
             return True
         by_chance = whitened.variance * (1 + 5 * math.sqrt(2 / free))
-        least = _UNEXPLAINED_SHARE * self.y_squares[message] / self.size
+        least = _UNEXPLAINED_FRACTION * self.y_squares[message] / self.size
         return residual_variance <= max(by_chance, least)
 
     def _residual(self, message: int, prior: Tensor) -> tuple[float, int]:
@@ -244,8 +244,8 @@ class _Population:
             step = len(sketches) // _REFERENCE_CANDIDATES
             chosen = slice(0, step * _REFERENCE_CANDIDATES, step)
         self.chosen = chosen
-        shares = prior[chosen] / prior[chosen].sum()
-        self.root, self.count = shares.sqrt(), int((shares > 0).sum())
+        fractions = prior[chosen] / prior[chosen].sum()
+        self.root, self.count = fractions.sqrt(), int((fractions > 0).sum())
         cross = _products(sketches, sketches[chosen]) * self.root  # h·h_c √p_c
         self.norms = _products(sketches, None)
         # By eigenvalues: what is known to many digits more than the noise leaves would cancel in
@@ -262,16 +262,16 @@ class _Population:
         return float((along.square() / (self.values + ridge)).sum())
 
     def whitened(
-        self, products: Tensor, norms: Tensor | None, share: float
+        self, products: Tensor, norms: Tensor | None, factor: float
     ) -> tuple[Tensor, Tensor]:
         """Return ⟨h, (I + share Σ)⁻¹ y⟩ of all candidates h, `(P,)`, and the same with h for y.
 
         Args:
             products: Products of y with candidates, `(P,)`.
             norms: Squared norms of candidates; `None` for those of their sketches.
-            share: The factor of Σ.
+            factor: The factor of Σ.
         """
-        damped = share / (1 + share * self.values)
+        damped = factor / (1 + factor * self.values)
         along = self.vectors.T @ (self.root * products[self.chosen])
         matched = products - self.projected @ (damped * along)
         squares = (self.norms if norms is None else norms) - self.projected.square() @ damped
@@ -284,10 +284,10 @@ class _Population:
             products: Products of y with candidates, `(P,)`.
         """
         size = float(self.norms[self.chosen][self.root > 0].mean())
-        share = self.count / (_REGRESSION_RIDGE * size + 1e-30)
-        matched, squares = self.whitened(products, None, share)
+        factor = self.count / (_REGRESSION_RIDGE * size + 1e-30)
+        matched, squares = self.whitened(products, None, factor)
         leverage = torch.zeros_like(squares)
-        leverage[self.chosen] = share * self.root.square() * squares[self.chosen]
+        leverage[self.chosen] = factor * self.root.square() * squares[self.chosen]
         return matched / (squares * (1 - leverage)).clamp(min=1e-30).sqrt()
 
 

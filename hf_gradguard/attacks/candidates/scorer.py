@@ -26,7 +26,7 @@ from ...gradient_map.vectorized import ManyGradients, has_draws
 from ..base import Clock, Observation
 from ..likelihood import Likelihood, clipped, mechanism_of, scaled
 from ..uploads import single_batch_entries
-from .fitted import Fits, SpanCoordinates, accumulate, draw_span_with_shares, spans_of
+from .fitted import Fits, SpanCoordinates, accumulate, draw_span_with_fractions, spans_of
 from .inputs import Entries, spread_out
 from .likelihood import (
     ProductLikelihood,
@@ -293,12 +293,12 @@ class Scorer:
         """
         centers: dict[tuple[bool, tuple[float, ...]], Tensors] = {}
         keys = [
-            (is_sum, tuple(prior.label_shares.get(k, 0.0) for k in range(self._classes)))
+            (is_sum, tuple(prior.label_fractions.get(k, 0.0) for k in range(self._classes)))
             for is_sum, prior in zip(self.sums, self.pool.priors, strict=True)
         ]
-        for is_sum, shares in set(keys):
-            centers[is_sum, shares] = {
-                n: torch.tensordot(torch.tensor(shares).to(m), m, 1) / sum(shares)
+        for is_sum, fractions in set(keys):
+            centers[is_sum, fractions] = {
+                n: torch.tensordot(torch.tensor(fractions).to(m), m, 1) / sum(fractions)
                 for n, m in means.get(is_sum, {}).items()
             }
         return [centers[key] for key in keys]
@@ -313,7 +313,7 @@ class Scorer:
         groups: list[_FilterGroup] = []
         unread = {fit for i in filtered if i not in self.spans and (fit := self._fit(i))}
         drawn_spans = {
-            fit: draw_span_with_shares(fit, self.pool.batches, self.gradients_of, self.generator)
+            fit: draw_span_with_fractions(fit, self.pool.batches, self.gradients_of, self.generator)
             for fit in unread
         }
         for i in filtered:
@@ -440,14 +440,14 @@ class Scorer:
 
     def _filtered(self, matched_filter: MatchedFilter, place: int, i: int) -> list[Tensor]:
         """Return statistics of a message, several if its mechanism is not known."""
-        share = self.pool.priors[i].share
+        fraction = self.pool.priors[i].fraction
         unknown = matched_filter.messages[place].variance is None
         # Beside what earlier messages left out, or in no span, the rest may be of any size.
         regress = matched_filter.weights is not None and unknown
-        if regress or not matched_filter.explains(place, share):
-            return [self._best(matched_filter.regressed(place, share), i)]
+        if regress or not matched_filter.explains(place, fraction):
+            return [self._best(matched_filter.regressed(place, fraction), i)]
         exclusive = self.observations[i].batch_size == 1
-        ratios = self._by_candidate(matched_filter.log_ratio(place, share), i, exclusive)
+        ratios = self._by_candidate(matched_filter.log_ratio(place, fraction), i, exclusive)
         if self._is_likelihood(i) or not unknown:
             return [ratios]
         return [ratios, self._best(matched_filter.cosines(place), i)]

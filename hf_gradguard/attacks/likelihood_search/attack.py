@@ -160,7 +160,7 @@ class LikelihoodSearch(Attack):
         self, row: _Row, rows: Sequence[_Row], message: WhiteMessage, public: Sequence[Text]
     ) -> WhitenedScore:
         """Return the score, with the label that public texts fit best if it is not known."""
-        message, count = message.of_share(row.share), len(rows)
+        message, count = message.for_fraction(row.fraction), len(rows)
         other_labels = {text.label for text in rows} - {row.label, None}
         classes = [torch.tensor([k], device=row.observation.device) for k in other_labels]
         scores = [
@@ -177,13 +177,13 @@ class _Row:
     Args:
         observation: The observation as if the message were of this text alone.
         length: The number of words, without the special tokens around them.
-        share: The text's fraction of the gradient.
+        fraction: The text's fraction of the gradient.
         label: Its class, beside other texts.
     """
 
     observation: Observation
     length: int
-    share: float = 1.0
+    fraction: float = 1.0
     label: int | None = None
 
     @property
@@ -292,14 +292,17 @@ class _Search:
         return self.population[0]
 
     @property
-    def rightness(self) -> float:
+    def gradient_fraction(self) -> float:
         """The fraction of the best text's gradient that is in the message, by its score."""
         return min(max(self.scores[self.best] / self._own_scores[self.best], 0.0), 1.0)
 
     def take_out(self, searches: Sequence[_Search]) -> None:
         """Subtract from the message what other texts, as far as they are known, have in it."""
         self.whitened.leave_out([
-            (text.score.batch([text.best]), text.rightness * text.row.share / self.row.share)
+            (
+                text.score.batch([text.best]),
+                text.gradient_fraction * text.row.fraction / self.row.fraction,
+            )
             for text in searches
         ])  # fmt: skip
         self._begin_anew(_REMEMBERED)
@@ -332,8 +335,8 @@ class _Search:
                 break  # so little effort is better spent on one
             self.population, self._begun = [], len(self.history)
             self.public = public[number::count] or public
-            share = _OF_POPULATIONS * (number + 1) / count
-            self.run(start + share * (end - start), may_settle=False)
+            fraction = _OF_POPULATIONS * (number + 1) / count
+            self.run(start + fraction * (end - start), may_settle=False)
             best.update(self.population[:_BEST_OF_EACH])
         self._begun = len(self.history)
         self.population = sorted(best, key=lambda text: (-self._fitness[text], text))

@@ -44,10 +44,10 @@ class WhiteMessage:
             power = max(power - entries, 2 * (2 * entries) ** 0.5)
         return (power / texts) ** 0.5
 
-    def of_share(self, share: float) -> WhiteMessage:
+    def for_fraction(self, fraction: float) -> WhiteMessage:
         """Return the message in units for a text that has this fraction of the gradient."""
         scales = {
-            name: (outputs / share, inputs) for name, (outputs, inputs) in self.scales.items()
+            name: (outputs / fraction, inputs) for name, (outputs, inputs) in self.scales.items()
         }
         return replace(self, scales=scales)
 

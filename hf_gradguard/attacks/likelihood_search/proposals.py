@@ -77,8 +77,8 @@ class PublicWords:
         total, word_before, second = 0.0, _START, _START
         for word in text:
             single = (self._counts[word] + 0.1) / (self._total + 0.1 * len(self.words))
-            after_one = _share(self.after.get(second), word)
-            after_two = _share(self._after_two.get((word_before, second)), word)
+            after_one = _fraction(self.after.get(second), word)
+            after_two = _fraction(self._after_two.get((word_before, second)), word)
             total += math.log(0.25 * single + 0.4 * after_one + 0.35 * after_two)
             word_before, second = second, word
         return total
@@ -120,7 +120,7 @@ class PublicWords:
         return [self.words[place] for place in places]
 
 
-def _share(counts: Counter[int] | None, word: int) -> float:
+def _fraction(counts: Counter[int] | None, word: int) -> float:
     return counts[word] / counts.total() if counts else 0.0
 
 

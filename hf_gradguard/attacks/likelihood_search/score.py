@@ -176,13 +176,13 @@ class WhitenedScore:
             square += (weighed.double() @ means.double().T).cpu()
         self._mean_square = float(square[0, 0]) + 1e-300
         if count == 1:
-            shares = [max(float(product[0]) / self._mean_square, 0.0)]
+            fractions = [max(float(product[0]) / self._mean_square, 0.0)]
         else:  # of two classes they are nearly opposite
             ridge = 1e-6 * square.diagonal().mean() * torch.eye(count).double()
-            shares = torch.linalg.solve(square + ridge, product).tolist()
+            fractions = torch.linalg.solve(square + ridge, product).tolist()
         for name, layer in self._layers.items():
-            for share, mean in zip(shares, self._means, strict=True):
-                layer.message = layer.message - share * mean[name]
+            for fraction, mean in zip(fractions, self._means, strict=True):
+                layer.message = layer.message - fraction * mean[name]
         return float(product[0]) / self._mean_square**0.5
 
     def leave_out(self, batches: Sequence[tuple[Mapping[str, Tensor], float]]) -> None:
@@ -192,11 +192,11 @@ class WhitenedScore:
             batches: Batches of one text each, and how much of its gradient is subtracted, in units
                 of the fraction that a scored text has.
         """
-        parts = [(self._factors(batch), share) for batch, share in batches]
+        parts = [(self._factors(batch), fraction) for batch, fraction in batches]
         for name, layer in self._layers.items():
             layer.message = self._whole[name]
-            for factors, share in parts:
-                layer.message = layer.message - share * layer.gradients(*factors[name])[0]
+            for factors, fraction in parts:
+                layer.message = layer.message - fraction * layer.gradients(*factors[name])[0]
         self._center()
 
     def _expect(self, squares: Tensor, texts: int) -> float:
@@ -381,13 +381,13 @@ def layer_factors(
         listener = Listener(model, dict(parameters), batch, count)
         with listener.listening():
             loss = model_loss(model, dict(batch)) * count
-        shares = listener.shares(loss)
+        layers = listener.shares(loss)
     return {
-        share.layer.weight: share._joined()
-        for share in shares.values()
-        if isinstance(share, OfLayer)
-        and isinstance(share.layer.module, LINEAR)
-        and share.layer.weight is not None
+        layer.layer.weight: layer._joined()
+        for layer in layers.values()
+        if isinstance(layer, OfLayer)
+        and isinstance(layer.layer.module, LINEAR)
+        and layer.layer.weight is not None
     }
 
 

@@ -155,9 +155,9 @@ class DeepPrior:
             x = functional.conv2d(x, kernel, padding=1, groups=self.networks)
             x = functional.leaky_relu(functional.instance_norm(x, weight=gain, bias=shift), 0.1)
         kernel, shift = self.weights[-2:]
-        share = functional.conv2d(x, kernel, shift, groups=self.networks).sigmoid()
-        low, high = (end.to(share.dtype) for end in (self.pixels.low, self.pixels.high))
-        return low + share.view(self.shape) * (high - low)
+        fraction = functional.conv2d(x, kernel, shift, groups=self.networks).sigmoid()
+        low, high = (end.to(fraction.dtype) for end in (self.pixels.low, self.pixels.high))
+        return low + fraction.view(self.shape) * (high - low)
 
 
 STARTS = ("normal", "uniform", "tokens")

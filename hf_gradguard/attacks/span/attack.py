@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...gradient_map.domain import TEXT, is_encoder_decoder
 from ..base import Attack, Clock, Observation, Reconstruction, as_text
-from ..layer_inputs import Readers, Slots, find_readers, layer_inputs, with_length
+from ..layer_inputs import Projections, Slots, find_projections, layer_inputs, with_length
 from .decoder import extend_prefixes
 from .encoder import assemble_texts
 from .row_space import RowSpace, View, distances, row_space, select
@@ -57,23 +57,24 @@ def nearest_tokens(
         ValueError: If the row space is everything, so that every token lies in it.
 
     Example:
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
-        >>> readers, slots = find_readers(observation)[0], Slots.from_observation(observation)
-        >>> view = View(readers, Span().row_space(observation, readers, rank=13))
+        >>> from hf_gradguard.attacks.layer_inputs import find_projections
+        >>> projections = find_projections(observation)[0]
+        >>> slots = Slots.from_observation(observation)
+        >>> view = View(projections, Span().row_space(observation, projections, rank=13))
         >>> nearest = nearest_tokens(observation, view, slots, shortlist=8, threshold=None)
         >>> set(gmap.batch["input_ids"][:, 1].tolist()) <= set(nearest[1])
         True
     """
-    readers, width = view.readers, len(view.space.columns)
-    positions, capacity = slots.capacity(readers.positional)
+    projections, width = view.projections, len(view.space.columns)
+    positions, capacity = slots.capacity(projections.positional)
     if not len(positions):
         return {}
     if len(view.directions) >= width:
         raise ValueError(
-            f"The gradients of {', '.join(readers.names)} span all {width} dimensions of their "
+            f"The gradients of {', '.join(projections.names)} span all {width} dimensions of their "
             "inputs, so that every token lies in the span. span needs fewer tokens in a batch than "
             "the layer is wide (if there are: give attention_mask, or the true T)"
-            f"{_lora_advice(readers)}. Attack by gradient matching, e.g. tag."
+            f"{_lora_advice(projections)}. Attack by gradient matching, e.g. tag."
         )
     count, limit = max(shortlist, 2 * int(capacity.max())), ALTERNATIVES
     if view.space.ends:  # all that lies in the span
@@ -85,10 +86,10 @@ def nearest_tokens(
             int(position): ids[i, is_near[i]][: int(capacity[i])].tolist()
             for i, position in enumerate(positions)
         }
-    candidates = vectors(observation, readers, ids, positions)
+    candidates = vectors(observation, projections, ids, positions)
     known_vectors = candidates.new_zeros(0, candidates.shape[-1])
-    if len(pairs := slots.known_pairs(readers.positional)):
-        known_vectors = vectors(observation, readers, pairs[:, 1:], pairs[:, 0])[:, 0]
+    if len(pairs := slots.known_pairs(projections.positional)):
+        known_vectors = vectors(observation, projections, pairs[:, 1:], pairs[:, 0])[:, 0]
     chosen = select(view.space, known_vectors, candidates, capacity)
     return {
         position: _with_ties(ids[i], scores[i], chosen[i], int(capacity[i]), limit)
@@ -115,7 +116,7 @@ def _rank_vocabulary(
 
     The nearest come first.
     """
-    readers, columns = view.readers, view.space.columns
+    projections, columns = view.projections, view.space.columns
     size = len(TEXT.embedding(observation.model).weight)  # type: ignore[arg-type]
     padding = getattr(getattr(observation.model, "config", None), "pad_token_id", None)
     length = int(positions.max()) + 1
@@ -124,7 +125,7 @@ def _rank_vocabulary(
     best_ids = torch.empty(len(positions), 0, dtype=torch.long, device=observation.device)
     for start in range(0, size, chunk):
         ids = torch.arange(start, min(start + chunk, size), device=observation.device)
-        x = layer_inputs(observation, readers, ids[:, None].expand(-1, length))[:, positions]
+        x = layer_inputs(observation, projections, ids[:, None].expand(-1, length))[:, positions]
         x = x * columns.to(x.dtype)
         scores = distances(x, view.directions.to(x.dtype), view.trust.to(x.dtype)).T.float()
         if padding is not None:
@@ -134,35 +135,37 @@ def _rank_vocabulary(
         best_scores, order = best_scores.topk(min(count, best_scores.shape[1]), largest=False)
         best_ids = best_ids.gather(1, order)
     # Differences of squares near 1 lose half of float32's digits: once more, exactly.
-    x = vectors(observation, readers, best_ids, positions) * columns
+    x = vectors(observation, projections, best_ids, positions) * columns
     scores, order = distances(x, view.directions, view.trust).sort(dim=1, stable=True)
     return scores, best_ids.gather(1, order)
 
 
-def _lora_advice(readers: Readers) -> str:
+def _lora_advice(projections: Projections) -> str:
     """Return what else to do about LoRA, whose B reads no more of a token than A makes of it."""
-    if not any("lora_B" in name for name in readers.names):
+    if not any("lora_B" in name for name in projections.names):
         return ""
     return (
-        f": of LoRA of rank {readers.width} at most {readers.width - 1} while B is zero and A so "
-        "has no gradient. Attack a later message, or with candidates"
+        f": of LoRA of rank {projections.width} at most {projections.width - 1} while B is zero "
+        "and A so has no gradient. Attack a later message, or with candidates"
     )
 
 
-def vectors(observation: Observation, readers: Readers, ids: Tensor, positions: Tensor) -> Tensor:
+def vectors(
+    observation: Observation, projections: Projections, ids: Tensor, positions: Tensor
+) -> Tensor:
     """Return the layer input for each of the ids `(P, K)` at its position, `(P, K, H)` in float64.
 
     Example:
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.layer_inputs import find_projections
         >>> ids = torch.tensor([[7, 8, 9]])
-        >>> vectors(observation, find_readers(observation)[0], ids, torch.tensor([1])).shape[:2]
+        >>> vectors(observation, find_projections(observation)[0], ids, torch.tensor([1])).shape[:2]
         torch.Size([1, 3])
     """
     length = int(positions.max()) + 1
     full = torch.zeros(ids.shape[1], length, dtype=torch.long, device=ids.device)
     inputs = []
     for position, tokens in zip(positions.tolist(), ids, strict=True):
-        x = layer_inputs(observation, readers, tokens[:, None].expand_as(full))
+        x = layer_inputs(observation, projections, tokens[:, None].expand_as(full))
         inputs.append(x[:, position].double())
     return torch.stack(inputs)
 
@@ -300,9 +303,9 @@ class Span(Attack):
     def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
         clock = Clock(self.seconds)
         observation = with_length(observation)
-        groups = find_readers(observation)
-        unmixed = _need_first_readers(groups)
-        mixed = _mixed_readers(observation, groups, unmixed)
+        groups = find_projections(observation)
+        unmixed = _need_first_projections(groups)
+        mixed = _mixed_projections(observation, groups, unmixed)
         slots, positional = Slots.from_observation(observation), unmixed.positional
         rank = len(slots.known_pairs(positional)) + int(slots.is_unknown.sum())
         first_view = View(unmixed, self.row_space(observation, unmixed, rank))
@@ -311,7 +314,9 @@ class Span(Attack):
         slots = replace(slots, candidate_ids=_without_frame(observation, candidate_ids))
         undecided = ""
         if mixed and mixed[0].mixing == "causal":
-            widest = max(mixed, key=lambda readers: (readers.max_rank, readers.num_rows))
+            widest = max(
+                mixed, key=lambda projections: (projections.max_rank, projections.num_rows)
+            )
             space = self.row_space(observation, widest, int(slots.attended.sum()))
             rows = extend_prefixes(observation, View(widest, space), slots, self.beams, clock)
         else:
@@ -338,51 +343,51 @@ class Span(Attack):
         )
 
     def _views(
-        self, observation: Observation, mixed: list[Readers], attended: Tensor
+        self, observation: Observation, mixed: list[Projections], attended: Tensor
     ) -> list[View]:
         """Return the layers that show whether a whole text is correct, in running order."""
         views = []
-        for readers in mixed:
-            rank = len(attended) if readers.pooled else int(attended.sum()) * readers.calls
-            view = View(readers, self.row_space(observation, readers, rank))
-            if rank < readers.max_rank and view.is_informative:
+        for projections in mixed:
+            rank = len(attended) if projections.pooled else int(attended.sum()) * projections.calls
+            view = View(projections, self.row_space(observation, projections, rank))
+            if rank < projections.max_rank and view.is_informative:
                 views.append(view)
-        return views[:VIEWS] + [v for v in views[VIEWS:] if v.readers.pooled]
+        return views[:VIEWS] + [v for v in views[VIEWS:] if v.projections.pooled]
 
-    def row_space(self, observation: Observation, readers: Readers, rank: int) -> RowSpace:
+    def row_space(self, observation: Observation, projections: Projections, rank: int) -> RowSpace:
         """Return the row space of some layers' gradients, weighed by the noise if it is known.
 
         Args:
             observation: What the server saw.
-            readers: The layers, which read the same input.
+            projections: The layers, which read the same input.
             rank: The largest rank that their gradients can have without noise.
         """
-        blocks = readers.gradients(observation)
+        blocks = projections.gradients(observation)
         if self.complete:
             blocks = [complete(block, rank) for block in blocks]
-        return row_space(blocks, _variances(observation, readers), rank)
+        return row_space(blocks, _variances(observation, projections), rank)
 
 
-def first_readers(groups: list[Readers]) -> Readers | None:
+def first_projections(groups: list[Projections]) -> Projections | None:
     """Return the layers with unmixed inputs and the largest gradient, or `None`.
 
     They are the first block's query, key and value. Of LoRA's two matrices it is the one that reads
     tokens as they are, and not what the other made of them.
 
     Args:
-        groups: Groups of layers as `find_readers` finds them.
+        groups: Groups of layers as `find_projections` finds them.
 
     Example:
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
-        >>> first_readers(find_readers(observation)).mixing
+        >>> from hf_gradguard.attacks.layer_inputs import find_projections
+        >>> first_projections(find_projections(observation)).mixing
         'none'
     """
     unmixed = [g for g in groups if g.mixing == "none"]
     return max(unmixed, key=lambda g: (-g.calls, g.max_rank, g.width)) if unmixed else None
 
 
-def _need_first_readers(groups: list[Readers]) -> Readers:
-    if (unmixed := first_readers(groups)) is None:
+def _need_first_projections(groups: list[Projections]) -> Projections:
+    if (unmixed := first_projections(groups)) is None:
         raise ValueError(
             "No gradient was shared of a linear layer that reads tokens before attention mixes "
             "them (in most models the first block's query, key and value), or it is zero: span has "
@@ -391,9 +396,9 @@ def _need_first_readers(groups: list[Readers]) -> Readers:
     return unmixed
 
 
-def _mixed_readers(
-    observation: Observation, groups: list[Readers], unmixed: Readers
-) -> list[Readers]:
+def _mixed_projections(
+    observation: Observation, groups: list[Projections], unmixed: Projections
+) -> list[Projections]:
     """Return the layers with mixed inputs between the first ones and the next block's.
 
     Those of whole texts behind the last block follow.
@@ -420,7 +425,7 @@ def _without_frame(
     return {place: [t for t in tokens if t not in frame] for place, tokens in candidate_ids.items()}
 
 
-def _undecided(observation: Observation, unmixed: Readers) -> str:
+def _undecided(observation: Observation, unmixed: Projections) -> str:
     """Return what is undecided where no gradient behind the attention shows a correct text."""
     open_ = [
         open_question
@@ -450,25 +455,25 @@ def _repeated(ids: list[list[int]]) -> str:
     )
 
 
-def _variances(observation: Observation, readers: Readers) -> list[Tensor] | None:
+def _variances(observation: Observation, projections: Projections) -> list[Tensor] | None:
     """Return the known noise variance of each layer's gradient, in its shape."""
     variance = observation.noise_variance
     if variance is None:
         return None
     variances = []
-    for index, name in enumerate(readers.names):
+    for index, name in enumerate(projections.names):
         value = variance[name] if isinstance(variance, Mapping) else torch.tensor(float(variance))
         value = value.to(observation.device).expand(observation.gradient[name].shape)
-        variances.append(readers.as_rows(index, value))
+        variances.append(projections.as_rows(index, value))
     return variances
 
 
 def _objective(observation: Observation, view: View, rows: Tensor) -> float:
     """Return the fraction of the gradient's norm that the recovered tokens do not span."""
-    space, tokens = view.space, Slots(rows >= 0, rows).known_pairs(view.readers.positional)
+    space, tokens = view.space, Slots(rows >= 0, rows).known_pairs(view.projections.positional)
     if not len(tokens):
         return 1.0
-    inputs = vectors(observation, view.readers, tokens[:, 1:], tokens[:, 0])[:, 0]
+    inputs = vectors(observation, view.projections, tokens[:, 1:], tokens[:, 0])[:, 0]
     basis = torch.linalg.qr((inputs * space.columns).T).Q.T
     unexplained = space.without(basis).factor.square().sum()
     return math.sqrt(float(unexplained / space.factor.square().sum()))

@@ -16,14 +16,14 @@ from transformers import DynamicCache
 
 from ...models import without_adapters
 from ..base import ENDLESS, Clock, Observation, ordinary_id
-from ..layer_inputs import Readers, Slots, layer_inputs
+from ..layer_inputs import Projections, Slots, layer_inputs
 from .row_space import View, distances
 from .texts import Pool, Text, choose
 
 
 def inputs_of_endings(
     observation: Observation,
-    readers: Readers,
+    projections: Projections,
     prefixes: Sequence[Text],
     tokens: Sequence[int],
     uses_cache: bool,
@@ -34,40 +34,40 @@ def inputs_of_endings(
 
     Args:
         observation: What the server saw.
-        readers: The layers.
+        projections: The layers.
         prefixes: Prefixes of T tokens each.
         tokens: The K tokens.
         uses_cache: Whether the model can keep what it needs of a prefix; else all of it runs K
             times.
 
     Example:
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
-        >>> readers = find_readers(observation)[1]
-        >>> inputs_of_endings(observation, readers, [(5, 6, 7)], [8, 9], uses_cache=False).shape
+        >>> from hf_gradguard.attacks.layer_inputs import find_projections
+        >>> projections = find_projections(observation)[1]
+        >>> inputs_of_endings(observation, projections, [(5, 6, 7)], [8, 9], uses_cache=False).shape
         torch.Size([2, 4, 32])
     """
     if not prefixes[0] or not uses_cache:
         rows = [[*prefix, token] for prefix in prefixes for token in tokens]
-        return layer_inputs(observation, readers, torch.tensor(rows, device=observation.device))
+        return layer_inputs(observation, projections, torch.tensor(rows, device=observation.device))
     past = DynamicCache(config=observation.model.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
     prefix_ids = torch.tensor(prefixes, device=observation.device)
     cache = {"past_key_values": past, "use_cache": True}
-    prefix_inputs = layer_inputs(observation, readers, prefix_ids, **cache)
+    prefix_inputs = layer_inputs(observation, projections, prefix_ids, **cache)
     past.batch_repeat_interleave(len(tokens))
     token_ids = torch.tensor(tokens, device=observation.device).repeat(len(prefixes))[:, None]
     mask = token_ids.new_ones(len(token_ids), prefix_ids.shape[1] + 1)
-    token_inputs = layer_inputs(observation, readers, token_ids, mask, **cache)
+    token_inputs = layer_inputs(observation, projections, token_ids, mask, **cache)
     return torch.cat([prefix_inputs.repeat_interleave(len(tokens), 0), token_inputs], dim=1)
 
 
-def can_use_cache(observation: Observation, readers: Readers) -> bool:
+def can_use_cache(observation: Observation, projections: Projections) -> bool:
     """Return whether the model reads a text's end the same from its cache.
 
     It is tried out on a text of random words.
 
     Example:
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
-        >>> can_use_cache(observation, find_readers(observation)[1])  # an encoder
+        >>> from hf_gradguard.attacks.layer_inputs import find_projections
+        >>> can_use_cache(observation, find_projections(observation)[1])  # an encoder
         False
     """
     base = without_adapters(observation.model)
@@ -75,8 +75,8 @@ def can_use_cache(observation: Observation, readers: Readers) -> bool:
         return False
     token = ordinary_id(base, observation.tokenizer)
     text, ending = [(token, token, token + 1)], [token]
-    full_inputs = inputs_of_endings(observation, readers, text, ending, uses_cache=False)
-    cached_inputs = inputs_of_endings(observation, readers, text, ending, uses_cache=True)
+    full_inputs = inputs_of_endings(observation, projections, text, ending, uses_cache=False)
+    cached_inputs = inputs_of_endings(observation, projections, text, ending, uses_cache=True)
     return full_inputs.shape == cached_inputs.shape and torch.allclose(
         full_inputs, cached_inputs, rtol=1e-4, atol=1e-5 * float(full_inputs.abs().max())
     )
@@ -105,10 +105,11 @@ def extend_prefixes(
 
     Example:
         >>> from dataclasses import replace
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.layer_inputs import find_projections
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> readers, slots = find_readers(observation)[1], Slots.from_observation(observation)
-        >>> view = View(readers, row_space(readers.gradients(observation), None, rank=8))
+        >>> projections = find_projections(observation)[1]
+        >>> slots = Slots.from_observation(observation)
+        >>> view = View(projections, row_space(projections.gradients(observation), None, rank=8))
         >>> slots = replace(slots, candidate_ids={position: [5, 6] for position in range(8)})
         >>> extend_prefixes(observation, view, slots, beams=1).shape
         torch.Size([2, 8])
@@ -139,10 +140,10 @@ def _prefixes(
     clock: Clock,
 ) -> list[Pool]:  # fmt: skip
     """Return the best prefixes of every length, with the sums of their tokens' distances."""
-    low_rank = view.readers.max_rank < view.readers.width  # LoRA
+    low_rank = view.projections.max_rank < view.projections.width  # LoRA
     deficient = low_rank and len(view.directions) < sum(lengths)
     beams = beams * DEFICIENT if deficient else beams
-    uses_cache = can_use_cache(observation, view.readers)
+    uses_cache = can_use_cache(observation, view.projections)
     levels: list[Pool] = [{(): 0.0}]
     for position in range(max(lengths)):
         if position and clock.is_over:
@@ -193,7 +194,7 @@ def _last_distances(
     for chunk_prefixes, chunk_tokens in chunks:
         x = (
             inputs_of_endings(
-                observation, view.readers, chunk_prefixes, chunk_tokens, uses_cache
+                observation, view.projections, chunk_prefixes, chunk_tokens, uses_cache
             ).double()
             * view.space.columns
         )

@@ -58,9 +58,9 @@ def assemble_texts(
         `(B, T)` ids, -1 where nothing was looked for or found.
 
     Example:
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.layer_inputs import find_projections
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> mixed = [readers for readers in find_readers(seen) if readers.mixing == "full"][:2]
+        >>> mixed = [group for group in find_projections(seen) if group.mixing == "full"][:2]
         >>> views = [View(r, row_space(r.gradients(observation), None, rank=13)) for r in mixed]
         >>> ids, attended = batch["input_ids"], batch["attention_mask"].bool()
         >>> candidate_ids = {position: ids[:, position].tolist() for position in range(1, 7)}
@@ -70,7 +70,7 @@ def assemble_texts(
         True
     """
     attended, rows = slots.attended, slots.known_ids.clone()
-    pools = _pools(observation, views, slots, unmixed.readers.positional, clock)
+    pools = _pools(observation, views, slots, unmixed.projections.positional, clock)
     for index, text in enumerate(choose(observation, [unmixed, *views], pools)):
         rows[index, attended[index]] = torch.tensor(text, dtype=torch.long, device=rows.device)
     is_near = _are_near(observation, views, attended, rows)
@@ -87,7 +87,7 @@ def assemble_texts(
         misfits = [misfit(observation, [unmixed], attended, texts) for texts in (rows, exchanged)]
         if misfits[0] < misfits[1] + 0.5:
             return rows
-    if unmixed.readers.positional and int(is_nearer.sum()) >= distinct:
+    if unmixed.projections.positional and int(is_nearer.sum()) >= distinct:
         return exchanged
     return min((exchanged, rows), key=lambda texts: misfit(observation, views, attended, texts))
 
@@ -114,7 +114,7 @@ def _pools(
         for attempts in (1, ATTEMPTS):
             for search in in_order:
                 search.solve(attention, used, attempts)
-            if not any(search.right for search in in_order):
+            if not any(search.correct for search in in_order):
                 break
     for key, indices in patterns.items():
         pool = searches[key].sentences(used)
@@ -143,9 +143,9 @@ def _first_attention(
 
 def _is_whole(view: View, slots: Slots) -> bool:
     """Return whether all directions of the span stand out of the noise."""
-    rank = int(slots.attended.sum()) * view.readers.calls
+    rank = int(slots.attended.sum()) * view.projections.calls
     is_found = view.space.ends or len(view.directions) >= rank
-    return is_found and not view.readers.pooled and float(view.trust.min()) > SURE
+    return is_found and not view.projections.pooled and float(view.trust.min()) > SURE
 
 
 def _are_near(
@@ -163,15 +163,15 @@ def misfit(
     It counts dimensions.
 
     Example:
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.layer_inputs import find_projections
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> mixed = next(r for r in find_readers(observation) if r.mixing == "full")
+        >>> mixed = next(r for r in find_projections(observation) if r.mixing == "full")
         >>> views = [View(mixed, row_space(mixed.gradients(observation), None, rank=13))]
         >>> attended = batch["attention_mask"].bool()
         >>> wrong = batch["input_ids"].clone()
         >>> wrong[:, 1] = wrong[:, 1].flip(0)  # the first word of the other sentence
-        >>> right = misfit(observation, views, attended, batch["input_ids"])
-        >>> right < misfit(observation, views, attended, wrong)
+        >>> correct = misfit(observation, views, attended, batch["input_ids"])
+        >>> correct < misfit(observation, views, attended, wrong)
         True
     """
     explained = Explained(views)
@@ -199,9 +199,9 @@ def exchange(
         `(B, T)` ids.
 
     Example:
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.layer_inputs import find_projections
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> mixed = [readers for readers in find_readers(seen) if readers.mixing == "full"][:2]
+        >>> mixed = [group for group in find_projections(seen) if group.mixing == "full"][:2]
         >>> views = [View(r, row_space(r.gradients(observation), None, rank=13)) for r in mixed]
         >>> ids, attended = batch["input_ids"], batch["attention_mask"].bool()
         >>> slots = Slots(attended, torch.full_like(ids, -1))
@@ -265,7 +265,7 @@ class _Descent:
         }
 
     @property
-    def right(self) -> Pool:
+    def correct(self) -> Pool:
         """The sentences that are as near as only correct ones are."""
         return {text: distance for text, distance in self.pool.items() if distance < self.near}
 
@@ -285,7 +285,7 @@ class _Descent:
         if attention.heads * attention.num_equations * choices > MOST_ENTRIES:
             return
         for attempt in range(attempts * self.count):
-            if len(self.right) >= self.count or self.clock.is_over:
+            if len(self.correct) >= self.count or self.clock.is_over:
                 break
             if self.program is None:
                 self.program = SentenceProgram(attention, known_ids, self.tokens, self.clock)
@@ -303,12 +303,12 @@ class _Descent:
         Args:
             used: `(place, token)` that sentences use so far; what is found here is added.
         """
-        if len(self.right) < self.count:
+        if len(self.correct) < self.count:
             for rows, distances in self._tries(used):
                 self._note(rows, distances, used)
-                if len(self.right) >= self.count or self.clock.is_over:
+                if len(self.correct) >= self.count or self.clock.is_over:
                     break
-        return self.right if len(self.right) >= self.count else self.pool
+        return self.correct if len(self.correct) >= self.count else self.pool
 
     def _note(self, rows: Tensor, distances: Tensor, used: set[tuple[int, int]]) -> None:
         for row, distance in zip(rows, distances.tolist(), strict=True):
@@ -447,5 +447,5 @@ class _Descent:
 
 def _position_views(views: Sequence[View]) -> list[View]:
     """Return the views that read positions near the model's start, if others read whole texts."""
-    position_views = [view for view in views if not view.readers.pooled]
+    position_views = [view for view in views if not view.projections.pooled]
     return position_views if len(position_views) < len(views) else []

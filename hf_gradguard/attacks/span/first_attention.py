@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...gradient_map.replay import hooked
 from ..base import ENDLESS, Clock, Observation
-from ..layer_inputs import Readers, all_inputs, two_tokens
+from ..layer_inputs import Projections, all_inputs, two_tokens
 from .row_space import View
 from .texts import CHUNK
 
@@ -42,9 +42,9 @@ class FirstAttention:
         num_equations: The number of equations of an average.
 
     Example:
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.layer_inputs import find_projections
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> mixed = [readers for readers in find_readers(seen) if readers.mixing == "full"][:2]
+        >>> mixed = [group for group in find_projections(seen) if group.mixing == "full"][:2]
         >>> views = [View(r, row_space(r.gradients(observation), None, rank=13)) for r in mixed]
         >>> attention, ids = FirstAttention(observation, views), torch.tensor([7, 8, 9])
         >>> (weights,) = attention.weights(0, {0: 2, 7: 3}, {3: ids})
@@ -59,15 +59,17 @@ class FirstAttention:
         modules = dict(model.named_modules())
         names = {module: name for name, module in observation.model.named_modules()}
         self._observation = replace(observation, model=model)
-        self._readers = [
-            replace(view.readers, modules=tuple(modules[names[m]] for m in view.readers.modules))
+        self._projections = [
+            replace(
+                view.projections, modules=tuple(modules[names[m]] for m in view.projections.modules)
+            )
             for view in views[:2]
         ]
         self._filler, other_token = two_tokens(observation)
         self._pair = {0: torch.tensor([self._filler]), 1: torch.tensor([other_token])}
         self._values: dict[tuple[int, ...], Tensor] = {}
         self._equations = [_equations_of(view) for view in views[:2]]
-        self.is_average = self._readers[0].width % self.heads == 0 and self._gives_averages()
+        self.is_average = self._projections[0].width % self.heads == 0 and self._gives_averages()
         self._norm = self._normalization() if self.is_average and len(views) > 1 else None
         self.num_equations = sum(map(len, self._equations[: 1 if self._norm is None else 2]))
 
@@ -85,7 +87,7 @@ class FirstAttention:
             query: The place.
             ids: Ids `(K,)` by place, that one among them.
         """
-        return self._inputs(self._readers[0], query, ids).unflatten(-1, (self.heads, -1))
+        return self._inputs(self._projections[0], query, ids).unflatten(-1, (self.heads, -1))
 
     def weights(
         self,
@@ -122,8 +124,8 @@ class FirstAttention:
             for which, (_, (place, ids)) in zip(picked, group, strict=True):
                 tokens[place] = ids[which]
                 values.append(self.values(place, ids)[which])
-            shares = _shares(torch.stack(values, -1), self.average(query, tokens))
-            ratios = shares[..., 1:] / shares[..., :1].clamp(min=TINY**0.5)
+            coefficients = _coefficients(torch.stack(values, -1), self.average(query, tokens))
+            ratios = coefficients[..., 1:] / coefficients[..., :1].clamp(min=TINY**0.5)
             for column, (which, (number, _)) in enumerate(zip(picked, group, strict=True)):
                 weights[number][which] = ratios[..., column].clamp(min=0)
         return weights
@@ -138,7 +140,7 @@ class FirstAttention:
         matrix, constant = self._equations[0], self._equations[0].new_zeros(len(self._equations[0]))
         if self._norm is not None:
             ids, rows = torch.tensor([token]), self._norm.linear(self._equations[1])
-            summed = self._inputs(self._norm.readers, query, {query: ids})[0]
+            summed = self._inputs(self._norm.projections, query, {query: ids})[0]
             own_input = summed - self._norm.projection @ self.values(query, ids)[0].flatten()
             normalized_rows = rows @ self._norm.projection
             scale = matrix.norm() / normalized_rows.norm().clamp(min=TINY)
@@ -146,7 +148,7 @@ class FirstAttention:
             constant = torch.cat([constant, scale * (rows @ own_input)])
         return matrix.unflatten(-1, (self.heads, -1)), constant
 
-    def _inputs(self, readers: Readers, place: int, ids: Mapping[int, Tensor]) -> Tensor:
+    def _inputs(self, projections: Projections, place: int, ids: Mapping[int, Tensor]) -> Tensor:
         """Return the layer input at a place where only these tokens are attended, `(K, H)`."""
         device = self._observation.device
         count = len(next(iter(ids.values())))
@@ -156,7 +158,7 @@ class FirstAttention:
             rows[:, other], mask[:, other] = tokens.to(device), 1
         chunk = max(1, CHUNK // rows.shape[1])
         inputs = [
-            all_inputs(self._observation, [readers], row_chunk, mask_chunk)[0][:, place]
+            all_inputs(self._observation, [projections], row_chunk, mask_chunk)[0][:, place]
             for row_chunk, mask_chunk in zip(rows.split(chunk), mask.split(chunk), strict=True)
         ]
         return torch.cat(inputs).cpu()
@@ -164,14 +166,14 @@ class FirstAttention:
     def _gives_averages(self) -> bool:
         values = torch.stack([self.values(place, ids) for place, ids in self._pair.items()], -1)
         average = self.average(0, self._pair)
-        shares = _shares(values, average)
-        averages, sums = (values @ shares[..., None])[..., 0], shares.sum(-1)
+        coefficients = _coefficients(values, average)
+        averages, sums = (values @ coefficients[..., None])[..., 0], coefficients.sum(-1)
         return torch.allclose(averages, average) and torch.allclose(sums, torch.ones_like(sums))
 
     def _normalization(self) -> _Normalization | None:
         """Return the normalization in front of the second view, if nothing else is between."""
-        projection = self._readers[0].modules[0]
-        width = self._readers[1].width
+        projection = self._projections[0].modules[0]
+        width = self._projections[1].width
         if type(projection) is not nn.Linear or projection.out_features != width:
             return None
         outputs: dict[nn.Module, Tensor] = {}
@@ -183,13 +185,13 @@ class FirstAttention:
 
         alone, both = {0: self._pair[0]}, self._pair
         with hooked(layer.register_forward_hook(note) for layer in layers):
-            normalized = self._inputs(self._readers[1], 0, both)[0]
+            normalized = self._inputs(self._projections[1], 0, both)[0]
         for layer, output in outputs.items():
             if output.dim() == 3 and torch.equal(output[0, 0].cpu(), normalized):
                 norm = _Normalization(
-                    layer, replace(self._readers[1], modules=(layer,)), projection
+                    layer, replace(self._projections[1], modules=(layer,)), projection
                 )
-                groups = self._readers[0], norm.readers
+                groups = self._projections[0], norm.projections
                 (average, summed), (average_of_both, summed_both) = (
                     [self._inputs(group, 0, ids)[0] for group in groups] for ids in (alone, both)
                 )
@@ -203,8 +205,8 @@ class FirstAttention:
 class _Normalization:
     """A normalization: shift + scale ∘ u / size(u), of u centered or not."""
 
-    def __init__(self, layer: nn.Module, readers: Readers, projection: nn.Linear) -> None:
-        self.readers, self.projection = readers, projection.weight.detach().cpu()
+    def __init__(self, layer: nn.Module, projections: Projections, projection: nn.Linear) -> None:
+        self.projections, self.projection = projections, projection.weight.detach().cpu()
         self.scale: Tensor = layer.weight.detach().cpu()  # type: ignore[operator]
         bias = getattr(layer, "bias", None)
         self.shift = torch.zeros_like(self.scale) if bias is None else bias.detach().cpu()
@@ -226,8 +228,8 @@ class _Normalization:
         return rows - rows.mean(1, keepdim=True) * self.is_centered
 
 
-def _shares(values: Tensor, averages: Tensor) -> Tensor:
-    """Return the weights `(..., N)` of values `(..., D, N)` in averages `(..., D)`."""
+def _coefficients(values: Tensor, averages: Tensor) -> Tensor:
+    """Return the coefficients `(..., N)` of values `(..., D, N)` in averages `(..., D)`."""
     return torch.linalg.lstsq(values, averages[..., None]).solution[..., 0]
 
 

@@ -66,9 +66,9 @@ class SentenceProgram:
             arbitrary.
 
     Example:
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.layer_inputs import find_projections
         >>> from hf_gradguard.attacks.span.row_space import View, row_space
-        >>> mixed = next(r for r in find_readers(observation) if r.mixing == "full")
+        >>> mixed = next(r for r in find_projections(observation) if r.mixing == "full")
         >>> view = View(mixed, row_space(mixed.gradients(observation), None, rank=13))
         >>> ids, attention = batch["input_ids"], FirstAttention(observation, [view])
         >>> candidates = {place: ids[:, place].unique() for place in range(1, 7)}
@@ -108,11 +108,11 @@ class SentenceProgram:
                 break
             has_begun = not used_words or step >= APART
             z = self._step(z, everything if has_begun else begun)
-            decided = torch.stack([shares.max() for shares in z.split(self._sizes)])
+            decided = torch.stack([fractions.max() for fractions in z.split(self._sizes)])
             if has_begun and float(decided.min()) > DECISIVE:
                 break
         pairs = zip(self.candidates.values(), z.split(self._sizes), strict=True)
-        return [int(ids[shares.argmax()]) for ids, shares in pairs]
+        return [int(ids[fractions.argmax()]) for ids, fractions in pairs]
 
     def _query(self, attention: FirstAttention, known_ids: Mapping[int, int], query: int) -> _Query:
         by_head, constant = attention.equations(query, known_ids[query])
@@ -144,7 +144,7 @@ class SentenceProgram:
 
     def _normalized(self, z: Tensor) -> Tensor:
         by_place = z.split(self._sizes)
-        return torch.cat([shares / shares.sum().clamp(min=1e-30) for shares in by_place])
+        return torch.cat([fractions / fractions.sum().clamp(min=1e-30) for fractions in by_place])
 
     def _step(self, z: Tensor, allowed: Tensor) -> Tensor:
         """Return the allowed choices that solve the equations linearized at z."""

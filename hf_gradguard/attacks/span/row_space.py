@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..layer_inputs import Readers
+from ..layer_inputs import Projections
 
 # Rounding leaves singular values below this many epsilons of the type, of the largest (and in half
 # precision below what a weak text's may be), behind a gap, and with no tail.
@@ -281,17 +281,17 @@ class View:
     """A view of layers behind the attention, with the row space of their gradients.
 
     Args:
-        readers: The layers.
+        projections: The layers.
         space: The row space.
 
     Example:
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
-        >>> mixed = next(r for r in find_readers(observation) if r.mixing == "full")
+        >>> from hf_gradguard.attacks.layer_inputs import find_projections
+        >>> mixed = next(r for r in find_projections(observation) if r.mixing == "full")
         >>> View(mixed, row_space(mixed.gradients(observation), None, rank=13)).is_informative
         True
     """
 
-    readers: Readers
+    projections: Projections
     space: RowSpace
     directions: Tensor = field(init=False)
     trust: Tensor = field(init=False)

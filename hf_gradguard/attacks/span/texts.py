@@ -34,9 +34,9 @@ def distance_outside(
         masks: The positions that count, `(K, T)`.
 
     Example:
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.layer_inputs import find_projections
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> mixed = next(r for r in find_readers(observation) if r.mixing == "full")
+        >>> mixed = next(r for r in find_projections(observation) if r.mixing == "full")
         >>> view = View(mixed, row_space(mixed.gradients(observation), None, rank=13))
         >>> ids, mask = batch["input_ids"], batch["attention_mask"].bool()
         >>> far = distance_outside(observation, [view], ids, mask)
@@ -52,8 +52,11 @@ def distance_outside(
     texts_per_pass = max(1, CHUNK // ids.shape[1])
     for start in range(0, len(ids), texts_per_pass):
         mask = masks[start : start + texts_per_pass]
-        rows, readers = ids[start : start + texts_per_pass], [view.readers for view in views]
-        inputs = all_inputs(observation, readers, rows, mask)
+        rows, projections = (
+            ids[start : start + texts_per_pass],
+            [view.projections for view in views],
+        )
+        inputs = all_inputs(observation, projections, rows, mask)
         total = torch.zeros(len(mask), dtype=torch.float64, device=ids.device)
         for view, x in zip(views, inputs, strict=True):
             x = x.double() * view.space.columns
@@ -70,7 +73,7 @@ def vectors_of(
     vectors: list[list[Tensor]] = []
     for text in ids:
         row = torch.tensor([list(text)], device=observation.device)
-        inputs = all_inputs(observation, [view.readers for view in views], row)
+        inputs = all_inputs(observation, [view.projections for view in views], row)
         vectors.append([])
         for view, x in zip(views, inputs, strict=True):
             rows = x[0, : len(text)] if x.dim() == 3 else x
@@ -83,9 +86,9 @@ class Explained:
     """The part of the views' row spaces that the texts taken so far explain.
 
     Example:
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.layer_inputs import find_projections
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> mixed = next(r for r in find_readers(observation) if r.mixing == "full")
+        >>> mixed = next(r for r in find_projections(observation) if r.mixing == "full")
         >>> view = View(mixed, row_space(mixed.gradients(observation), None, rank=13))
         >>> texts = [row[row > 0].tolist() for row in batch["input_ids"]]
         >>> explained = Explained([view])
@@ -146,35 +149,35 @@ def choose(
         For each row a text; an empty one where there is no candidate.
 
     Example:
-        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.layer_inputs import find_projections
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> mixed = next(r for r in find_readers(observation) if r.mixing == "full")
+        >>> mixed = next(r for r in find_projections(observation) if r.mixing == "full")
         >>> view = View(mixed, row_space(mixed.gradients(observation), None, rank=13))
-        >>> right = [tuple(row[row > 0].tolist()) for row in batch["input_ids"]]
-        >>> found = choose(observation, [view], [dict.fromkeys(right, 0.0)] * 2)
-        >>> sorted(found) == sorted(right)
+        >>> correct = [tuple(row[row > 0].tolist()) for row in batch["input_ids"]]
+        >>> found = choose(observation, [view], [dict.fromkeys(correct, 0.0)] * 2)
+        >>> sorted(found) == sorted(correct)
         True
     """
     texts = list(dict.fromkeys(text for row in candidates for text in row))
     inputs = vectors_of(observation, views, texts)
     vectors: dict[Text, list[Tensor]] = dict(zip(texts, inputs, strict=True))
     chosen = _choose(views, candidates, vectors, sweeps)
-    right = [
+    correct = [
         {text: distance for text, distance in row.items() if distance < NEAR * len(text)} or row
         for row in candidates
     ]
     # Where rounding does not end, it counts as something to explain.
     noiseless_views = [k for k, view in enumerate(views) if view.space.ends]
     if noiseless_views and any(
-        text not in row for text, row in zip(chosen, right, strict=True) if row
+        text not in row for text, row in zip(chosen, correct, strict=True) if row
     ):
-        right_chosen = _choose(views, right, vectors, sweeps)
-        of_right, of_chosen = (
+        correct_chosen = _choose(views, correct, vectors, sweeps)
+        of_correct, of_chosen = (
             _unexplained_by(views, noiseless_views, texts, vectors)
-            for texts in (right_chosen, chosen)
+            for texts in (correct_chosen, chosen)
         )
-        if of_right <= of_chosen + CLOSE * len(noiseless_views):
-            return right_chosen
+        if of_correct <= of_chosen + CLOSE * len(noiseless_views):
+            return correct_chosen
     return chosen
 
 

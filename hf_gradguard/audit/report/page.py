@@ -80,8 +80,8 @@ def headline(summary: Summary) -> str:
     if undefended is not None and undefended.is_at_chance:
         sentences.append(
             "These attacks are no better than a guess "
-            f"({summary.main_score.format(summary.guess)}) even without a defense, so of "
-            "reconstruction they prove nothing."
+            f"({summary.main_score.format(summary.guess)}) even without a defense, so "
+            "they prove nothing about reconstruction."
         )
     elif undefended is not None:
         sentences.append(f"Without a defense a server {_recovers(summary, undefended)}.")
@@ -255,9 +255,9 @@ def _legend(summary: Summary) -> str:
         f"{summary.main_score.legend}: mean over {summary.samples} samples, with 95 % bootstrap "
         f"intervals over messages of {settings['batch_size']}. Chance: {settings['chance']}. "
         f"{informed}{pairs_legend(summary)}"
-        "Labels recovered: the share that is read off the last layer's gradient, also where "
+        "Labels recovered: the fraction that is read off the last layer's gradient, also where "
         "attacks are granted the labels; chance draws classes at random. Relative error and "
-        "cosine: of what was shared, to the true gradient. "
+        "cosine compare what was shared with the true gradient. "
         f"{' '.join([summary.estimators_note, *summary.estimator_meanings])}"
     )
 
@@ -281,11 +281,12 @@ def pairs_legend(summary: Summary) -> str:
         f"{label} {show_mean(pairs.direction_ratio)}" for label, pairs in known.items()
     )
     return (
-        f"{unit.capitalize()}s told apart: of pairs that differ in one {unit}, the share of which "
-        "the likelihood names the true one, with an exact 95 % interval; only at chance (0.50) may "
-        f"a defense be said to hide {unit}s. Such a change moves a gradient by {changes[0]:.0%} to "
-        f"{changes[-1]:.0%} of its norm (medians), and a gradient stands out of the change that "
-        f"its defense made, along its own direction, by a factor of √d‖g‖/‖shared - g‖: {dials}. "
+        f"{unit.capitalize()}s distinguished: the fraction of pairs that differ in one {unit} for "
+        "which the likelihood names the true one, with an exact 95 % interval. Only at chance "
+        f"(0.50) may a defense be said to hide {unit}s. Such a change moves a gradient by "
+        f"{changes[0]:.0%} to {changes[-1]:.0%} of its norm (medians). A gradient stands out of "
+        "the change that its defense made, along its own direction, by a factor of "
+        f"√d‖g‖/‖shared - g‖: {dials}. "
     )
 
 

@@ -61,9 +61,9 @@ class Membership:
 
     def recognizes(self, sample: str) -> str:
         """Return the words for how many members it recognizes; members are called `sample`."""
-        share = MAIN_SCORES["text"].format_estimate(self.scores["top1"])  # in percent
+        fraction = MAIN_SCORES["text"].format_estimate(self.scores["top1"])  # in percent
         among = f"among {self.candidates} candidates ({100 * self.chance:.0f} % by chance)"
-        return f"recognizes {share} of the {sample}s {among}"
+        return f"recognizes {fraction} of the {sample}s {among}"
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ def _membership(pair: tuple[str, str], cells: Sequence[Cell]) -> Membership | No
     ends = scored.interval if len(rankings) > 1 else {}
     # A message with more members weighs more, as in the mean over samples.
     sizes = [len(ranking["members"]) for ranking in rankings]
-    shares = [len(ranking["members"]) / len(ranking["scores"]) for ranking in rankings]
+    fractions = [len(ranking["members"]) / len(ranking["scores"]) for ranking in rankings]
     return Membership(
         *pair,
         scores=with_open_ends(
@@ -318,7 +318,7 @@ def _membership(pair: tuple[str, str], cells: Sequence[Cell]) -> Membership | No
         ),
         candidates=len(rankings[0]["scores"]),
         members=len(scored.per_sample["rank"]),
-        chance=float(np.average(shares, weights=sizes)),
+        chance=float(np.average(fractions, weights=sizes)),
         knows_defense=any(cell.get("knows_defense", False) for cell in cells),
     )
 
@@ -345,8 +345,8 @@ def _percentiles(cells: Sequence[Cell]) -> Values:
     for cell in cells:
         for ranking in _rankings([cell]):
             scored = score_candidates([ranking["scores"]], [ranking["members"]], bootstrap=0)
-            shares = [1 - (r - 1) / scored.false_positives for r in scored.per_sample["rank"]]
-            values[cell["message"]] = {PERCENTILE: shares}
+            fractions = [1 - (r - 1) / scored.false_positives for r in scored.per_sample["rank"]]
+            values[cell["message"]] = {PERCENTILE: fractions}
     return values
 
 
@@ -362,19 +362,23 @@ def _rankings(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 # --- labels
 
 
-def _share_recovered(recovered: Sequence[int], true: Sequence[int]) -> float:
+def _fraction_recovered(recovered: Sequence[int], true: Sequence[int]) -> float:
     """Return the fraction of true labels that were recovered, each as often as both have it."""
     return (Counter(recovered) & Counter(true)).total() / len(true)
 
 
 def recovered_labels(result: Audit, defense: str) -> Values:
     """Return the fraction of labels recovered from each message under a defense, over repeats."""
-    shares: dict[int, list[float]] = {}
+    fractions: dict[int, list[float]] = {}
     for row in result.shared:
         if row["defense"] == defense and "labels" in row:
             true = result.messages[row["message"]]["labels"]
-            shares.setdefault(row["message"], []).append(_share_recovered(row["labels"], true))
-    return {message: {"labels": [float(np.mean(share))]} for message, share in shares.items()}
+            fractions.setdefault(row["message"], []).append(
+                _fraction_recovered(row["labels"], true)
+            )
+    return {
+        message: {"labels": [float(np.mean(fraction))]} for message, fraction in fractions.items()
+    }
 
 
 def labels_by_chance(result: Audit) -> float | None:
@@ -498,5 +502,5 @@ def _unfinished(result: Audit) -> str:
     times = f", each {settings['repeats']} times" if settings["repeats"] > 1 else ""
     return (
         f"This audit is not finished: it is of {done} of {planned} messages{times}. The same "
-        "command goes on where it stopped."
+        "command continues where it stopped."
     )

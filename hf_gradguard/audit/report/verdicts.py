@@ -95,8 +95,8 @@ MAIN_SCORES = {
     "text": MainScore(
         name="token_f1", sample="text", verb="recovers", amount="of the words",
         scale=100, unit="%", digits=0, legend="token F1, from 0 to 1",
-        note="A share of words is the token F1: precision and recall together, special tokens not "
-        "counted.",
+        note="The fraction of words is the token F1: precision and recall together, special "
+        "tokens not counted.",
         tick_step=0.25, axis_end=1.0, axis_limit=1.0, clear_margin=0.25, unit_of_change="word",
     ),
     "image": MainScore(
@@ -287,25 +287,25 @@ def verdicts(
             is_recognized, sentence = recognized[defense]
         if pairs is not None and standing == "chance" and not pairs.is_at_chance:
             standing = "reduced"
-        words = [text, sentence, told_apart(pairs, score) if pairs is not None else ""]
+        words = [text, sentence, distinguishing_rate(pairs, score) if pairs is not None else ""]
         drawn_up.append(Verdict(defense, standing, " ".join(filter(None, words)), is_recognized))
     return drawn_up
 
 
-def told_apart(pairs: Distinguishability, score: MainScore) -> str:
-    """Return a sentence on how many pairs a message distinguishes.
+def distinguishing_rate(pairs: Distinguishability, score: MainScore) -> str:
+    """Return a sentence on the rate at which messages distinguish the two texts of a pair.
 
     Example:
-        >>> told_apart(Distinguishability(30, 32, 0.25, 160.0), MAIN_SCORES["text"])[-50:]
-        ' message tells which in 94 % [79, 99] of 32 pairs.'
-        >>> told_apart(Distinguishability(17, 32, 0.25, 0.5), MAIN_SCORES["image"])[-32:]
+        >>> distinguishing_rate(Distinguishability(30, 32, 0.25, 160.0), MAIN_SCORES["text"])[-47:]
+        'word was sent for 94 % [79, 99] of 32 pairs.'
+        >>> distinguishing_rate(Distinguishability(17, 32, 0.25, 0.5), MAIN_SCORES["image"])[-32:]
         'not distinguishable from chance.'
     """
     low, high = pairs.interval
     rate = f"{100 * pairs.rate:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of {pairs.pairs} pairs"
     pair = f"two {score.sample}s that differ in one {score.unit_of_change}"
-    text = f"Of {pair}, a message tells which in {rate}"
-    return text + (": not distinguishable from chance." if pairs.is_at_chance else ".")
+    text = f"A message reveals which of {pair} was sent for {rate}"
+    return text + (", which is not distinguishable from chance." if pairs.is_at_chance else ".")
 
 
 class _Judge:
@@ -366,7 +366,7 @@ class _Judge:
         drops = [drop for drop in (itself, best.below_strongest) if drop and drop.low is not None]
         recovered = self._recovered(best, rows)
         if not drops:
-            lacking = "Undefended was not tried on the same messages."
+            lacking = "The undefended gradient was not attacked on the same messages."
             return "unknown", f"{recovered}. {self._leak(rows)} {lacking}{weakness}"
         # Neither below itself nor below the strongest attack: the defense takes nothing away.
         if not any(drop.above_zero for drop in drops):
