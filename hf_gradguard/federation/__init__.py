@@ -1,4 +1,4 @@
-"""Clients that train for several steps before they send: their updates, protected."""
+"""Protection of updates: clients train for several steps before they send."""
 
 from ..gradient_map import UpdateMap
 from .updates import protect_update

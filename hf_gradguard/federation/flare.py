@@ -1,7 +1,7 @@
-"""Protection of what a client of NVIDIA FLARE sends. Needs `pip install 'hf-gradguard[flare]'`.
+"""Protection of what a client of NVIDIA FLARE sends, by `pip install 'hf-gradguard[flare]'`.
 
 `GradGuardFilter` in `task_result_filters` protects every difference of weights, and lets nothing
-pass that is none. `GradGuardUnpackFilter` unpacks on the server what clients pack.
+else pass. `GradGuardUnpackFilter` unpacks on the server what clients pack.
 """
 
 from __future__ import annotations
@@ -47,31 +47,32 @@ _RECEIVED, _PASSED = "__gradguard_received__", "__gradguard_passed__"
 
 
 class GradGuardFilter(DXOFilter):
-    """A filter of a client's task results: what training changed is protected before it is sent.
+    """A filter of a client's task results that protects what training changed before it is sent.
 
     It is on without any arguments (Gaussian noise as large as the update), and only
     `defense="none"` turns it off. A result passes if it is one `WEIGHT_DIFF` with the names, shapes
     and types of the weights that came with the task, finite, with single numbers beside it; or
     metrics that are single numbers. Everything else ends with an error, which FLARE reports to the
-    server in the place of the result.
+    server in place of the result.
 
-    What the defense remembers stays in the job's folder on the client, in a private file, so that a
-    client that was killed goes on from there.
+    The state of the defense stays in the job's folder on the client, in a private file, so that a
+    client that was killed continues from there.
 
     Args:
-        defense: Its name. `"none"`, and only that, turns protection off.
-        settings: Of the defense.
-        withhold: As in `GuardSettings`, and so on.
-        withheld: Likewise.
-        share_input_embeddings: Likewise.
+        defense: The defense's name. `"none"`, and only that, turns protection off.
+        settings: The defense's settings.
+        withhold: Patterns of names that are not sent, as in `GuardSettings`.
+        withheld: What is sent for withheld names, as in `GuardSettings`.
+        share_input_embeddings: Whether to send tables, as in `GuardSettings`.
         allow: Names of headers and metadata that may pass unread, with commas between them.
-        state_folder: Where the state is kept in the place of the job's folder.
-        tables, frozen: As in `GuardSettings`.
-        packed: Likewise; the server needs a `GradGuardUnpackFilter`.
+        state_folder: The folder of the state, in place of the job's folder.
+        tables: Patterns of the names of tables, as in `GuardSettings`.
+        frozen: Patterns of the names of frozen weights, as in `GuardSettings`.
+        packed: Whether updates are packed; the server then needs a `GradGuardUnpackFilter`.
 
     Raises:
-        ValueError: For a setting that there is not, or one out of range.
-        TypeError: For a setting that the defense does not have.
+        ValueError: If a setting is unknown or out of range.
+        TypeError: If the defense does not have a setting.
 
     Example:
         >>> guard = GradGuardFilter("pruning", {"ratio": 0.9})
@@ -116,9 +117,9 @@ class GradGuardFilter(DXOFilter):
         self._received: dict[str, Tensor] = {}
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Before a task the weights that came with it are remembered. After the filters, a result
-        that came by none of these is emptied: FLARE applies a filter to tasks of exactly the names
-        that it has, and `"*"` is none.
+        """Remember the weights that come with a task, and empty results that no filter saw.
+
+        FLARE applies a filter to tasks of exactly the names that it has, and `"*"` is none.
         """
         if event_type == EventType.BEFORE_TASK_EXECUTION:
             self._received = weights_in(fl_ctx.get_prop(FLContextKey.TASK_DATA))
@@ -142,10 +143,10 @@ class GradGuardFilter(DXOFilter):
         result.update(make_reply(code))
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """A result with its difference of weights protected; a task's data as they are.
+        """Return a result with its difference of weights protected; a task's data is not changed.
 
         Raises:
-            ValueError: If a result is none that may be sent.
+            ValueError: If the result may not be sent.
             FloatingPointError: If something in it is not finite.
             RuntimeError: If the defense needs the client's data, or this is no client.
         """
@@ -175,7 +176,7 @@ class GradGuardFilter(DXOFilter):
         return dxo.update_shareable(shareable)
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO:
-        """Not called: `process` lets nothing pass that is no DXO, where FLARE's does."""
+        """Refuse to be called: `process` lets nothing pass that is no DXO, where FLARE's does."""
         raise NotImplementedError
 
     def _opened(self, shareable: Shareable) -> DXO:
@@ -240,14 +241,13 @@ class GradGuardFilter(DXOFilter):
 
 
 class GradGuardUnpackFilter(DXOFilter):
-    """A filter of a server's task results: differences that clients packed are as they would have
-    been sent. Whatever is not packed passes as it is.
+    """A filter of a server's task results that unpacks differences that clients packed.
 
-    Shapes are those of the weights that went out with tasks, so that no client can ask for more
-    memory than the model has.
+    What is not packed is not changed. Shapes are those of the weights that went out with tasks, so
+    that no client can ask for more memory than the model has.
 
     Raises:
-        ValueError: For a difference that is packed wrongly; FLARE then counts the result as failed.
+        ValueError: If a difference is packed wrongly; FLARE then counts the result as failed.
         FloatingPointError: If an entry is not finite.
 
     Example:
@@ -259,13 +259,17 @@ class GradGuardUnpackFilter(DXOFilter):
         self._outlines: dict[str, Tensor] = {}
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """When a task goes out, shapes and types of its weights are remembered."""
+        """Remember the shapes and types of a task's weights when it goes out."""
         if event_type == EventType.AFTER_TASK_DATA_FILTER:
             weights = weights_in(fl_ctx.get_prop(FLContextKey.TASK_DATA))
             self._outlines |= {name: tensor.to("meta") for name, tensor in weights.items()}
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO:
-        """With every packed tensor unpacked."""
+        """Return a result with every packed tensor unpacked.
+
+        Raises:
+            ValueError: If a packed tensor is no difference of weights.
+        """
         arrays = {k: v for k, v in dxo.data.items() if isinstance(v, np.ndarray | Tensor)}
         packed = {name: _tensor(name, array) for name, array in arrays.items()}
         packed = {name: tensor for name, tensor in packed.items() if is_packed(tensor)}
@@ -278,7 +282,7 @@ class GradGuardUnpackFilter(DXOFilter):
 
 
 def weights_in(data: Shareable | None) -> dict[str, Tensor]:
-    """The weights that came with a task, by name; none if none came.
+    """Return the weights that came with a task, by name; none if none came.
 
     Example:
         >>> weights_in(None)

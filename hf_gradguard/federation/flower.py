@@ -1,9 +1,9 @@
-"""Protection of what a Flower `ClientApp` sends. Needs `pip install 'hf-gradguard[flower]'`.
+"""Protection of what a Flower `ClientApp` sends, by `pip install 'hf-gradguard[flower]'`.
 
     app = ClientApp(mods=[gradguard_mod])
 
-From then on every update is protected, by what the run's config says under `gradguard.`: see
-`GuardSettings`. With secure aggregation, `mods=[secaggplus_mod, gradguard_mod]`.
+With this mod every update is protected, by what the run's config says under `gradguard.`: see
+`GuardSettings`. With secure aggregation, use `mods=[secaggplus_mod, gradguard_mod]`.
 """
 
 from __future__ import annotations
@@ -60,12 +60,11 @@ class ClientGuard(Guard):
         self._load()
 
     def arrays(self, received: ArrayRecord, update: Mapping[str, Tensor]) -> ArrayRecord:
-        """What to return of an update that `guard.defense` protected: the mod lets exactly this
-        pass.
+        """Return the record of an update that `guard.defense` protected, which the mod lets pass.
 
         Args:
             received: The weights that came with the message.
-            update: As `protect_update` made it, of all names or of some.
+            update: The update as `protect_update` made it, of all names or of some.
 
         Raises:
             ValueError: If a name or a shape was not received.
@@ -83,9 +82,7 @@ class ClientGuard(Guard):
         return answer
 
     def save(self) -> None:
-        """Put what the defense remembers into `context.state`, and into the folder if one is
-        set.
-        """
+        """Store the defense's state in `context.state`, and in the folder if one is set."""
         self._context.state[STATE] = record_of(self.remembered())
         self._context.state[f"{STATE}.of"] = ConfigRecord(dict(self.kind))
         if self.settings.state_folder:
@@ -136,13 +133,12 @@ _PARTED = (
 def gradguard_mod(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """A client mod: what the app after it returns is protected before anything is sent.
+    """Protect what the app behind this client mod returns, before anything is sent.
 
     Give it last, nearest to the app: whatever comes before it sees protected updates only. It is on
-    without any settings (Gaussian noise as large as the update), and only
-    `gradguard.defense = "none"` turns it off. An answer that is not one record of weights trained
-    from those received, with single numbers beside it, is refused: the app fails, and nothing is
-    sent.
+    without any settings (Gaussian noise as large as the update), and only `gradguard.defense =
+    "none"` turns it off. An answer that is not one record of weights trained from those received,
+    with single numbers beside it, is refused: the app fails, and nothing is sent.
 
     Raises:
         ValueError: If the answer is not that, or the run's config is wrong.
@@ -194,11 +190,10 @@ def gradguard_mod(
 
 
 class MergeByName:
-    """For a server whose clients leave names out (`gradguard.withheld = "left out"`), or pack what
-    they send (`gradguard.packed = true`): what nobody sends stays as it is, and what is packed is
-    unpacked.
+    """A mixin for strategies whose clients leave names out, or pack what they send.
 
-    Put it before a strategy of Flower's.
+    With `gradguard.withheld = "left out"`, names that nobody sends keep their values. With
+    `gradguard.packed = true`, what is packed is unpacked. Put it before a strategy of Flower's.
 
     Example:
         >>> from flwr.serverapp.strategy import FedAvg
@@ -210,7 +205,7 @@ class MergeByName:
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any
     ) -> Iterable[Message]:
-        """As the strategy's; remembers the weights that it sends."""
+        """Return the strategy's messages, and remember the weights that they send."""
         self._all_arrays = arrays
         messages: Iterable[Message] = super().configure_train(  # type: ignore[misc]
             server_round, arrays, config, grid
@@ -220,7 +215,7 @@ class MergeByName:
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """As the strategy's, with the names that were left out.
+        """Return the strategy's result, with the names that were left out.
 
         Raises:
             ValueError: If clients sent a name that they did not get, or packed a tensor wrongly.
@@ -243,7 +238,7 @@ def unpack_reply(reply: Message, received: Mapping[str, Tensor]) -> None:
     """Replace packed arrays of a reply by what its client would have sent without packing.
 
     Args:
-        reply: Of a client.
+        reply: The reply of a client.
         received: The weights that it got.
 
     Raises:
@@ -266,7 +261,7 @@ def unpack_reply(reply: Message, received: Mapping[str, Tensor]) -> None:
 
 
 def arrays_in(message: Message) -> dict[str, ArrayRecord]:
-    """The records of arrays in a message, by name.
+    """Return the records of arrays in a message, by name.
 
     Example:
         >>> list(arrays_in(train_message))
@@ -276,7 +271,7 @@ def arrays_in(message: Message) -> dict[str, ArrayRecord]:
 
 
 def tensors_of(record: ArrayRecord) -> dict[str, Tensor]:
-    """The arrays of a record as tensors of their own.
+    """Return the arrays of a record as tensors with memory of their own.
 
     Example:
         >>> record = ArrayRecord({"w": Array(torch.ones(2).numpy())})
@@ -287,7 +282,7 @@ def tensors_of(record: ArrayRecord) -> dict[str, Tensor]:
 
 
 def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    """Tensors as a record of arrays.
+    """Return tensors as a record of arrays.
 
     Example:
         >>> list(record_of({"w": torch.ones(2)}))
@@ -297,7 +292,7 @@ def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def digest(record: ArrayRecord) -> bytes:
-    """SHA-256 of names and arrays.
+    """Return the SHA-256 of names and arrays.
 
     Example:
         >>> digest(record_of({"w": torch.ones(2)})) == digest(record_of({"w": torch.zeros(2)}))

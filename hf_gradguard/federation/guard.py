@@ -1,7 +1,7 @@
-"""What stands between a client's training and the network, whichever framework sends.
+"""The guard between a client's training and the network, whichever framework sends.
 
-A guard is on as soon as it is there. It protects the difference between the weights that a client
-got and those that it wants to send; what is no such difference, it refuses to send.
+A guard is on as soon as it exists. It protects the difference between the weights that a client got
+and those that it wants to send, and refuses to send anything else.
 """
 
 from __future__ import annotations
@@ -39,33 +39,34 @@ _GRID = 64  # entries that may lie on a grid by chance
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """How a guard protects. All of it has a default, so that a guard without settings is on.
+    """The settings of a guard, which all have defaults, so that a guard without settings is on.
 
     Args:
-        defense: Its name. `"none"`, and only that, turns protection off.
-        settings: Of the defense. Noise needs a stated `scale` here; `protect_update`, which has the
-            data, takes a relative one too.
+        defense: The defense's name. `"none"`, and only that, turns protection off.
+        settings: The defense's settings. Noise needs a stated `scale` here; `protect_update`, which
+            has the data, takes a relative one too.
         withhold: Patterns of names that are not sent, with commas between them. Default: running
             statistics of batch normalization.
         withheld: `"zeros"` sends the received value, which is a change of zero; `"left out"` leaves
             the name out, for servers that merge by name.
-        sends: What the client returns: its new `"weights"`, or their `"difference"` from those it
-            got.
         tables: Patterns of the names of matrices that the data looks up, with commas between them:
-            which of their rows changed names the words. Default: what they are usually called
-            (`TABLES`); and then every other matrix is refused of which some rows did not change at
-            all. A list of one's own model's tables is taken at its word.
+            which of their rows changed names the words. Default: their usual names (`TABLES`); and
+            then every other matrix is refused of which some rows did not change at all. A list of
+            your own model's tables is trusted.
         frozen: Patterns of the names of weights that no client trains, with commas between them:
             they get no noise. Default: `"unchanged"`, what came back as it was received to the last
             bit. A layer that no sample of a round used (a single expert, an adapter of another
             language) comes back so too, and shows it: list what is frozen (nothing: `"-"`).
-        share_input_embeddings: Send tables although their rows say which words were there.
+        sends: What the client returns: its new `"weights"`, or their `"difference"` from those it
+            got.
+        share_input_embeddings: Whether to send tables although their rows say which words were
+            there.
         allow: Names of other records that may pass unread, with commas between them.
-        state_folder: Where the defense's state is kept as well, for frameworks that lose it with
-            the process.
-        packed: Send protected updates in few bytes: sparse ones as position and value, quantized
-            ones at their bits. The server has to unpack them. With it whole weights are sent as
-            their difference too, which they round.
+        state_folder: A further folder of the defense's state, for frameworks that lose it with the
+            process.
+        packed: Whether to send protected updates in few bytes: sparse ones as position and value,
+            quantized ones at their bits. The server has to unpack them. Whole weights are then sent
+            as their difference too, which they round.
 
     Example:
         >>> config = {"gradguard.defense": "pruning", "gradguard.pruning.ratio": 0.8, "rounds": 3}
@@ -97,15 +98,15 @@ class GuardSettings:
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> GuardSettings:
-        """Of a run's flat configuration; hyphens in names count as underscores.
+        """Return the settings in a run's flat configuration; hyphens in names count as underscores.
 
         A defense's own settings stand under its name (`gradguard.pruning.ratio`), so that a run may
-        choose another defense and leave them be.
+        choose another defense without removing them.
 
         Raises:
-            ValueError: For an entry under `gradguard.` that is none, with those there are, and for
-                values out of range.
-            TypeError: For a setting that the defense does not have.
+            ValueError: If an entry under `gradguard.` is unknown (the message lists the entries),
+                or a value is out of range.
+            TypeError: If the defense does not have a setting.
         """
         arguments = [field.name for field in fields(cls) if field.name != "settings"]
         given_arguments: dict[str, Any] = {}
@@ -132,15 +133,15 @@ class GuardSettings:
         return self.defense != "none"
 
     def is_withheld(self, name: str) -> bool:
-        """Whether a name is not sent."""
+        """Return whether a name is not sent."""
         return matches(name, self.withhold)
 
 
 class Guard:
-    """One client's guard, with what its defense remembers.
+    """One client's guard, with the state of its defense.
 
     Args:
-        settings: How it protects.
+        settings: The settings.
 
     Example:
         >>> guard = Guard(GuardSettings(settings={"scale": 0.1}))
@@ -160,22 +161,22 @@ class Guard:
 
     @property
     def kind(self) -> dict[str, str]:
-        """The defense and its settings: what another one remembers is of no use."""
+        """The defense and its settings, which say whether a stored state fits."""
         settings = repr(sorted(self.defense.settings().items(), key=str))
         return {"defense": self.settings.defense, "settings": settings}
 
     def remembered(self) -> Tensors:
-        """What the defense remembers, on the CPU."""
+        """Return the defense's state, on the CPU."""
         return {name: tensor.cpu() for name, tensor in self.defense.state_dict().items()}
 
     def save_state(self, folder: str | Path, client: str) -> None:
-        """Keep what the defense remembers in a private file, of this client and this defense."""
+        """Store the defense's state in a private file of this client and this defense."""
         path = self._file(folder, client)
         make_private_folder(path.parent)
         write_private(path, save(self.remembered(), metadata=self.kind))
 
     def load_state(self, folder: str | Path, client: str) -> bool:
-        """Take up what `save_state` kept, if it did.
+        """Load what `save_state` stored, and return whether there was anything.
 
         Raises:
             ValueError: If the file is damaged.
@@ -285,8 +286,9 @@ class Guard:
         return unchanged
 
     def change(self, received: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Tensors:
-        """The difference that is to be protected: of all floating-point tensors that are not
-        withheld, in at least float32.
+        """Return the difference to protect, in at least float32.
+
+        It has all floating-point tensors that are not withheld.
 
         Raises:
             ValueError: If nothing is left, for a table of the input, or for what was trained in
@@ -309,11 +311,12 @@ class Guard:
         return change
 
     def sent(self, received: Mapping[str, Tensor], message: Mapping[str, Tensor]) -> Tensors:
-        """A protected update as what is sent: new weights, or their difference, or bytes of either.
+        """Return a protected update as it is sent: new weights, their difference, or bytes.
+
         What the message does not have was withheld.
 
         Raises:
-            ValueError: For whole weights in half precision.
+            ValueError: If whole weights are in half precision.
         """
         sends_weights, packed = self.settings.sends == "weights", self.settings.packed
         answer: Tensors = {}
@@ -377,9 +380,10 @@ def _protection_of_transcript(defense: Any) -> str:
 
 
 def tied_names(received: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> dict[str, str]:
-    """Further names of a tensor that a model has under several, each with its first name.
+    """Return further names of a tensor that has several, each with its first name.
 
-    Frameworks exchange copies, so values decide: equal before training, and changed alike.
+    Frameworks exchange copies, so values decide: they were equal before training, and changed
+    equally.
 
     Args:
         received: The weights that the client got.
@@ -412,10 +416,15 @@ def tied_names(received: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> 
 def check_difference(
     received: Mapping[str, Tensor], trained: Mapping[str, Tensor], sends: Sends
 ) -> None:
-    """See that one can be the outcome of training from the other.
+    """Check that one set of tensors can be the outcome of training from the other.
+
+    Args:
+        received: The weights that the client got.
+        trained: What it wants to send.
+        sends: Whether that is `"weights"` or their `"difference"`.
 
     Raises:
-        ValueError: If names, shapes or types differ, what should be weights looks like their
+        ValueError: If names, shapes or types differ, or what should be weights looks like their
             difference, or the other way round.
         FloatingPointError: If something is not finite.
 

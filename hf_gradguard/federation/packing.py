@@ -1,8 +1,8 @@
-"""Updates in few bytes: nonzero entries by position and value, few levels by their number.
+"""Packing of updates in few bytes: nonzero entries by position and value, few levels by number.
 
-A packed tensor is a vector of bytes, and unpacks to the same bits. What it is made of is what the
-whole tensor shows as well, the positions of zeros and the number of levels included: packing tells
-a server nothing new.
+A packed tensor is a vector of bytes, and unpacks to the same bits. It is made of what the whole
+tensor shows as well, the positions of zeros and the number of levels included: packing tells a
+server nothing new.
 
 Positions are gaps in Golomb-Rice code: with k bits each and the rest in unary, near the entropy of
 random positions for the k that takes least, and a bitmap at k = 0.
@@ -53,10 +53,10 @@ class _Form(NamedTuple):
 
 
 def pack(tensor: Tensor, is_added: bool = False) -> Tensor:
-    """A floating-point tensor as bytes, `(n,)` of uint8: at most 32 more than it has.
+    """Pack a floating-point tensor into bytes, `(n,)` of uint8: at most 32 more than it has.
 
     Args:
-        tensor: Of any shape, which the receiver has to know.
+        tensor: A tensor of any shape, which the receiver has to know.
         is_added: Whether the receiver is to add it to what it has.
 
     Example:
@@ -94,7 +94,7 @@ def pack(tensor: Tensor, is_added: bool = False) -> Tensor:
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether bytes are a packed tensor's.
+    """Return whether bytes are a packed tensor's.
 
     Example:
         >>> is_packed(pack(torch.zeros(3))), is_packed(torch.zeros(3))
@@ -106,21 +106,21 @@ def is_packed(tensor: Tensor) -> bool:
 
 
 def is_added(tensor: Tensor) -> bool:
-    """Whether a packed tensor is to be added to what was received."""
+    """Return whether a packed tensor is to be added to what was received."""
     return bool(int(tensor[len(_MAGIC)]) & _ADDED)
 
 
 def unpack(name: str, packed: Tensor, like: Tensor) -> Tensor:
-    """What was packed, to the last bit.
+    """Return what was packed, to the last bit.
 
     Args:
-        name: Of the tensor, for errors.
-        packed: As `pack` made it, `(n,)` of uint8.
-        like: Has the shape and the type. A message states neither, so that none can ask for more
-            memory than the model has.
+        name: The tensor's name, for errors.
+        packed: The bytes as `pack` made them, `(n,)` of uint8.
+        like: A tensor of the shape and the type. A message states neither, so that none can ask for
+            more memory than the model has.
 
     Raises:
-        ValueError: For bytes that `pack` does not make of such a tensor.
+        ValueError: If `pack` does not make such bytes of such a tensor.
         FloatingPointError: If an entry is not finite.
 
     Example:
@@ -164,15 +164,16 @@ def unpack(name: str, packed: Tensor, like: Tensor) -> Tensor:
 
 
 def unpack_update(packed: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> Tensors:
-    """What clients would have sent whole: weights, or their difference. Tensors that are not packed
-    stay as they are.
+    """Return what clients would have sent whole: weights, or their difference.
+
+    Tensors that are not packed are not changed.
 
     Args:
-        packed: By name.
+        packed: Tensors by name.
         received: The weights that the client got.
 
     Raises:
-        ValueError: For a name that was not received, or a tensor that is packed wrongly.
+        ValueError: If a name was not received, or a tensor is packed wrongly.
         FloatingPointError: If an entry is not finite.
 
     Example:
@@ -204,7 +205,7 @@ def _words_of(tensor: Tensor) -> np.ndarray:
 
 
 def _best_low_bits(gaps: np.ndarray) -> int:
-    """k for which gaps take the fewest bits."""
+    """Return the number of low bits with which gaps take the fewest bits."""
     if not len(gaps):
         return 0
     # A bit more than the mean's costs every gap one, and saves less than one on average.

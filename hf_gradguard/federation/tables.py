@@ -1,6 +1,4 @@
-"""Which matrices of an update are tables that the data looks up: by names, since a server's update
-is all that is seen of a model.
-"""
+"""Recognition of tables that the data looks up, by names: a server sees no more of a model."""
 
 from __future__ import annotations
 
@@ -26,11 +24,11 @@ ALBERT's `embedding_hidden_mapping_in`, ELECTRA's `embeddings_project`.
 def check_tables(received: Mapping[str, Tensor], change: Mapping[str, Tensor], tables: str) -> None:
     """Refuse a change of a table that the data looks up: its rows name the words.
 
-    Names decide, since a client knows its model; a second name of the same values (a tied output
-    head) counts as well, and a dense layer behind a table does not. Under the usual names alone
-    (`TABLES`) a matrix of another name is refused too if some of its rows did not change at all and
-    others did. Weight decay changes every row, so that this finds no table behind it: list the
-    tables of a model that names them otherwise.
+    Names decide, since a client knows its model. A second name of the same values (a tied output
+    head) counts as well, and a dense layer behind a table does not. With the usual names (`TABLES`)
+    a matrix of another name is refused too if some of its rows did not change at all and others
+    did. Weight decay changes every row, so that this finds no table behind it: list the tables of a
+    model that names them otherwise.
 
     Args:
         received: The weights that the client got.
@@ -38,7 +36,7 @@ def check_tables(received: Mapping[str, Tensor], change: Mapping[str, Tensor], t
         tables: Patterns of names, with commas between them.
 
     Raises:
-        ValueError: With the table's name and the way out.
+        ValueError: If a table changed; the message has its name and the way out.
 
     Example:
         >>> received, change = {"embed": torch.ones(5, 8)}, {"embed": torch.zeros(5, 8)}
@@ -80,7 +78,7 @@ def _is_dense(name: str, weights: Mapping[str, Tensor]) -> bool:
 
 
 def matches(name: str, patterns: str) -> bool:
-    """Whether one of some patterns with commas between them is a name's.
+    """Return whether a name fits one of some patterns with commas between them.
 
     Example:
         >>> matches("model.embed_tokens.weight", TABLES)
@@ -90,7 +88,7 @@ def matches(name: str, patterns: str) -> bool:
 
 
 def listed(names: str) -> list[str]:
-    """Names with commas between them.
+    """Return the names in a list with commas between them.
 
     Example:
         >>> listed("a, b,")

@@ -1,4 +1,4 @@
-"""What a client sends after a round of local training."""
+"""Protection of what a client sends after a round of local training."""
 
 from __future__ import annotations
 
@@ -26,31 +26,32 @@ def protect_update(
     withhold: Sequence[str] = (),
     generator: Stream | None = None,
 ) -> Message:
-    """Local training of K steps, and of its outcome what may be sent: a protected Δθ = θ_K - θ_0.
+    """Train locally for K steps, and return the protected update Δθ = θ_K - θ_0.
 
-    The model stays as it is. A defense is one client's: give the same object in every round, and
-    keep its `state_dict()` in between. It may have to know the model and its tokenizer: call
+    The model is not changed. A defense belongs to one client: give the same object in every round,
+    and keep its `state_dict()` in between. It may have to know the model and its tokenizer: call
     `defense.prepare(model, tokenizer)` first.
 
     **The unit of all settings is the update's**, that is the weights': `scale=1e-4` adds noise of
     that standard deviation to Δθ. `relative_scale` is a multiple of the update's own size.
 
     Args:
-        model: In the mode in which the client trains it.
-        batches: Of the K steps, in order; see `UpdateMap`.
-        defense: Its name, with its default settings, or one made by `make_defense`.
+        model: The model, in the mode in which the client trains it.
+        batches: The batches of the K steps, in order; see `UpdateMap`.
+        defense: The defense's name, with its default settings, or one made by `make_defense`.
         learning_rate: η, or one of each step.
-        optimizer: As for `UpdateMap`.
-        optimizer_kwargs: Likewise.
-        loss_fn: As for `GradientMap`, and so on.
-        share_input_embeddings, withhold: Likewise.
-        generator: As for `Defense.__call__`.
+        optimizer: The optimizer, as for `UpdateMap`.
+        optimizer_kwargs: Its settings, as for `UpdateMap`.
+        loss_fn: The loss, as for `GradientMap`.
+        share_input_embeddings: Whether to share tables, as for `GradientMap`.
+        withhold: Patterns of withheld names, as for `GradientMap`.
+        generator: The source of randomness, as for `Defense.__call__`.
 
     Returns:
         One tensor a shared parameter. Parameters that are withheld are not trained, and not in it.
 
     Raises:
-        ValueError: For what `UpdateMap` or the defense refuse.
+        ValueError: If `UpdateMap` or the defense refuses the settings.
         FloatingPointError: If training diverged.
 
     Example:
