@@ -1,6 +1,4 @@
-"""The one function the library is about: from a client's continuous input to the gradient it would
-share.
-"""
+"""The function that the library is about: from a client's continuous input to its gradient."""
 
 from .differences import by_differences
 from .local_training.update import UpdateMap

@@ -1,6 +1,6 @@
-"""Products with J as differences of passes a little apart: no second derivatives.
+"""Products with J as differences of two passes, without second derivatives.
 
-J δ = ∇_x ⟨g(x), δ⟩ = d/dε ∇_x L(x; θ + εδ),    Jᵀv = d/dα g(x + αv)
+J δ = ∇_x ⟨g(x), δ⟩ = d/dε ∇_x L(x; θ + εδ), Jᵀv = d/dα g(x + αv)
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ BEND = 8.0
 
 
 def by_differences(gmap: GradientMap) -> DifferencedMap | None:
-    """The map with products that need no second derivatives: 2/3 of a plain gradient for Jδ, one
-    for Jᵀv, and 2/3 once.
+    """Return the map with products that need no second derivatives, or `None`.
+
+    They cost 2/3 of a plain gradient for Jδ, one for Jᵀv, and 2/3 once.
 
     Args:
         gmap: A client's own map, of a gradient.
 
     Returns:
-        `None` where differences are not to be used: half precision, two steps that do not agree, a
-        client on several devices, derivatives that jump where no pass can keep its units' sides.
-        Whether they agree is tried out once per model, and now and then again.
+        `None` if differences are not to be used: half precision, two steps that do not agree, a
+            client on several devices, derivatives that jump where no pass can keep its activation
+            pattern. Whether they agree is tried out once per model, and now and then again.
 
     Example:
         >>> quick = by_differences(gmap)
@@ -66,7 +67,7 @@ class DifferencedMap(View):
 
     Args:
         base: The map.
-        plan: Of its model.
+        plan: The plan of differences for its model.
     """
 
     def __init__(self, base: GradientMap, plan: DifferencePlan) -> None:
@@ -77,8 +78,10 @@ class DifferencedMap(View):
 
     @property
     def product_error(self) -> float:  # type: ignore[override]
-        """Of a product, relative to it: by how much two steps differed when the model was tried
-        out, or products from both sides did since.
+        """The relative error of a product.
+
+        It is how much two steps differed when the model was tried out, or products from both sides
+        since.
         """
         return max(self.plan.error, self.plan.shift_error or 0.0, self._worst)
 
@@ -144,7 +147,7 @@ class DifferencedMap(View):
         return [torch.stack([product[name] for product in products]) for name in self.parameters]
 
     def shift_error(self) -> float:
-        """How much Jδ over a step and over a quarter of it differ, relative to it."""
+        """Return how much Jδ over a step and over a quarter of it differ, relative to it."""
         stream = Stream.from_seeds(0)  # hides nothing
         delta = {
             name: normal(stream, p.shape, p.device, p.dtype) for name, p in self.parameters.items()

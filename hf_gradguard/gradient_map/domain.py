@@ -1,8 +1,8 @@
-"""Text or image: what a client's private input is made of. Nothing else in the library asks which.
+"""Domains: whether a client's private input is text or an image.
 
-A domain knows the entry of the batch that is private and how it becomes the continuous input. The
-space of a batch knows where a continuous input may lie: which entries are free to move, what noise
-looks like there, and how to get back inside.
+Nothing else in the library asks which. A domain knows the entry of the batch that is private and
+how it becomes the continuous input. The space of a batch knows where a continuous input may lie:
+which entries are free to move, what noise looks like there, and how to get back inside.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ IDS, MASK = "input_ids", "attention_mask"
 
 
 class Domain(ABC):
-    """What an input is made of.
+    """A base of domains: what an input is made of.
 
     Attributes:
         name: `"text"` or `"image"`.
         key: The entry of the batch that is private.
         content: What that entry holds, in a word.
-        shape: Of that entry, as its dimensions are called.
+        shape: The names of that entry's dimensions.
     """
 
     name: ClassVar[str]
@@ -34,37 +34,38 @@ class Domain(ABC):
 
     @property
     def dims(self) -> int:
-        """How many dimensions the private entry has at least."""
+        """The least number of dimensions of the private entry."""
         return len(self.shape.split(", "))
 
     def check(self, model: nn.Module, batch: Mapping[str, Any]) -> None:  # noqa: B027
-        """Refuse entries that do not fit the private one, or a private one that does not fit the
-        model.
+        """Refuse entries that do not fit the private one, and a private one that the model refuses.
 
         Raises:
-            ValueError: With the entry's name.
+            ValueError: If an entry does not fit; the message has its name.
         """
 
     def main_input(self, batch: Mapping[str, Any]) -> Tensor:
-        """The private entry of a batch, of one row per sample."""
+        """Return the private entry of a batch, of one row per sample."""
         value: Tensor = batch[self.key]
         return value
 
     @abstractmethod
     def present(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """`(B, T)`, true where a text has a token; `None` where every entry of the input counts."""
+        """Return a mask `(B, T)` of a text's tokens, or `None` if every entry counts."""
 
     @abstractmethod
     def embedding(self, model: nn.Module) -> nn.Module | None:
-        """The module whose output is the continuous input; `None` if the batch holds it."""
+        """Return the module whose output is the continuous input, `None` if the batch has it."""
 
     @abstractmethod
     def token_embeddings(self, model: nn.Module) -> list[nn.Module]:
-        """Every module that embeds token ids: the model's, and an encoder-decoder's two."""
+        """Return every module that embeds token ids: the model's, and an encoder-decoder's two."""
 
 
 class Text(Domain):
-    """Token ids, of which a model makes embeddings `(B, T, H)`; of several texts side by side.
+    """The domain of token ids, of which a model makes embeddings `(B, T, H)`.
+
+    The embeddings of several texts stand side by side.
 
     Args:
         keys: The entries of the batch that are texts.
@@ -76,7 +77,7 @@ class Text(Domain):
         self.keys, self.key = keys, keys[0]
 
     def distinct(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Texts that differ: the name of the first with these ids, and all names that have them.
+        """Return texts that differ: the name of the first with these ids, and all their names.
 
         Example:
             >>> ids = torch.tensor([[5, 7]])
@@ -91,7 +92,7 @@ class Text(Domain):
         return names
 
     def texts(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The texts that differ, `(B, T)` each."""
+        """Return the texts that differ, `(B, T)` each."""
         return {key: batch[key] for key in self.distinct(batch)}
 
     def main_input(self, batch: Mapping[str, Any]) -> Tensor:
@@ -110,7 +111,7 @@ class Text(Domain):
         return is_token[0] if len(is_token) == 1 else torch.cat(is_token, 1)
 
     def embedding(self, model: nn.Module) -> nn.Module:
-        """The module that embeds `input_ids`, in an encoder-decoder that of the encoder.
+        """Return the module that embeds `input_ids`; in an encoder-decoder it is the encoder's.
 
         Raises:
             ValueError: If the model names none.
@@ -138,7 +139,7 @@ class Text(Domain):
 
 
 class Image(Domain):
-    """Pixels `(B, C, H, W)`."""
+    """The domain of pixels `(B, C, H, W)`."""
 
     name, key, content, shape = "image", "pixel_values", "pixels", "(B, C, H, W)"
 
@@ -161,14 +162,14 @@ DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (TEXT, IMAGE)}
 
 
 def domains_in(batch: Mapping[str, Any]) -> list[Domain]:
-    """What a batch holds of texts and images."""
+    """Return the domains of the texts and images that a batch holds."""
     texts = text_keys(batch)
     domains: list[Domain] = [TEXT if texts == TEXT.keys else Text(texts)] if texts else []
     return [*domains, IMAGE] if IMAGE.key in batch else domains
 
 
 def count_rows(batch: Mapping[str, Any]) -> int:
-    """How many rows a batch has, also one without text or image: of its first tensor that has any.
+    """Return how many rows a batch has; without text or image, its first tensor decides.
 
     Example:
         >>> count_rows(batch)
@@ -180,7 +181,7 @@ def count_rows(batch: Mapping[str, Any]) -> int:
 
 
 def domain_of_batch(batch: Mapping[str, Any]) -> Domain:
-    """The domain of a collated batch.
+    """Return the domain of a collated batch.
 
     Raises:
         ValueError: If it holds no token ids or pixels, both, or pixels that are whole numbers.
@@ -207,13 +208,13 @@ def domain_of_batch(batch: Mapping[str, Any]) -> Domain:
 
 
 def domain_of_model(model: nn.Module) -> Domain:
-    """The domain of a model's main input: images where it is `pixel_values`."""
+    """Return the domain of a model's main input: images if it is `pixel_values`."""
     named = getattr(model, "main_input_name", TEXT.key)
     return IMAGE if named == IMAGE.key else TEXT
 
 
 def check_batch(model: nn.Module, batch: Any, needs_input: bool = True) -> None:
-    """Refuse a batch of which a model could make no loss, or one that says nothing of the batch.
+    """Refuse a batch that gives a model no loss, or a loss that says nothing of the batch.
 
     Args:
         model: The model.
@@ -222,7 +223,8 @@ def check_batch(model: nn.Module, batch: Any, needs_input: bool = True) -> None:
             may be anything.
 
     Raises:
-        ValueError: With the entry's name, what it is, and what it should be.
+        ValueError: If an entry is wrong; the message has its name, what it is, and what it should
+            be.
     """
     if not isinstance(batch, Mapping) or not batch:
         empty = " without entries" if isinstance(batch, Mapping) else ""
@@ -262,12 +264,12 @@ def check_batch(model: nn.Module, batch: Any, needs_input: bool = True) -> None:
 
 
 def domain_of_shape(shape: Sequence[int]) -> Domain:
-    """The domain of a batch's main input by its shape: `(B, T)` or `(B, C, H, W)`."""
+    """Return the domain of a batch's main input by its shape: `(B, T)` or `(B, C, H, W)`."""
     return TEXT if len(shape) == 2 else IMAGE
 
 
 def embed(module: nn.Module, ids: Tensor) -> Tensor:
-    """`(*ids.shape, H)`: a token embedding's own forward pass, which may scale.
+    """Return a token embedding's own forward pass, which may scale, `(*ids.shape, H)`.
 
     Hooks (NEFTune's, say) are for the model's passes.
     """
@@ -277,7 +279,7 @@ def embed(module: nn.Module, ids: Tensor) -> Tensor:
 
 
 def text_keys(batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """The entries of a batch that are texts.
+    """Return the names of a batch's entries that are texts.
 
     Example:
         >>> text_keys(batch)
@@ -294,7 +296,7 @@ def check_text(model: nn.Module, embedding: nn.Module, batch: Mapping[str, Any],
     """Refuse ids that a model does not embed, and a mask of another shape.
 
     Raises:
-        ValueError: With the entry's name.
+        ValueError: If the text is wrong; the message has the entry's name.
     """
     ids, mask = batch[key], mask_of(batch, key)
     if ids.is_floating_point():
@@ -315,13 +317,13 @@ def check_text(model: nn.Module, embedding: nn.Module, batch: Mapping[str, Any],
 
 
 def mask_of(batch: Mapping[str, Any], key: str) -> Tensor | None:
-    """The attention mask of a text."""
+    """Return the attention mask of a text, or `None`."""
     mask: Tensor | None = batch.get(key.removesuffix(IDS) + MASK)
     return mask
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether a decoder reads what an encoder made of the text.
+    """Return whether a decoder reads what an encoder made of the text.
 
     Example:
         >>> is_encoder_decoder(model)
@@ -331,8 +333,9 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def is_of_targets(model: nn.Module, name: str) -> bool:
-    """Whether an entry of a batch is of texts that an encoder-decoder writes. They have a length of
-    their own.
+    """Return whether a batch entry belongs to texts that an encoder-decoder writes.
+
+    They have a length of their own.
 
     Example:
         >>> is_of_targets(model, "labels")  # of a classifier
@@ -342,7 +345,7 @@ def is_of_targets(model: nn.Module, name: str) -> bool:
 
 
 def ends_of(present: Tensor) -> tuple[Tensor, Tensor]:
-    """`(B,)` each: the first and the last place of each text that is no padding.
+    """Return the first and the last place of each text that is no padding, `(B,)` each.
 
     Example:
         >>> ends_of(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]]))
@@ -353,8 +356,9 @@ def ends_of(present: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def owner_of(model: nn.Module) -> Any:
-    """What embeds texts: the model, or the one model of Transformers inside it, as sentence
-    encoders and adapters of one's own hold it.
+    """Return what embeds texts: the model, or the one model of Transformers inside it.
+
+    Sentence encoders and custom adapters hold one inside.
     """
     if embedding_of(model) is not None:
         return model
@@ -363,7 +367,7 @@ def owner_of(model: nn.Module) -> Any:
 
 
 def embedding_of(owner: Any) -> nn.Module | None:
-    """The module that a model names as its input embedding."""
+    """Return the module that a model names as its input embedding, or `None`."""
     try:
         embedding = owner.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -380,7 +384,7 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def special_ids(model: nn.Module, processing_class: Any = None) -> list[int]:
-    """Ids of special tokens: the tokenizer's, or without one those that the config names."""
+    """Return ids of special tokens: the tokenizer's, or without one those that the config names."""
     ids = getattr(processing_class, "all_special_ids", None)
     if ids is None:
         config = getattr(model, "config", None)
@@ -390,7 +394,7 @@ def special_ids(model: nn.Module, processing_class: Any = None) -> list[int]:
 
 
 def ordinary_ids(count: int, special: Sequence[int]) -> Tensor:
-    """Ids below `count` that are not special.
+    """Return ids below `count` that are not special.
 
     Example:
         >>> ordinary_ids(5, special=[0, 3, 99])
@@ -402,7 +406,7 @@ def ordinary_ids(count: int, special: Sequence[int]) -> Tensor:
 
 
 def special_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special ids that a tokenizer puts before and after a text.
+    """Return the special ids that a tokenizer puts before and after a text.
 
     Example:
         >>> before, after = special_frame(tokenizer)
@@ -419,7 +423,7 @@ def special_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def is_framed(tokenizer: Any, ids: Tensor, mask: Tensor) -> bool:
-    """Whether every text `(T,)` of a batch has the tokenizer's special tokens around it.
+    """Return whether every text `(T,)` of a batch has the tokenizer's special tokens around it.
 
     Example:
         >>> ids = torch.tensor([tokenizer("a fine film").input_ids])

@@ -1,4 +1,4 @@
-"""What a model's or a loss's own code would send to other ranks."""
+"""Detection of what a model's or a loss's own code would send to other ranks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @contextmanager
 def no_exchange(model: nn.Module) -> Iterator[None]:
-    """Refuse what a model's own code sends to other ranks in here, as losses of detection send how
-    many objects a batch has. The devices that `fully_shard` has cut it over may exchange.
+    """Refuse what a model's own code sends to other ranks inside the context.
 
-    Refused are collectives and messages of this thread, however they are called: also functional
+    Losses of detection send how many objects a batch has, for example. The devices that
+    `fully_shard` has cut the model over may exchange.
+
+    Collectives and messages of this thread are refused, however they are called: also functional
     ones, those of compiled code, and those of objects. Barriers carry nothing and pass. Other
-    threads go on. Not seen is what is written to `torch.distributed`'s key-value store, or goes
-    through a process group that is itself written in Python.
+    threads continue. What is written to `torch.distributed`'s key-value store is not seen, nor what
+    goes through a process group that is itself written in Python.
 
     Args:
         model: The client's model.
 
     Raises:
-        NotImplementedError: With the operation, and the way out.
+        NotImplementedError: If something is sent; the message has the operation, and the way out.
 
     Example:
         >>> with no_exchange(model):
@@ -85,11 +87,13 @@ def _ranks_of(argument: torch.ScriptObject) -> list[int]:
 
 @functools.cache
 def exchanges(operation: Any) -> bool:
-    """Tell whether an operation sends something to other ranks: it takes a process group, or is one
-    of those that `torch.distributed` keeps together. A barrier carries nothing.
+    """Return whether an operation sends something to other ranks.
+
+    It does if it takes a process group, or is one of those that `torch.distributed` keeps together.
+    A barrier carries nothing.
 
     Args:
-        operation: One of torch's, as a dispatch mode gets it.
+        operation: An operation of torch's, as a dispatch mode gets it.
 
     Example:
         >>> exchanges(torch.ops.aten.mm.default), exchanges(torch.ops.c10d.send.default)

@@ -1,6 +1,7 @@
-"""Hooks of the forward pass that a user registered: they may count passes, and keep what they see.
+"""Hooks of the forward pass that a user registered.
 
-Passes that a plain training does not make are to leave them as they were.
+They may count passes, and keep what they see. Passes that a plain training does not make must not
+change them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def forward_hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
 
 
 def global_forward_hooks() -> Iterator[Callable[..., Any]]:
-    """Find those that run with every module.
+    """Find the hooks that run with every module.
 
     Example:
         >>> list(global_forward_hooks())
@@ -38,8 +39,9 @@ def global_forward_hooks() -> Iterator[Callable[..., Any]]:
 
 
 def has_forward_hooks(model: nn.Module) -> bool:
-    """Tell whether anything runs with a module: it may register hooks on outputs, which only what
-    has a gradient takes.
+    """Return whether any hook runs with a module.
+
+    A hook may register hooks on outputs, which only what has a gradient takes.
 
     Example:
         >>> has_forward_hooks(nn.Linear(2, 2))
@@ -60,7 +62,7 @@ def _of_users(*registered: Any) -> Iterator[Callable[..., Any]]:
 
 
 def function_of(hook: Callable[..., Any]) -> Any:
-    """Give the function that a hook runs: a partial's, a method's or an object's own.
+    """Return the function that a hook runs: a partial's, a method's or an object's own.
 
     Example:
         >>> import functools
@@ -73,7 +75,7 @@ def function_of(hook: Callable[..., Any]) -> Any:
 
 
 def attributes_of(hook: Callable[..., Any]) -> list[dict[str, Any]]:
-    """The attributes of the object that a hook is, or is a method of, if it is one.
+    """Return the attributes of the object that a hook is, or is a method of, if it is one.
 
     Example:
         >>> class Counter:

@@ -1,4 +1,4 @@
-"""What is private in a batch: the continuous input, and the Jacobian of the gradient by it.
+"""The private part of a batch: the continuous input, and the Jacobian of the gradient by it.
 
 The library asks how a shared gradient depends on a client's *continuous input*: the pixels of an
 image, or the token embeddings of a text. Token embeddings are reached through a forward hook on the
@@ -28,10 +28,10 @@ NOT_FINITE = (
 
 @dataclass(frozen=True)
 class ContinuousInput:
-    """Where a model takes in what is private.
+    """The place where a model takes in what is private.
 
     Args:
-        domain: Text or image.
+        domain: The domain, text or image.
         embedding: For token ids, the module whose output, of shape `(B, T, H)`, is the input;
             `None` for pixels.
     """
@@ -44,8 +44,12 @@ class ContinuousInput:
     ) -> tuple[Tensor, Tensor]:
         """Run the model with `value` in place of its continuous input.
 
+        Raises:
+            ValueError: If the embedding runs more often in one forward pass than the batch has
+                texts, so that nothing says what the continuous input is.
+
         Args:
-            loss_fn: `(model, batch) -> loss`, a scalar.
+            loss_fn: The loss `(model, batch) -> loss`, a scalar.
             model: The model to run, in whatever mode it is in.
             batch: What a collator returns. Its token ids stay in use: they give shapes, masks and
                 the embedding rows.
@@ -78,7 +82,11 @@ class ContinuousInput:
 
 
 def model_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """The loss that a Hugging Face model returns when the batch holds labels."""
+    """Return the loss that a Hugging Face model returns when the batch holds labels.
+
+    Raises:
+        ValueError: If the model returns none.
+    """
     outputs = model(**batch)
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
     if loss is None:
@@ -90,7 +98,7 @@ def model_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 
 def find_input(model: nn.Module, batch: Batch) -> ContinuousInput:
-    """The continuous input of `model` on `batch`.
+    """Return the continuous input of `model` on `batch`.
 
     Raises:
         ValueError: If the batch holds no token ids or pixels, holds both, or the model has no input
@@ -105,12 +113,12 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 class PixelSpace:
-    """Where images may lie whose pixels were in [0, 1] before mean and deviation were taken out.
+    """The space of images whose pixels were in [0, 1] before mean and deviation were taken out.
 
     Args:
-        like: Images `(B, C, H, W)`, for device and type.
-        mean: Per channel, what was subtracted; `None` is 0.
-        std: Per channel, what they were divided by afterwards; `None` is 1.
+        pixels: Images `(B, C, H, W)`, for device and type.
+        mean: What was subtracted, per channel; `None` is 0.
+        std: What pixels were divided by afterwards, per channel; `None` is 1.
     """
 
     def __init__(
@@ -126,27 +134,27 @@ class PixelSpace:
         self.low, self.high = (0 - self.mean) / self.std, (1 - self.mean) / self.std
 
     def noise(self, shape: Sequence[int], pixels: Tensor, generator: torch.Generator) -> Tensor:
-        """Uniform over the pixel range."""
+        """Draw pixels uniformly over their range."""
         uniform = torch.rand(
             tuple(shape), generator=generator, device=pixels.device, dtype=pixels.dtype
         )
         return self.low.to(pixels.dtype) + uniform * (self.high - self.low).to(pixels.dtype)
 
     def project_(self, x: Tensor) -> None:
-        """Back into the pixel range, in place."""
+        """Move images back into the pixel range, in place."""
         torch.minimum(torch.maximum(x, self.low.to(x.dtype)), self.high.to(x.dtype), out=x)
 
     def plain(self, x: Tensor) -> Tensor:
-        """Pixels as they were before normalization."""
+        """Return pixels as they were before normalization."""
         return x * self.std + self.mean
 
 
 class OneSlot:
-    """A hook on the module that embeds texts, which puts the continuous input in the place of what
-    it makes of a batch's one text. A model may embed what it makes.
+    """A hook on the embedding module that puts the continuous input in place of a batch's one text.
 
-    A call without gradients, as of a reference model that shares its weights, is let through: it
-    counts as a constant. One with ids that were seen before is the same text.
+    A model may embed what it makes. A call without gradients, as of a reference model that shares
+    its weights, is let through: it counts as a constant. One with ids that were seen before is the
+    same text.
 
     Args:
         value: The continuous input; `None` makes a new leaf of what the module makes.
@@ -162,7 +170,7 @@ class OneSlot:
 
     @property
     def embedded_count(self) -> int:
-        """How many texts were embedded."""
+        """The number of texts that were embedded."""
         return int(self._ids is not None)
 
     def __call__(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
@@ -185,11 +193,11 @@ class OneSlot:
 
 
 class Slots:
-    """As `OneSlot`, of several texts. A call with several of them, row under row, is those.
+    """A hook like `OneSlot` for several texts, which may be embedded together, row under row.
 
     Args:
-        texts: The batch's, `(B, T)` each.
-        value: As for `OneSlot`: texts stand side by side in it.
+        texts: The batch's texts, `(B, T)` each.
+        value: The continuous input, in which texts stand side by side; `None` makes a new leaf.
     """
 
     def __init__(self, texts: Sequence[Tensor], value: Tensor | None) -> None:
@@ -201,7 +209,7 @@ class Slots:
 
     @property
     def embedded_count(self) -> int:
-        """How many texts were embedded."""
+        """The number of texts that were embedded."""
         return len(self._embedded_texts)
 
     def __call__(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
@@ -254,7 +262,7 @@ def check_same(former: Tensor | None, embedding: Tensor) -> None:
     """Refuse a text that is embedded twice, and not in the same way.
 
     Raises:
-        ValueError: With what does so.
+        ValueError: If it is; the message names what does so.
     """
     if former is None or not torch.equal(former, embedding):
         raise ValueError(
@@ -264,8 +272,9 @@ def check_same(former: Tensor | None, embedding: Tensor) -> None:
 
 
 def _pads(ids: Tensor, text: Tensor) -> bool:
-    """Whether ids are a text's, with zeros after it: texts are embedded together, as wide as the
-    widest.
+    """Return whether ids are a text's with zeros after it.
+
+    Several texts are embedded together, as wide as the widest.
     """
     length = text.shape[1]
     return _same(ids[:, :length], text) and not ids[:, length:].any()
@@ -279,12 +288,14 @@ def _same(ids: Tensor, known_ids: Tensor) -> bool:
 
 
 class Jacobian:
-    """Products with J, each by differentiating twice. Graphs are made when first needed, and kept.
+    """Products with J, each by differentiating twice.
+
+    Graphs are made when first needed, and kept.
 
     Args:
         loss: A scalar, with its graph.
         x: The continuous input that it was computed from.
-        parameters: Those of the shared gradient.
+        parameters: The parameters of the shared gradient.
         replay: What holds while the graph is walked.
     """
 
@@ -296,13 +307,13 @@ class Jacobian:
         self._input_gradient: Tensor | None = None
 
     def gradient(self) -> dict[str, Tensor]:
-        """g with its graph, made once."""
+        """Return g with its graph, made once."""
         if self._gradient is None:
             self._gradient = differentiate(self._loss, self._parameters, create_graph=True)
         return self._gradient
 
     def vjp(self, delta: Mapping[str, Tensor]) -> Tensor:
-        """J δ, in the shape of x. Names that δ leaves out count as zero.
+        """Return J δ, in the shape of x; names that δ leaves out count as zero.
 
         Raises:
             ValueError: If a name or a shape is not one of the gradient's.
@@ -325,8 +336,10 @@ class Jacobian:
         return torch.zeros_like(self._x) if product is None else product
 
     def jvps(self, directions: Tensor) -> Sequence[Tensor]:
-        """Jᵀ v for a stack of directions `(k, *x.shape)`: one tensor `(k, *parameter.shape)` per
-        parameter.
+        """Return Jᵀ v for a stack of directions: one tensor `(k, *parameter.shape)` per parameter.
+
+        Args:
+            directions: The directions v, `(k, *x.shape)`.
         """
         parameters, count = list(self._parameters.values()), len(directions)
         with torch.enable_grad(), self._replay.kernels():
@@ -357,14 +370,15 @@ class Jacobian:
 
 
 class UnrolledJacobian(Jacobian):
-    """Of a gradient that is no derivative of one loss, such as the outcome of several steps.
+    """The Jacobian of a gradient that is no derivative of one loss.
 
-    Jᵀv is the derivative of ⟨J u, v⟩ by u, in which J u is linear.
+    The outcome of several steps is one. Jᵀv is the derivative of ⟨J u, v⟩ by u, in which J u is
+    linear.
 
     Args:
         run: The gradient at an input, with its graph.
         x: The input.
-        parameters: Those of the gradient.
+        parameters: The parameters of the gradient.
         replay: What holds while the graph is walked.
     """
 
@@ -423,7 +437,11 @@ class UnrolledJacobian(Jacobian):
 
 
 def check_names(delta: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise if a name or a shape is not one of the shared gradient's."""
+    """Raise an error if a name or a shape is not one of the shared gradient's.
+
+    Raises:
+        ValueError: If so.
+    """
     for name, tensor in delta.items():
         if name not in parameters:
             raise ValueError(

@@ -1,9 +1,9 @@
-"""Passes in which every unit stays on its side of a kink.
+"""Passes that keep the activation pattern of non-smooth operations.
 
 A derivative that jumps, as ReLU's at zero, is constant on either side, and the exact product with J
 keeps each unit on the side where it is. A difference of two passes does not: a unit that crosses
-between them adds the jump over the step. So a first pass notes the sides, and in the others each
-operation is that of the noted side: there is nothing left to cross.
+between them adds the jump over the step. So a first pass notes the activation pattern, and in the
+others each operation is that of the noted side: there is nothing left to cross.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from torch.overrides import TorchFunctionMode
 
 
 class OtherKinks(RuntimeError):
-    """A pass has other operations with kinks than the one whose sides are to be kept."""
+    """An error: a pass has other non-smooth operations than the one whose pattern is kept."""
 
 
 class Kink(NamedTuple):
-    """An operation whose derivative jumps.
+    """A non-smooth operation, whose derivative jumps.
 
     Args:
-        side: Of its arguments where they are: regions by number, or indices of what is selected.
-        on_side: What it returns on that side, from the side and the same arguments.
-        returns_both: Whether `side` gives a pair, the side and what the operation returns, so that
-            it need not be computed once more.
+        side: A function that returns the side of its arguments: regions by number, or indices of
+            what is selected.
+        on_side: A function that returns the operation's result on that side, from the side and the
+            same arguments.
+        returns_both: Whether `side` returns a pair, the side and what the operation returns, so
+            that it need not be computed once more.
     """
 
     side: Callable[..., Any]
@@ -38,7 +40,7 @@ class Kink(NamedTuple):
 
 
 class Sides:
-    """The sides of one pass: noted in the first `with`, kept in all later ones.
+    """The activation pattern of one pass: noted in the first `with`, kept in all later ones.
 
     Example:
         >>> sides, x = Sides(), torch.tensor([-1.0, 2.0])
@@ -55,10 +57,10 @@ class Sides:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Note them, or keep those that were noted.
+        """Note the pattern, or keep the one that was noted.
 
         Raises:
-            OtherKinks: If a later pass does other operations.
+            OtherKinks: If a later pass has other operations.
         """
         if not self.is_complete:
             with _Noting(self.noted):

@@ -1,10 +1,9 @@
-"""How each sample's share of the gradient answers to a change of the input, without second
-derivatives.
+"""The answer of each sample's gradient to a change of the input, without second derivatives.
 
-Jᵀv = d/dα g(x + αv) is the difference of two plain gradients, over a small step. And what a layer's
-weight has as its gradient is a sum over samples of products of what went into the layer (its
-features a) with the loss's derivative by what came out (its slopes δ). Both passes' a and δ give
-the difference sample by sample,
+Jᵀv = d/dα g(x + αv) is the difference of two plain gradients, over a small step. And the gradient
+of a layer's weight is a sum over samples of products of what went into the layer (its features a)
+with the loss's derivative by what came out (its slopes δ). Both passes' a and δ give the difference
+sample by sample,
 
     δ'ᵀa' - δᵀa = (δ' - δ)ᵀ a' + δᵀ (a' - a),
 
@@ -50,15 +49,17 @@ class Layer:
     bias: str | None
 
     def features(self, entered: Tensor) -> Tensor:
-        """What slopes are multiplied with to give the weight's gradient."""
+        """Return what slopes are multiplied with to give the weight's gradient."""
         m = self.module
         if isinstance(m, nn.LayerNorm):
             return nn.functional.layer_norm(entered, m.normalized_shape, eps=m.eps)
         return entered
 
     def rows(self, tensor: Tensor, samples: int) -> Tensor | None:
-        """Features or slopes with a first dimension of samples: `(B, T, F)`, of a convolution
-        `(B, F, …)`. `None` if its first dimension is of something else.
+        """Return features or slopes with a first dimension of samples, or `None`.
+
+        They are `(B, T, F)`, for a convolution `(B, F, …)`. `None` if the first dimension is
+        something else.
         """
         if isinstance(self.module, _CONVOLUTIONS):
             return tensor if len(tensor) == samples and tensor.dim() > 2 else None
@@ -67,7 +68,7 @@ class Layer:
         return tensor.reshape(samples, -1, tensor.shape[-1])
 
     def weight_gradients(self, slopes: Tensor, features: Tensor) -> Tensor:
-        """`(B, *weight.shape)` from rows of both."""
+        """Return the weight's gradients `(B, *weight.shape)` from rows of slopes and features."""
         m: Any = self.module
         if isinstance(m, nn.LayerNorm):
             return (slopes * features).sum(1)
@@ -92,7 +93,10 @@ class Layer:
         return isinstance(m, LINEAR) or (isinstance(m, nn.Conv2d) and m.groups == 1)
 
     def factors(self, slopes: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """The matrices `(B, n, rows)` and `(B, n, columns)` of that product, from rows of both."""
+        """Return the factors of the weight's gradient, `(B, n, rows)` and `(B, n, columns)`.
+
+        They are made of rows of slopes and features.
+        """
         m: Any = self.module
         if isinstance(self.module, nn.Conv2d):  # what the kernel covers at each of n places
             return slopes.flatten(2).mT, _patches(features, self.module).mT
@@ -100,15 +104,16 @@ class Layer:
         return (features, slopes) if isinstance(m, Conv1D) else (slopes, features)
 
     def bias_gradients(self, slopes: Tensor) -> Tensor:
-        """`(B, *bias.shape)` from rows."""
+        """Return the bias's gradients `(B, *bias.shape)` from rows of slopes."""
         if isinstance(self.module, _CONVOLUTIONS):
             return slopes.flatten(2).sum(2)
         return slopes.sum(1)
 
 
 def _patches(features: Tensor, convolution: nn.Conv2d) -> Tensor:
-    """What the kernel covers, `(B, covered entries, places)`. Long rows of places are copied in a
-    seventh of `unfold`'s time.
+    """Return the features that each place of the kernel covers, `(B, covered entries, places)`.
+
+    Long rows of places are copied, in a seventh of `unfold`'s time.
     """
     m: Any = convolution
     windows = features
@@ -124,7 +129,7 @@ def _patches(features: Tensor, convolution: nn.Conv2d) -> Tensor:
 
 
 def layers_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Layer]:
-    """The layers with shared parameters that no other module holds, by the modules' names."""
+    """Return the layers with shared parameters that no other module holds, by modules' names."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     modules = dict(model.named_modules())
     holders = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
@@ -148,9 +153,10 @@ def layers_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, L
 
 @dataclass
 class Pass:
-    """One evaluation of a map: what layers took in, the loss's slopes there, and the gradients of
-    all other parameters; with layers also the loss and its slope at the input. Where derivatives
-    jump, also the sides of its units, for passes that keep them.
+    """One evaluation of a map: layers' inputs, the loss's slopes there, and other gradients.
+
+    With layers it also has the loss and its slope at the input. If derivatives jump, it also has
+    the activation pattern, for passes that keep it.
     """
 
     layers: Mapping[str, Layer]
@@ -170,8 +176,10 @@ class Pass:
         sides: Sides | None = None,
         needs_slope: bool = True,
     ) -> Pass:
-        """At an input x, with the map's own random draws and, if given, on these sides of kinks.
-        Without its slope the backward pass ends at the layers' outputs.
+        """Evaluate a map at an input x, with the map's own random draws.
+
+        If an activation pattern is given, it is kept. Without `needs_slope` the backward pass ends
+        at the layers' outputs.
         """
         evaluated = cls(layers, sides=sides)
         if not layers:
@@ -191,16 +199,16 @@ class Pass:
         return evaluated
 
     def kept_sides(self) -> AbstractContextManager[None]:
-        """Within, units stay on the sides that they have in this pass; the first time, these are
-        noted.
-        """
+        """Keep this pass's activation pattern inside the context; the first time, it is noted."""
         return nullcontext() if self.sides is None else self.sides.kept()
 
     def rows(
         self, name: str, samples: int, calls: Collection[int] | None = None
     ) -> list[tuple[Tensor, Tensor]] | None:
-        """Slopes and features of each call of a layer that reached the loss, or of these calls, of
-        samples; `None` if it does not know them apart.
+        """Return slopes and features of each call of a layer that reached the loss.
+
+        `calls` selects some calls. They are rows of samples; `None` if the layer does not separate
+        samples.
         """
         layer, rows = self.layers[name], []
         for number, features in enumerate(self.features.get(name, [])):
@@ -215,9 +223,7 @@ class Pass:
 
     @contextmanager
     def listening(self, outputs: list[GradientEdge] | None = None) -> Iterator[None]:
-        """Take down what layers take in meanwhile, and then the slopes that they get; and where in
-        the graph they put it out.
-        """
+        """Record what layers take in, where in the graph they put it out, and then their slopes."""
         with hooked(
             layer.module.register_forward_hook(self._hook(name, layer, outputs), prepend=True)
             for name, layer in self.layers.items()
@@ -238,7 +244,7 @@ class Pass:
 
 
 class Change(NamedTuple):
-    """What a step changes of a layer's calls, and what it is multiplied with, as rows of samples.
+    """The change of a layer's calls over a step, and its factors, as rows of samples.
 
     Args:
         slopes: δ' - δ over the step, of each call.
@@ -254,7 +260,7 @@ class Change(NamedTuple):
 
     @classmethod
     def between(cls, start: Pass, end: Pass, name: str, step: float, samples: int) -> Change | None:
-        """Of a layer; `None` if it does not know samples apart."""
+        """Return a layer's change between two passes; `None` if it does not separate samples."""
         # A start that was asked for all gradients also has slopes of calls that do not see x.
         start_rows = start.rows(name, samples, end.slopes.get(name, {}).keys())
         end_rows = end.rows(name, samples)
@@ -273,11 +279,11 @@ class Change(NamedTuple):
         return change
 
     def bias(self, layer: Layer) -> Tensor:
-        """J_bᵀv of the bias, `(B, *bias.shape)`."""
+        """Return J_bᵀv of the bias, `(B, *bias.shape)`."""
         return torch.stack([layer.bias_gradients(slopes) for slopes in self.slopes]).sum(0)
 
     def factors(self, layer: Layer) -> tuple[Tensor, Tensor]:
-        """The matrices of all calls whose product is J_bᵀv of the weight; see `Layer.factors`."""
+        """Return all calls' matrices whose product is J_bᵀv of the weight; see `Layer.factors`."""
         left_factors, right_factors = zip(*self._pairs(layer), strict=True)
         return torch.cat(left_factors, 1), torch.cat(right_factors, 1)
 
@@ -289,7 +295,7 @@ class Change(NamedTuple):
         ]
 
     def weight_squares(self, layer: Layer) -> Tensor:
-        """Σ_b (J_bᵀv)² of the weight, over samples b."""
+        """Return Σ_b (J_bᵀv)² of the weight, over samples b."""
         module: Any = layer.module
         squares = torch.zeros_like(module.weight, requires_grad=False)
         with torch.autocast(squares.device.type, enabled=False):
@@ -304,8 +310,9 @@ class Change(NamedTuple):
         return squares
 
     def weight(self, layer: Layer) -> Iterator[Tensor]:
-        """J_bᵀv of the weight, `(n, *weight.shape)`, of one sample or a few after the other. Each
-        is gone when the next is asked for.
+        """Yield J_bᵀv of the weight, `(n, *weight.shape)`, for one sample or a few after the other.
+
+        Each is freed when the next is asked for.
         """
         if not self.slopes:
             return
@@ -344,8 +351,10 @@ def _squares_of_pairs(lefts: Tensor, rights: Tensor) -> Tensor:
 
 
 def _products(pairs: list[tuple[Tensor, Tensor]], size: torch.Size) -> Iterator[Tensor]:
-    """Sums of the products of each sample's factors, `(1, *size)` and in one and the same memory;
-    small ones `(B, *size)` at once.
+    """Yield sums of the products of each sample's factors.
+
+    Large ones have the shape `(1, *size)` and share one memory. Small ones come at once, as `(B,
+    *size)`.
     """
     left, right = pairs[0]
     if size.numel() <= _SMALL_WEIGHT and len(left) * size.numel() <= _CACHED_ENTRIES:

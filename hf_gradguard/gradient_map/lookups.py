@@ -1,4 +1,4 @@
-"""Which parameters are tables that the input itself indexes, found by running the model.
+"""Detection of tables that the input itself indexes, by running the model.
 
 The gradient of such a table is non-zero on exactly the rows that a batch looks up, so sharing it
 names them: token embeddings, but also a second table beside them, boxes, entities, own features.
@@ -39,7 +39,7 @@ logger = logging.get_logger(__name__)
 def scan(
     model: nn.Module, batch: Batch, loss_fn: LossFunction, shards: Shards | None = None
 ) -> frozenset[str]:
-    """The tables of one batch's entries."""
+    """Return the tables that one batch's entries index."""
     varied_batch, varied = vary(model, batch)
     watch = _Watch(model, shards)
     # In the mode that the model is in: the first pass of quantized weights may pack them for it.
@@ -247,12 +247,12 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "
 
 
 class Lookup(NamedTuple):
-    """One lookup.
+    """One lookup in a table.
 
     Args:
-        table: What is looked up in.
-        indices: Where: whole numbers, a mask, or the other factor of a product.
-        dim: Of a factor, the dimension that is summed over; `None` if `indices` is none.
+        table: The tensor that is looked up in.
+        indices: The places: whole numbers, a mask, or the other factor of a product.
+        dim: For a factor, the dimension that is summed over; `None` if `indices` is none.
     """
 
     table: Tensor
@@ -261,11 +261,11 @@ class Lookup(NamedTuple):
 
     @property
     def is_product(self) -> bool:
-        """Whether this is a product with a factor that may be zero but at few places."""
+        """Whether this is a product with a factor that may be zero except at a few places."""
         return self.dim is not None
 
     def places(self) -> Tensor:
-        """Which places of the table are asked for: the index, or where the factor is not zero."""
+        """Return which places are asked for: the index, or where the factor is not zero."""
         if isinstance(self.indices, int):
             return torch.tensor(self.indices)
         if self.dim is None:
@@ -275,13 +275,13 @@ class Lookup(NamedTuple):
 
 
 def lookups(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Lookup]:
-    """What an operation of torch's looks up.
+    """Yield what an operation of torch's looks up.
 
     A matrix product may look up too: a vector of counts times a table asks for the rows of the
     words that are there.
 
     Args:
-        name: As ATen calls it.
+        name: The operation's name in ATen.
         args: Its arguments.
         kwargs: Its keyword arguments.
 
@@ -315,7 +315,7 @@ TOKENS = {TEXT.key, "decoder_input_ids", "labels"}
 
 
 def contents(batch: Mapping[str, Any]) -> set[str]:
-    """The entries of a batch that say what is there.
+    """Return the entries of a batch that say what is there.
 
     Example:
         >>> sorted(contents(batch))
@@ -325,7 +325,7 @@ def contents(batch: Mapping[str, Any]) -> set[str]:
 
 
 def vary(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """A batch of the same shapes with another content.
+    """Return a batch of the same shapes with another content.
 
     Token ids become other ids of the vocabulary; special tokens stay, since positions are counted
     from padding. Other whole numbers are taken from the batch itself (a row's from the next one),
@@ -365,7 +365,7 @@ def vary(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], se
 
 
 def special_ids(config: Any) -> set[int]:
-    """The ids that a configuration, or one inside it, calls by a name: padding, end of text.
+    """Return the ids that a configuration, or one inside it, names: padding, end of text.
 
     Example:
         >>> 0 in special_ids(model.config)  # padding

@@ -1,5 +1,4 @@
-"""The one function the library is about: from a client's continuous input to the gradient it would
-share.
+"""The function that the library is about: from a client's continuous input to its gradient.
 
     g(x) = ∇_θ L(f_θ(x), y) ∈ R^d,    J[a, i] = ∂g_i/∂x_a ∈ R^{m×d}
 
@@ -37,16 +36,16 @@ class GradientMap:
 
     Args:
         model: Any Hugging Face model that takes `input_ids` or `pixel_values` and returns a loss,
-            or a module alike. Not a distributed wrapper: pass the module inside it.
+            or a similar module. It must not be a distributed wrapper: pass the module inside it.
         batch: What a collator returns, labels included, on the model's device.
-        loss_fn: `(model, batch) -> scalar`, the batch-mean loss. Default: the loss that the model
+        loss_fn: The batch-mean loss `(model, batch) -> scalar`. Default: the loss that the model
             returns.
         share_input_embeddings: Share token embeddings and other tables that the input indexes (see
             `shared_parameters`). To find these, a model's first map runs it two times more.
         withhold: Patterns of parameters' names that are not shared in any case.
         second_order: `False` leaves the model's own attention kernels in use and refuses what
             differentiates twice. By default attention runs in plain mathematics, the only form with
-            second derivatives, while this object computes; the model's setting stands again after
+            second derivatives, while this object computes; the model's setting is restored after
             every call.
         needs_input: `False`, with `second_order=False`, asks for no continuous input.
         reruns: `False` notes nothing that another pass needs: a gradient is all that can be asked.
@@ -118,7 +117,7 @@ class GradientMap:
 
     @property
     def domain(self) -> Domain:
-        """What the input is made of: text or image."""
+        """The domain of the input: text or image."""
         return self._input_source.domain
 
     @property
@@ -146,16 +145,16 @@ class GradientMap:
         return dict(self._parameters)
 
     def evaluate(self, x: Tensor, entries: Mapping[str, Any] | None = None) -> Tensor:
-        """The loss at another input, with its graph; to be called inside `replay.run()`.
+        """Return the loss at another input, with its graph; call it inside `replay.run()`.
 
         Args:
-            x: Input of the same shape as `input`.
-            entries: Entries of the batch to put in the place of its own.
+            x: An input of the same shape as `input`.
+            entries: Entries of the batch to replace.
         """
         return self._run({**self._batch, **(entries or {})}, x)[1]
 
     def slope_with(self, parameters: Tensors, x: Tensor) -> Tensor:
-        """∇_x L at an input, with other values of parameters; the model is not written to."""
+        """Return ∇_x L at an input, with other values of parameters, which are not written."""
         x = x.detach().requires_grad_()
 
         def slope() -> Tensor:
@@ -184,7 +183,7 @@ class GradientMap:
         return self._run(self._batch)
 
     def versions(self) -> dict[str, int]:
-        """Counts of in-place writes to the map and its model: equal after whatever only reads."""
+        """Return counts of in-place writes to the map and its model; reading leaves them equal."""
         if self._base is not None:
             return self._base.versions() | {
                 f"the gradient of {name!r} that the defense before shared": g._version
@@ -200,12 +199,13 @@ class GradientMap:
         }
 
     def form(self) -> Tensors:
-        """Tensors of the gradient's shapes, types and devices: the gradient, or cheaper ones."""
+        """Return tensors of the gradient's shapes, types and devices: itself, or cheaper ones."""
         return self.gradient()
 
     def gradient(self) -> Tensors:
-        """g(x): the gradient of the batch-mean loss, zeros where that does not use a parameter.
-        Computed once; the tensors are the object's own, so do not write to them.
+        """Return g(x), the gradient of the batch-mean loss, with zeros for unused parameters.
+
+        It is computed once; the tensors are the object's own, so do not write to them.
         """
         if self._base is not None:
             return self._base.gradient() if self._shown is None else self._shown
@@ -218,12 +218,12 @@ class GradientMap:
             return self._differentiate(self._loss, retain_graph=self.replay.second_order)
 
     def gradient_at(self, x: Tensor, create_graph: bool = False, **entries: Tensor) -> Tensors:
-        """g at another input, with this batch's labels, masks and random draws.
+        """Return g at another input, with this batch's labels, masks and random draws.
 
         Args:
-            x: Input of the same shape as `input`.
+            x: An input of the same shape as `input`.
             create_graph: Keep the graph, to differentiate the result by `x`.
-            **entries: Entries of the batch to put in the place of its own, such as other `labels`.
+            **entries: Entries of the batch to replace, such as `labels`.
 
         Raises:
             ValueError: If the shape differs.
@@ -254,18 +254,16 @@ class GradientMap:
         factored: bool = False,
         **entries: Tensor,
     ) -> tuple[Tensor, Tensor, Tensors]:
-        """Values of a scalar function of g at K inputs, and their derivatives by the inputs: one
-        vectorized pass.
+        """Return values of a scalar function of g at K inputs, and their derivatives.
 
-        Much faster than K passes where model or batch is small.
+        It is one vectorized pass, much faster than K passes where model or batch is small.
 
         Args:
-            function: `(g(x), extras) -> scalar`, of one candidate's tensors.
-            xs: `(K, *input.shape)`.
-            extras: What else the function needs, each tensor with a first dimension of K.
+            function: A function `(g(x), extras) -> scalar` of one candidate's tensors.
+            xs: The inputs, `(K, *input.shape)`.
+            extras: Further tensors for the function, each with a first dimension of K.
             factored: Give the function the gradients of linear layers' weights as `Factors`.
-            **entries: Entries of the batch to put in the place of its own, with a first dimension
-                of K.
+            **entries: Entries of the batch to replace, with a first dimension of K.
 
         Returns:
             Values `(K,)`, their derivatives by `xs`, and by those entries that are floating point.
@@ -292,23 +290,22 @@ class GradientMap:
         return Candidates(self, factored=True)
 
     def input_gradient(self, value: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The derivatives of a scalar that was computed from `gradient_at(x, create_graph=True)`,
-        by x and other leaves.
+        """Return the derivatives of a scalar computed from `gradient_at(x, create_graph=True)`.
 
-        Layers under activation checkpointing run again in this pass, with the same random draws as
-        before.
+        They are by x and other leaves. Layers under activation checkpointing run again in this
+        pass, with the same random draws as before.
         """
         self._require_second_order("input_gradient")
         with self.replay.draws(), self.replay.kernels():
             return torch.autograd.grad(value, inputs)
 
     def slope_of(self, values: Tensor, x: Tensor, directions: Tensor) -> Tensor:
-        """Derivatives by x of what the model computed from it inside `replay.run()`.
+        """Return derivatives by x of what the model computed from it inside `replay.run()`.
 
         Args:
             values: What was computed, of any shape.
             x: The input that it was computed from.
-            directions: `(k, *values.shape)`, combined with which `values` are differentiated.
+            directions: Combinations of `values` to differentiate, `(k, *values.shape)`.
 
         Returns:
             `(k, *x.shape)`; the graph is kept.
@@ -322,7 +319,7 @@ class GradientMap:
         return slopes if is_batched else slopes[None]
 
     def vjp(self, delta: Tensors) -> Tensor:
-        """J δ = ∇_x ⟨g(x), δ⟩.
+        """Return J δ = ∇_x ⟨g(x), δ⟩.
 
         Args:
             delta: One tensor for every shared parameter, or for some of them; the missing ones
@@ -338,10 +335,13 @@ class GradientMap:
         return self._jacobian.vjp(delta)
 
     def jvp(self, v: Tensor) -> Tensors:
-        """Jᵀ v = ∇_θ ⟨∇_x L, v⟩, which is d/dα g(x + αv) at α = 0.
+        """Return Jᵀ v = ∇_θ ⟨∇_x L, v⟩, which is d/dα g(x + αv) at α = 0.
 
         Args:
             v: A tensor in the shape of `input`.
+
+        Raises:
+            ValueError: If the shape differs.
         """
         if v.shape != (shape := self.input.shape):
             raise ValueError(
@@ -361,8 +361,8 @@ class GradientMap:
 
         Args:
             num_probes: k ≥ 1. Relative variance 2/k per parameter; split, about 2/(k B).
-            generator: Of the probes, a `Stream` or a generator on the input's device.
-            split: Square differences sample by sample, where layers know samples apart.
+            generator: The source of the probes, a `Stream` or a generator on the input's device.
+            split: Square differences sample by sample, where layers separate samples.
             method: `"difference"`, off by 0.2 to 0.5 % in float32, or `"exact"`, by second
                 derivatives. Default: differences where two steps agree (tried out once per model).
 
@@ -381,13 +381,17 @@ class GradientMap:
         return Jacobian(self._loss, self._x, self._parameters, self.replay)
 
     def of_batch(self, batch: Batch, second_order: bool = False) -> GradientMap:
-        """The same model, loss and random draws on another batch. Nothing is left changed."""
+        """Return the map of the same model, loss and random draws on another batch.
+
+        Nothing is left changed.
+        """
         with self.replay.draws():
             return self._on(batch, second_order=second_order, needs_input=self._needs_input)
 
     def with_input(self) -> GradientMap:
-        """This map, if it knows the input and can run again; else another of its batch that does,
-        by a pass with draws of its own.
+        """Return this map, if it knows the input and can run again, or another one that does.
+
+        The other one is of its batch, by a pass with draws of its own.
         """
         is_able = self._source is not None and self.replay.held_state is not None
         return self if is_able else self._on(self._batch, second_order=False)
@@ -399,22 +403,22 @@ class GradientMap:
         )  # fmt: skip
 
     def on_other_data(self, replaced: Callable[[Batch], Batch]) -> GradientMap:
-        """`of_batch` of what stands in the place of its batch; of local training, of every one."""
+        """Return `of_batch` of what replaces its batch; of local training, of every one."""
         return self.of_batch(replaced(self._batch))
 
     def twice(self) -> GradientMap:
-        """This map with `second_order=True`."""
+        """Return this map with `second_order=True`."""
         return self if self.replay.second_order else self.of_batch(self._batch, second_order=True)
 
     @property
     def undefended(self) -> GradientMap:
-        """The map of the client's own gradient, whatever this one is seen through."""
+        """The map of the client's own gradient, whatever view this one is."""
         return self if self._base is None else self._base.undefended
 
     def corrected(self, gradient: Mapping[str, Tensor]) -> GradientMap:
-        """This map, with another `gradient()`: what earlier messages left out is added to it.
+        """Return this map with another `gradient()`: what earlier messages left out is added to it.
 
-        That is a constant, so derivatives and `gradient_at` are the client's own, as they were.
+        That is a constant, so derivatives and `gradient_at` stay the client's own.
 
         Args:
             gradient: One tensor for every shared parameter.
@@ -432,11 +436,11 @@ class GradientMap:
     def masked(
         self, shared: Mapping[str, Tensor], transmitted: Mapping[str, Tensor] | None = None
     ) -> GradientMap:
-        """This map as the next defense of a chain sees it: `gradient()` is what the one before
-        would share.
+        """Return this map as the next defense of a chain sees it.
 
-        The Jacobian stays that of the undefended gradient, but coordinates that were not
-        transmitted carry nothing any more: `restrict` drops them.
+        Its `gradient()` is what the defense before would share. The Jacobian stays that of the
+        undefended gradient, but coordinates that were not transmitted carry nothing any more:
+        `restrict` drops them.
 
         Args:
             shared: One tensor for every shared parameter.
@@ -455,14 +459,16 @@ class GradientMap:
         return view
 
     def restrict(self, tensors: Tensors) -> Tensors:
-        """`tensors` with zeros (or False) where an earlier defense of the chain withheld."""
+        """Return `tensors` with zeros (or False) where an earlier defense of the chain withheld."""
         if self.transmitted is None:
             return tensors
         return {name: tensor * self.transmitted[name] for name, tensor in tensors.items()}
 
     def jvps(self, directions: Tensor) -> Sequence[Tensor]:
-        """Jᵀ v for a stack of directions (k, *input.shape): one tensor (k, *parameter.shape) a
-        parameter.
+        """Return Jᵀ v for a stack of directions: one tensor `(k, *parameter.shape)` a parameter.
+
+        Args:
+            directions: The directions v, `(k, *input.shape)`.
         """
         self._require_second_order("jvp")
         return self._jacobian.jvps(directions)
@@ -476,7 +482,9 @@ class GradientMap:
 
 
 class View(GradientMap):
-    """Another map's client, with products or a gradient of its own. All else is shared with it.
+    """A view of another map's client, with products or a gradient of its own.
+
+    All else is shared with it.
 
     Args:
         base: The map.
@@ -491,7 +499,11 @@ class View(GradientMap):
 
 
 def check_loss(loss: Tensor) -> None:
-    """Raise if a loss is no differentiable scalar."""
+    """Raise an error if a loss is no differentiable scalar.
+
+    Raises:
+        ValueError: If so.
+    """
     if loss.dim() or not loss.requires_grad:
         raise ValueError(
             f"The loss must be a differentiable scalar, but has shape {tuple(loss.shape)} and "

@@ -1,8 +1,8 @@
 """Row and column sums of s² and of g², of which averages are made, without s² itself.
 
-Of a sample's share of a linear layer, LᵀR with few rows, the squares' row sums are the diagonal of
-Lᵀ(R Rᵀ)L: products as large as the sample is long, where squares are as many as the weight has
-entries.
+For a sample's gradient of a linear layer, LᵀR with few rows, the squares' row sums are the diagonal
+of Lᵀ(R Rᵀ)L: products as large as the sample is long, where there are as many squares as the weight
+has entries.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Sums = tuple[Tensor, ...]
 
 
 def sums_of(tensor: Tensor) -> Sums:
-    """The sums of a tensor that is there.
+    """Return the row and column sums of a tensor, or the tensor itself if it is a vector.
 
     Args:
-        tensor: Of any shape.
+        tensor: A tensor of any shape.
     """
     if tensor.dim() < 2:
         return (tensor,)
@@ -52,12 +52,12 @@ def probe_sums(
     generator: Stream | torch.Generator | None = None,
     start: Pass | None = None,
 ) -> Iterator[tuple[str, Sums]]:
-    """The sums of an estimate of s_i² from each probe: as those of `probe_squares`, up to rounding.
+    """Yield the sums of an estimate of s_i² from each probe, as those of `probe_squares`.
 
     Args:
         gmap: The map.
-        num_probes: At least 1.
-        generator: Of the probes.
+        num_probes: The number of probes, at least 1.
+        generator: The source of the probes.
         start: What the map's own passes told, from `heard`.
 
     Raises:
@@ -71,8 +71,10 @@ def probe_sums(
 
 
 def heard(gmap: GradientMap, batch: Batch) -> tuple[GradientMap, Pass | None]:
-    """A map of another batch, with its gradient; and what layers took in and which slopes they got
-    in the same two passes. `None` where it is not known yet which layers to listen to.
+    """Return a map of another batch, with its gradient, and what layers took in and their slopes.
+
+    All come from the same two passes. The second value is `None` where it is not known yet which
+    layers to listen to.
     """
     plan = known_plan(gmap)
     # Making a map may take several passes, of which sides cannot be those of one.
@@ -92,8 +94,9 @@ def heard(gmap: GradientMap, batch: Batch) -> tuple[GradientMap, Pass | None]:
 
 
 def own_pass(gmap: GradientMap) -> Pass | None:
-    """What layers take in at the map's own input, and which slopes they get. `None` where samples
-    are not told apart.
+    """Return what layers take in at the map's own input, and their slopes, or `None`.
+
+    It is `None` if samples are not separated.
     """
     plan = known_plan(gmap) or plan_of(gmap)
     if plan.error > TOLERANCE or not plan.split_layers:
@@ -104,17 +107,17 @@ def own_pass(gmap: GradientMap) -> Pass | None:
 def power_sums(
     gradient: Tensors, samples: int = 1, start: Pass | None = None
 ) -> Iterator[tuple[str, Sums]]:
-    """The sums of E g_i², as far as one batch tells it.
+    """Yield the sums of E g_i², as far as one batch tells it.
 
-    Samples that are drawn independently have shares g_bi of which only the means add up:
-    E g_i² = Σ_b E g_bi² + what their means have in common. Where layers know samples apart, Σ_b
-    g_bi² estimates the first, from as many squares as there are samples; g_i², of a single one,
-    errs by as much as it is large.
+    Samples that are drawn independently have gradients g_bi of which only the means add up: E g_i²
+    = Σ_b E g_bi² + what their means have in common. Where layers separate samples, Σ_b g_bi²
+    estimates the first, from as many squares as there are samples; g_i², of a single one, errs by
+    as much as it is large.
 
     Args:
         gradient: g.
         samples: B.
-        start: A pass at the batch; `None` if samples are not known apart.
+        start: A pass at the batch; `None` if samples are not separated.
     """
     unsplit = dict(gradient)
     if start is not None:
@@ -161,8 +164,10 @@ def _layer_sums(layer: Layer, change: Change) -> Iterator[tuple[str, Tensor | Su
 
 
 def _sums_of_products(left_factor: Tensor, right_factor: Tensor) -> Sums | None:
-    """Row and column sums of Σ_b (left_bᵀ right_b)², from `(B, n, rows)` and `(B, n, columns)`;
-    `None` where writing them out is cheaper.
+    """Return the row and column sums of Σ_b (left_bᵀ right_b)².
+
+    The factors have the shapes `(B, n, rows)` and `(B, n, columns)`. The result is `None` where
+    writing the products out is cheaper.
     """
     length, rows, columns = left_factor.shape[1], left_factor.shape[2], right_factor.shape[2]
     if 2 * length * (rows + columns) > GRAM_AT_MOST * rows * columns:

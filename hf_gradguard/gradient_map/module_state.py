@@ -1,4 +1,4 @@
-"""What a model's modules hold beside weights, noted before a pass and put back after it.
+"""The state of a model's modules beside weights, noted before a pass and restored after it.
 
 A running mean in a buffer, a count in an attribute, a list around a method, what `get_extra_state`
 adds to a checkpoint: any pass may write there what it made of its batch. `replay.HeldState` lets
@@ -23,11 +23,13 @@ from .replay import Outer
 
 
 class ModuleState:
-    """Notes what modules hold: buffers of any size, and, if asked for, attributes, variables that
-    methods use from around them, and what hooks and `get_extra_state` add to a `state_dict`.
+    """The noted state of modules: buffers of any size, and, if asked for, more.
+
+    More are attributes, variables that methods use from around them, and what hooks and
+    `get_extra_state` add to a `state_dict`.
 
     Args:
-        model: Whose modules.
+        model: The model with these modules.
         only_buffers: Whether nothing but buffers is noted.
 
     Example:
@@ -48,7 +50,7 @@ class ModuleState:
         self._extras = None if only_buffers else _extras(model)
 
     def restore(self, spared: Container[str] = ()) -> list[str]:
-        """Put all of it back.
+        """Restore the noted state.
 
         Args:
             spared: Names that stay as they are now.
@@ -59,7 +61,7 @@ class ModuleState:
         return [name for owner in self._owners for name in owner.restore(spared)]
 
     def changed_extras(self) -> list[str]:
-        """Names in the model's `state_dict` that no module holds, and that are others now."""
+        """Return names in the model's `state_dict` that no module holds, and that changed."""
         noted, present = self._extras, _extras(self._model)
         if noted is None:
             return []
@@ -68,10 +70,10 @@ class ModuleState:
 
 
 class WeightState:
-    """Notes which weights a model has, without a copy: no pass may write to them.
+    """The noted weights of a model, without a copy: no pass may write to them.
 
     Args:
-        model: Whose parameters.
+        model: The model with these parameters.
         sums: Whether to add up their bits as well: a write through `.data` is counted nowhere.
 
     Example:
@@ -88,7 +90,7 @@ class WeightState:
         self._noted = self._all()
 
     def changed(self) -> list[str]:
-        """Names of those that are others now."""
+        """Return names of the weights that changed."""
         present = self._all()
         return [name for name, noted in self._noted.items() if present.get(name) != noted]
 

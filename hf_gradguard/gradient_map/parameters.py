@@ -1,6 +1,4 @@
-"""The parameters whose gradient a client shares, and those that would give a batch away by
-themselves.
-"""
+"""The parameters whose gradient a client shares, and those that would give a batch away."""
 
 from __future__ import annotations
 
@@ -25,12 +23,12 @@ logger = logging.get_logger(__name__)
 def shared_parameters(
     model: nn.Module, share_input_embeddings: bool = False, withhold: Sequence[str] = ()
 ) -> dict[str, nn.Parameter]:
-    """The trainable parameters whose gradient a client shares, by name, in the model's own order.
+    """Return the trainable parameters whose gradient a client shares, by name, in model order.
 
     Tables that the input indexes are left out unless `share_input_embeddings`: their gradient is
     non-zero on exactly the rows that the batch looks up, so sharing it gives the words away
     whatever else is done. They are the model's token embeddings and what `find_tables` found. An
-    output head tied to one is the same tensor, and is withheld with it. Says so once.
+    output head tied to one is the same tensor, and is withheld with it. A warning says so once.
 
     Args:
         model: The model.
@@ -80,11 +78,10 @@ def _find_shared(
 
 
 def withheld_parameters(model: nn.Module) -> dict[str, list[str]]:
-    """Trainable parameters of the tables that the input indexes: each name with all the names the
-    same tensor goes by.
+    """Return trainable parameters of the tables that the input indexes.
 
-    They are those of the token embeddings, by name, and those that `find_tables` found. An adapter
-    of a table is withheld with it.
+    Each name comes with all the names of the same tensor. They are those of the token embeddings,
+    by name, and those that `find_tables` found. An adapter of a table is withheld with it.
     """
     tables = _token_embeddings(model)
     modules = dict(model.named_modules())
@@ -104,7 +101,7 @@ def withheld_parameters(model: nn.Module) -> dict[str, list[str]]:
 
 
 def withheld_by_name(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Trainable parameters that a pattern names.
+    """Return trainable parameters that a pattern names.
 
     Raises:
         ValueError: If a pattern is of none of the model's parameters.
@@ -127,21 +124,21 @@ def withheld_by_name(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 def find_tables(
     model: nn.Module, batch: Batch, loss_fn: LossFunction, shards: Shards | None = None
 ) -> frozenset[str]:
-    """The parameters that are looked up by what is in the input, frozen ones included.
+    """Find the parameters that are looked up by what is in the input, frozen ones included.
 
-    Runs the model twice without gradients, in eval mode, the first time that it sees a batch of
+    It runs the model twice without gradients, in eval mode, the first time that it sees a batch of
     these entries; the answer is kept with the model. Buffers, weights, modes, random draws and
-    hooks stay as they were.
+    hooks do not change.
 
     Args:
         model: The model, on the batch's device.
         batch: What a collator returns.
-        loss_fn: `(model, batch) -> loss`: what runs the model.
-        shards: As for `GradientMap`.
+        loss_fn: The loss `(model, batch) -> loss`, which runs the model.
+        shards: The client's devices, as for `GradientMap`.
 
     Returns:
-        Names as in `named_parameters()`; of a tensor with several names, the first. All that were
-        found for this model so far, also on other batches.
+        Names as in `named_parameters()`; for a tensor with several names, the first. They are all
+            that were found for this model so far, also on other batches.
 
     Example:
         >>> sorted(find_tables(model, batch, lambda model, batch: model(**batch).loss))
@@ -164,7 +161,7 @@ def check_sharding(model: nn.Module, shards: Shards | None, second_order: bool) 
     """Refuse a map of a sharded model without its shards, and second derivatives of one.
 
     Raises:
-        NotImplementedError: With the way out.
+        NotImplementedError: If so; the message has the way out.
 
     Example:
         >>> check_sharding(nn.Linear(2, 2), None, second_order=True)
@@ -185,7 +182,7 @@ def check_sharding(model: nn.Module, shards: Shards | None, second_order: bool) 
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard`, or something else, has cut a model's parameters.
+    """Return whether `fully_shard`, or something else, has cut a model's parameters.
 
     Example:
         >>> is_sharded(nn.Linear(2, 2))
@@ -200,7 +197,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def known_tables(model: nn.Module) -> frozenset[str]:
-    """What `find_tables` found for this model so far, without looking.
+    """Return what `find_tables` found for this model so far, without looking.
 
     Example:
         >>> known_tables(nn.Linear(2, 2))
@@ -210,7 +207,7 @@ def known_tables(model: nn.Module) -> frozenset[str]:
 
 
 def remember_tables(model: nn.Module, tables: frozenset[str]) -> None:
-    """Count parameters among a model's tables that others found: ranks have to share the same.
+    """Add parameters that others found to a model's tables: ranks have to share the same.
 
     Example:
         >>> remember_tables(model, frozenset({"classifier.bias"}))
@@ -223,7 +220,7 @@ def remember_tables(model: nn.Module, tables: frozenset[str]) -> None:
 
 
 def layer_numbers(names: Iterable[str]) -> dict[str, int]:
-    """The layer that each parameter belongs to: 1 for the layers nearest the input.
+    """Return the layer that each parameter belongs to: 1 for the layers nearest the input.
 
     Hugging Face models number their blocks (`bert.encoder.layer.3.…`, `transformer.h.3.…`). Each
     block is a layer, and so is what stands together before, between and after blocks: embeddings,
@@ -302,7 +299,8 @@ class KnownTables:
     """The tables that the input indexes; see `parameters.find_tables`.
 
     Args:
-        parameter_names: Of the model when it was watched. Other names make the rest untrue.
+        parameter_names: Names of the model's parameters when it was watched. Other names make the
+            rest untrue.
         watched_entries: The kinds of batches that it was watched on, by their entries' names.
         names: The parameters that are tables.
     """
@@ -313,14 +311,14 @@ class KnownTables:
 
 
 class DifferencePlan(NamedTuple):
-    """How derivatives are taken as differences of two passes; see `sensitivity.plan_differences`.
+    """The plan of differences of two passes in place of derivatives; see `plan_differences`.
 
     Args:
-        split_layers: The layers whose samples are known apart.
+        split_layers: The layers that separate samples.
         error: How much differences over two steps differ, relative to them.
-        shrink: Of the step.
-        shift_error: As `error`, of steps in the parameters; `None` if not tried yet.
-        keeps_sides: Whether derivatives jump, and passes keep every unit on its side.
+        shrink: The factor of the step.
+        shift_error: The same as `error`, for steps in the parameters; `None` if not tried yet.
+        keeps_sides: Whether derivatives jump, and passes keep the activation pattern.
     """
 
     split_layers: frozenset[str]
@@ -331,15 +329,17 @@ class DifferencePlan(NamedTuple):
 
 
 class SamplePlan(NamedTuple):
-    """How a model's samples are told apart; see `per_sample.plan.plan_samples`.
+    """The plan of computing a model's per-sample gradients; see `per_sample.plan.plan_samples`.
 
     Args:
         rules: The rules that give samples' weights in the loss; all of them agreed so far.
-        reason: Why samples are differentiated one by one; empty if together.
-        modules: Those that ran in the trial. Others (an expert without tokens) were not tried.
-        labels: Label values that were tried beside each other.
-        padded: Checksums of padded texts that were compared with themselves without padding.
-        shapes: Of rows that no mask tells apart from their padding, in the first batch.
+        reason: Why samples are differentiated one by one; empty if they are differentiated
+            together.
+        modules: The modules that ran in the trial. Others (an expert without tokens) were not
+            tried.
+        labels: The label values that were tried beside each other.
+        padded: The checksums of padded texts that were compared with themselves without padding.
+        shapes: The shapes of rows in the first batch whose padding no mask marks.
         coarse: Why numbers have fewer digits than those of float32; empty if they do not.
     """
 
@@ -354,12 +354,12 @@ class SamplePlan(NamedTuple):
 
 @dataclass
 class ModelCache:
-    """What is known of one model.
+    """The cache of what is known of one model.
 
     Args:
         tables: Which parameters the input indexes.
-        difference_plans: By kind of batch, with how often each was used.
-        sample_plans: By kind of batch.
+        difference_plans: Plans by kind of batch, with how often each was used.
+        sample_plans: Plans by kind of batch.
         shared_parameters: What they were found of last, those that are trainable (held, so that no
             other tensor gets their identity), and those that are shared.
         is_underway: Whether messages left before anything was found out here, as of a run that is
@@ -375,7 +375,7 @@ class ModelCache:
     )
 
     def tables_of(self, parameter_names: tuple[str, ...]) -> KnownTables:
-        """What is known of a model with these parameters: nothing, if it had others."""
+        """Return what is known of a model with these parameters: nothing, if it had others."""
         if self.tables.parameter_names != parameter_names:
             self.tables = KnownTables(parameter_names)
         return self.tables
@@ -385,7 +385,7 @@ _CACHES: WeakKeyDictionary[nn.Module, ModelCache] = WeakKeyDictionary()
 
 
 def cache_of(model: nn.Module) -> ModelCache:
-    """The one cache of a model, empty at first.
+    """Return the one cache of a model, empty at first.
 
     Example:
         >>> cache_of(model) is cache_of(model)
@@ -397,8 +397,9 @@ def cache_of(model: nn.Module) -> ModelCache:
 
 
 def forget(model: nn.Module) -> None:
-    """Try everything out anew, as another loss makes it untrue. Tables that were found stay found:
-    other ranks may know them.
+    """Forget what was tried out, as another loss makes it untrue.
+
+    Tables that were found stay found: other ranks may know them.
 
     Example:
         >>> forget(model)

@@ -22,18 +22,20 @@ def random_batch(
     special: Sequence[int] = (),
     unknown: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any]:
-    """A batch of the same shapes with nothing of the content: random inputs and labels, no padding.
+    """Return a batch of the same shapes with nothing of the content: random inputs and labels.
+
+    It has no padding.
 
     Args:
-        domain: Of the batch.
-        model: Says how many tokens and classes there are.
-        batch: For shapes and types.
-        generator: Of the inputs and labels.
+        domain: The batch's domain.
+        model: The model, which says how many tokens and classes there are.
+        batch: The batch, for shapes and types.
+        generator: The source of the inputs and labels.
         special: Ids of special tokens. Texts begin and end with those that the batch's do.
-        unknown: Makes what stands in the place of an entry that it cannot make up.
+        unknown: A function that makes what replaces an entry that cannot be made up.
 
     Raises:
-        ValueError: For such an entry, by name, if `unknown` is not given.
+        ValueError: If there is such an entry and no `unknown`; the message has its name.
 
     Example:
         >>> drawn = random_batch(gmap.domain, model, batch, Stream())
@@ -61,13 +63,13 @@ def random_batch(
 def resize_texts(
     domain: Text, model: nn.Module, batch: Mapping[str, Any], length: int = 0
 ) -> dict[str, Any]:
-    """A batch whose texts are of so many tokens. Each begins and ends as it did.
+    """Return a batch whose texts have another number of tokens, and the same beginnings and ends.
 
     Args:
-        domain: Names the entries that are texts.
-        model: Says which entries are texts that it writes.
+        domain: The domain, which names the entries that are texts.
+        model: The model, which says which entries are texts that it writes.
         batch: The batch.
-        length: Default: 16, or as many as the model takes.
+        length: The number of tokens. Default: 16, or as many as the model takes.
 
     Example:
         >>> resize_texts(gmap.domain, model, batch)["input_ids"].shape
@@ -98,13 +100,13 @@ def random_texts(
     generator: Stream,
     special: Sequence[int],
 ) -> dict[str, Any]:
-    """The texts of a batch, drawn from the vocabulary. Special tokens stand at the ends only.
+    """Draw the texts of a batch from the vocabulary; special tokens stand at the ends only.
 
     Args:
-        domain: Names the entries that are texts.
-        model: Says how many tokens there are.
-        batch: For shapes and types.
-        generator: Of the tokens.
+        domain: The domain, which names the entries that are texts.
+        model: The model, which says how many tokens there are.
+        batch: The batch, for shapes and types.
+        generator: The source of the tokens.
         special: Ids of special tokens.
     """
     vocabulary = len(domain.embedding(model).weight)  # type: ignore[arg-type]
@@ -124,12 +126,13 @@ def random_texts(
 
 
 def random_images(pixels: Tensor, generator: Stream) -> Tensor:
-    """Patches of even color under fine noise, of mean 0 and deviation 1: more like images than
-    white noise is.
+    """Draw patches of even color under fine noise, of mean 0 and deviation 1.
+
+    They are more like images than white noise is.
 
     Args:
-        pixels: For shape and type, `(B, C, H, W)`.
-        generator: Of the colors and the noise.
+        pixels: Images `(B, C, H, W)`, for shape and type.
+        generator: The source of the colors and the noise.
     """
     coarse = generator.normal((*pixels.shape[:2], 4, 4), device=pixels.device)
     smooth = nn.functional.interpolate(coarse, size=pixels.shape[2:], mode="bilinear")
@@ -146,8 +149,9 @@ def _random_entry(
     random_entries: Mapping[str, Any],
     generator: Stream,
 ) -> Any:
-    """An entry that is no input. What says where things are becomes that of a batch without
-    padding.
+    """Return a random value for an entry that is no input.
+
+    Entries that say where things are become those of a batch without padding.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -175,18 +179,19 @@ def random_labels(
     random_input: Tensor,
     generator: Stream,
 ) -> Tensor:
-    """An entry of a batch, drawn at random.
+    """Draw an entry of a batch at random.
 
     Args:
-        model: Says how many classes or words there are.
-        key: Of the entry.
-        batch: For its shape and type.
+        model: The model, which says how many classes or words there are.
+        key: The name of the entry.
+        batch: The batch, for its shape and type.
         private: The batch's inputs: what is to be written may be what is read.
-        random_input: Those that were drawn.
-        generator: Of the labels.
+        random_input: The inputs that were drawn.
+        generator: The source of the labels.
 
     Raises:
-        ValueError: If it is none of the labels that can be made up, by name.
+        ValueError: If the entry is none of the labels that can be made up; the message has its
+            name.
     """
     value: Tensor = batch[key]
     config = getattr(model, "config", None)
@@ -250,8 +255,9 @@ def _writes(model: nn.Module) -> bool:
 def special_ends(
     ids: Tensor, special: Sequence[int], present: Tensor | None
 ) -> tuple[int | None, int | None]:
-    """The special tokens with which all texts begin and end, if there are such. Padding is none of
-    a text.
+    """Return the special tokens with which all texts begin and end, if there are such.
+
+    Padding is none of a text.
     """
     rows = torch.arange(len(ids), device=ids.device)
     places = ends_of(torch.ones_like(ids) if present is None else present)
@@ -274,16 +280,18 @@ USUAL = {"text": 4, "image": 16}
 def synthetic_samples(
     gmap: GradientMap, samples: int | None, generator: Stream, special: Sequence[int] = ()
 ) -> GradientMap:
-    """A model on random samples with random labels; texts are of 16 tokens or more.
+    """Return the map of a model on random samples with random labels.
+
+    Texts are of 16 tokens or more.
 
     Args:
         gmap: A map of the model, whose batch says which entries there are.
-        samples: How many. `None`: 4 texts, or 16 images.
-        generator: Of everything.
+        samples: The number of samples. `None`: 4 texts, or 16 images.
+        generator: The source of all randomness.
         special: Ids of special tokens, which stand at a text's ends only.
 
     Raises:
-        ValueError: For an entry of the batch that cannot be made up, by name.
+        ValueError: If an entry of the batch cannot be made up; the message has its name.
 
     Example:
         >>> synthetic_samples(gmap, 5, Stream()).input.shape[:2]
@@ -313,14 +321,14 @@ def synthetic_samples(
 
 
 def text_length(gmap: GradientMap, samples: int) -> int:
-    """Of how many tokens synthetic texts are: half of what the model takes at most, or 16.
+    """Return the number of tokens of synthetic texts: half of what the model takes at most, or 16.
 
     A linear layer's gradient is δᵀX. Where X has fewer rows, one a token, than columns, it shows
     which tokens they are of (the span attack).
 
     Args:
         gmap: A map of the model.
-        samples: How many texts there are.
+        samples: The number of texts.
 
     Example:
         >>> text_length(gmap, 16), gmap.input.shape[2]  # 16 x 16 tokens are more than enough
@@ -338,8 +346,10 @@ def _most_tokens(model: nn.Module) -> int:
 
 
 def _places(attended: Tensor, length: int) -> Tensor:
-    """`(B, length)`: places of each text to take, again and again, its own end last: synthetic
-    texts end as the batch's do, whatever their lengths and padding.
+    """Return the places of each text to take, `(B, length)`.
+
+    Places repeat if the text is short, and the last one is the text's own end. So synthetic texts
+    end as the batch's do, whatever their lengths and padding.
     """
     first_place, last_place = ends_of(attended)
     places = (

@@ -1,6 +1,4 @@
-"""Evaluating one function again and again: the same random draws, the same statistics, plain
-attention.
-"""
+"""Repeated evaluation of one function: the same random draws and statistics, plain attention."""
 
 from __future__ import annotations
 
@@ -42,23 +40,23 @@ class DrawState(NamedTuple):
 
     @classmethod
     def now(cls) -> DrawState:
-        """As it is."""
+        """Return the present state."""
         return cls(torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate())
 
     def restore(self) -> None:
-        """Let all three draw from here on."""
+        """Restore the state of all three generators."""
         torch.set_rng_state(self.of_torch)
         np.random.set_state(self.of_numpy)
         random.setstate(self.of_python)
 
     def plain(self) -> tuple[Any, ...]:
-        """What is equal where the state is."""
+        """Return a value that is equal if the state is."""
         return self.of_torch.numpy().tobytes(), pickle.dumps(self.of_numpy), self.of_python
 
 
 @contextmanager
 def draws_restored() -> Iterator[DrawState]:
-    """Whatever is drawn in here, afterwards the three generators are as they were.
+    """Restore the three generators at the end of the context, whatever was drawn.
 
     Example:
         >>> with draws_restored():
@@ -74,11 +72,14 @@ def draws_restored() -> Iterator[DrawState]:
 
 
 class HeldState:
-    """What a pass may change beside parameters and global generators: numbers, lists, tensors and
-    generators that somebody holds, such as a module that counts its passes.
+    """The state that a pass may change beside parameters and global generators.
+
+    It is numbers, lists, tensors and generators that somebody holds, such as a module that counts
+    its passes.
 
     Args:
-        owners: Who holds them, by name: `vars` of an object, a module's buffers, `Outer`.
+        owners: The owners: `vars` of an object, a module's buffers, or `Outer`, which map names to
+            values.
         skipped: Names that nobody changes.
 
     Example:
@@ -99,7 +100,7 @@ class HeldState:
 
     @staticmethod
     def owners_of(modules: Iterable[nn.Module]) -> list[MutableMapping[str, Any]]:
-        """Modules' attributes and buffers, and what `forward` and hooks use from around them."""
+        """Return modules' attributes and buffers, and variables around `forward` and hooks."""
         owners, kinds, hooks = list[MutableMapping[str, Any]](), set[type](), list[Any]()
         for module in modules:
             attributes = vars(module)
@@ -141,7 +142,7 @@ class HeldState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """All of it as it was when this was made; afterwards as it is now."""
+        """Restore the first state inside the context, and the present one afterwards."""
         held = [{n: v for n, v in o.items() if n not in self._skipped} for o in self._owners]
         generators = [(g, _state_of(g)) for g, _ in self._generators.values()]
         try:
@@ -163,10 +164,10 @@ class HeldState:
 
 
 class Outer(MutableMapping[str, Any]):
-    """Variables that a function uses from around it.
+    """The variables that a function uses from around it: its closure and globals.
 
     Args:
-        function: Written in Python.
+        function: A function written in Python.
 
     Example:
         >>> passes = [0]
@@ -185,7 +186,7 @@ class Outer(MutableMapping[str, Any]):
 
     @classmethod
     def of(cls, function: Any) -> list[MutableMapping[str, Any]]:
-        """That of a function, or of what is called like one."""
+        """Return the variables around a function, or around what is called like one."""
         plain = getattr(function, "func", function)  # of functools.partial
         plain = getattr(plain, "__func__", plain)
         return [cls(plain)] if isinstance(plain, FunctionType) else []
@@ -200,7 +201,7 @@ class Outer(MutableMapping[str, Any]):
             self._globals[name] = value
 
     def __delitem__(self, name: str) -> None:
-        """Variables stay."""
+        """Ignore the deletion: variables stay."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -245,7 +246,7 @@ _LONGEST = 1 << 16
 
 
 class Replay:
-    """What has to hold while a model runs so that it is the same function every time.
+    """The state that has to hold while a model runs so that it is the same function every time.
 
     Dropout draws from torch's global generators, losses (mixup) and masks (SpecAugment) also from
     those of numpy and `random`: their state is noted here. Batch normalization in training mode
@@ -254,11 +255,12 @@ class Replay:
     Args:
         model: The model, in the mode in which it will run.
         second_order: Whether derivatives of derivatives are wanted.
-        loss: What runs it, and may hold a state as well.
+        loss: The loss, which runs the model, and may hold a state as well.
         reruns: Whether it will run more than once. If not, nothing is noted.
 
     Raises:
-        NotImplementedError: If they are, and the model has kernels whose own are silently wrong.
+        NotImplementedError: If second derivatives are wanted, and the model has kernels whose own
+            are silently wrong.
     """
 
     kind: str = ""
@@ -283,7 +285,11 @@ class Replay:
 
     @contextmanager
     def draws(self) -> Iterator[None]:
-        """Random draws and held state as when this was made. Both stay as they are now."""
+        """Restore random draws and held state inside the context, and undo that afterwards.
+
+        Raises:
+            RuntimeError: If nothing was noted, since `reruns` was false.
+        """
         if self.held_state is None:
             raise RuntimeError(
                 "Its map was made with reruns=False, so the model runs once. A defense that asks "
@@ -299,7 +305,7 @@ class Replay:
                 yield
 
     def kernels(self) -> AbstractContextManager[None]:
-        """Attention in plain mathematics, if anything is to be differentiated twice."""
+        """Return a context of attention in plain mathematics, if second derivatives are wanted."""
         return self._plain_attention() if self.second_order else nullcontext()
 
     @contextmanager
@@ -321,13 +327,13 @@ class Replay:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Both, with gradients on: for a forward pass whose result is differentiated."""
+        """Restore draws and use plain attention, with gradients on, for a forward pass."""
         with torch.enable_grad(), self.draws(), self.kernels():
             yield
 
     @contextmanager
     def full_precision(self) -> Iterator[None]:
-        """No autocast inside the model: differences of two passes would drown in its rounding."""
+        """Turn autocast off in the model: its rounding would drown differences of passes."""
         kind = "cuda" if self._devices else "cpu"
         was_enabled = torch.is_autocast_enabled(kind)
 
@@ -342,7 +348,7 @@ class Replay:
             torch.set_autocast_enabled(kind, was_enabled)
 
     def recomputes(self) -> bool:
-        """Whether layers run again in the backward pass, under activation checkpointing."""
+        """Return whether layers run again in the backward pass, under activation checkpointing."""
         return any(getattr(m, "gradient_checkpointing", False) and m.training for m in self.modules)
 
 
@@ -354,7 +360,7 @@ def _is_ligers(module: nn.Module) -> bool:
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """All modules of a model, whose modes are put back, whatever happens to them meanwhile.
+    """Restore the modes of all modules of a model, whatever happens to them inside the context.
 
     Example:
         >>> model = model.train()
@@ -373,8 +379,10 @@ def modes_kept(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 @contextmanager
 def draws_kept(model: nn.Module) -> Iterator[None]:
-    """The generators of torch, on the processor and on the model's GPUs, of numpy and of `random`,
-    and what the model's modules hold, put back as they were.
+    """Restore all generators, and what the model's modules hold, at the end of the context.
+
+    The generators are those of torch, on the processor and on the model's GPUs, of numpy and of
+    `random`.
 
     Example:
         >>> before = torch.get_rng_state()
@@ -403,7 +411,7 @@ def seed_draws(model: nn.Module, seed: int) -> None:
 
 
 def devices_that_draw(model: nn.Module) -> list[int]:
-    """The GPUs that a model is on.
+    """Return the GPUs that a model is on.
 
     Example:
         >>> devices_that_draw(torch.nn.Linear(2, 1))
@@ -413,8 +421,9 @@ def devices_that_draw(model: nn.Module) -> list[int]:
 
 
 class RunWithin(nn.Module):
-    """A module whose forward pass is a function that runs `model`: what `functional_call` needs to
-    swap its parameters.
+    """A module whose forward pass calls a function that runs `model`.
+
+    `functional_call` needs such a module to swap the model's parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -429,8 +438,9 @@ def differentiate(
     loss: Tensor, leaves: Mapping[str, Tensor], inner: Any = (), *,
     retain_graph: bool = False, create_graph: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The derivatives of a loss by leaves, zeros by those that it does not use. By `inner`
-    edges of the graph, too, for the hooks that are there.
+    """Return the derivatives of a loss by leaves, with zeros by those that it does not use.
+
+    By `inner` edges of the graph it is differentiated too, for the hooks that are there.
 
     Raises:
         ValueError: If it uses none of them, and was differentiated before.
@@ -459,7 +469,7 @@ def _was_differentiated(loss: Tensor) -> bool:
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Take hooks away again on the way out.
+    """Remove hooks at the end of the context.
 
     Example:
         >>> with hooked([model.register_forward_hook(print)]):
@@ -477,7 +487,7 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """Every step of autograd's that tensors were computed by."""
+    """Yield every step of autograd's that tensors were computed by."""
     nodes, visited = [tensor.grad_fn for tensor in tensors], set()
     while nodes:
         node = nodes.pop()
@@ -489,8 +499,12 @@ def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
 
 
 def check_whole(derivatives: Iterable[Tensor]) -> None:
-    """Raise if derivatives come through a kernel that is not to be differentiated twice: autograd
-    does so itself only where its path leads on, and leaves it out where it ends.
+    """Raise an error if derivatives come through a kernel that is not to be differentiated twice.
+
+    Autograd does so itself only where its path leads on, and leaves it out where it ends.
+
+    Raises:
+        RuntimeError: If so.
     """
     if any(node.name() == "torch::autograd::Error" for node in nodes_of(derivatives)):
         raise RuntimeError(

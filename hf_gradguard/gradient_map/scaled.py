@@ -12,11 +12,11 @@ from .types import Batch, Tensors
 
 
 class ScaleOverflow(FloatingPointError):
-    """A gradient that is not finite, of a loss that was scaled.
+    """An error: a gradient is not finite, of a loss that was scaled.
 
     Args:
-        scale: Of the loss.
-        loss: As it is without.
+        scale: The scale of the loss.
+        loss: The loss without the scale.
     """
 
     def __init__(self, scale: float, loss: Tensor) -> None:
@@ -27,16 +27,17 @@ class ScaleOverflow(FloatingPointError):
 
 
 class ScaledMap(GradientMap):
-    """A map whose loss is multiplied by a number before it is differentiated, and whose gradient is
-    divided by it afterwards: numbers that fp16 has not are not lost on the way.
+    """A map whose loss is scaled before it is differentiated, and its gradient divided afterwards.
+
+    Numbers that fp16 does not have are so not lost on the way.
 
     Args:
-        *args: As for `GradientMap`.
-        loss_scale: The number.
-        **settings: As for `GradientMap`.
+        *args: Arguments of `GradientMap`.
+        loss_scale: The scale.
+        **settings: Settings of `GradientMap`.
 
     Raises:
-        ScaleOverflow: By `gradient`, if it is not finite.
+        ScaleOverflow: If the gradient is not finite; `gradient` raises it.
 
     Example:
         >>> scaled = ScaledMap(model, batch, second_order=False, loss_scale=1024.0)

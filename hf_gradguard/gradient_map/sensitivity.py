@@ -1,5 +1,6 @@
-"""How sensitivities of a model are estimated: which layers know their samples apart, and how long a
-step a difference takes. Found out by trial.
+"""The estimation of sensitivities of a model: which layers separate samples, and step sizes.
+
+Both are found out by trial.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ _KINKS = re.compile(
 
 
 def plan_of(gmap: ClientMap) -> DifferencePlan:
-    """How differences work for the map's model, tried out when first asked for a kind of
-    batch, and now and then again."""
+    """Return how differences work for the map's model, tried out when needed.
+
+    It is tried out when first asked for a kind of batch, and now and then again.
+    """
     plans, key, plan = cache_of(gmap.model).difference_plans, _key(gmap), known_plan(gmap)
     if gmap.shards is not None and gmap.shards.any(plan is None):  # a trial is of all devices
         plan = None
@@ -54,21 +57,21 @@ def plan_of(gmap: ClientMap) -> DifferencePlan:
 
 
 def known_plan(gmap: ClientMap) -> DifferencePlan | None:
-    """What `plan_of` will say without trying, if that is so."""
+    """Return what `plan_of` will say without trying, or `None`."""
     plans = cache_of(gmap.model).difference_plans
     plan, uses = plans.get(_key(gmap), (None, 0))
     return plan if uses < TRIES else None
 
 
 def keep(gmap: ClientMap, plan: DifferencePlan) -> DifferencePlan:
-    """Remember a plan in which more was found out than in the one of `plan_of`."""
+    """Keep a plan in which more was found out than in the one of `plan_of`."""
     plans, key = cache_of(gmap.model).difference_plans, _key(gmap)
     plans[key] = plan, plans[key][1]
     return plan
 
 
 def split_layers(gmap: ClientMap, plan: DifferencePlan) -> dict[str, Layer]:
-    """The map's layers whose samples are known apart."""
+    """Return the map's layers that separate samples."""
     layers = layers_of(gmap.model, gmap.parameters)
     return {name: layer for name, layer in layers.items() if name in plan.split_layers}
 
@@ -76,7 +79,7 @@ def split_layers(gmap: ClientMap, plan: DifferencePlan) -> dict[str, Layer]:
 def first_pass(
     gmap: ClientMap, layers: Mapping[str, Layer], plan: DifferencePlan, needs_slope: bool = True
 ) -> Pass:
-    """At the map's own input: where differences start from."""
+    """Evaluate a pass at the map's own input, which differences start from."""
     sides = Sides() if plan.keeps_sides else None
     return Pass.evaluate(gmap, gmap.input, layers, sides, needs_slope)
 
@@ -94,7 +97,7 @@ def _key(gmap: ClientMap) -> Hashable:
 
 
 def code_of(loss_fn: Any) -> object:
-    """What a loss function is by, since lambdas and partial functions are made anew every time."""
+    """Return what identifies a loss function: lambdas and partials are made anew every time."""
     while hasattr(loss_fn, "func"):
         loss_fn = loss_fn.func
     return getattr(loss_fn, "__code__", type(loss_fn))
@@ -129,9 +132,10 @@ def _try_out(gmap: ClientMap) -> DifferencePlan:
 
 
 def _disagreement(start: Pass, longer: Pass, shorter: Pass, step: float, gmap: ClientMap) -> float:
-    """How much what a step and a quarter of it change differs, relative to it: the median over
-    layers and parameters. Of those whose derivative is zero, as of a key's bias, only rounding
-    changes.
+    """Return the relative difference between the slopes of a step and of a quarter of it.
+
+    It is the median over layers and parameters. Where the derivative is zero, as for a key's bias,
+    only rounding differs, and the parameter does not count.
     """
     errors, samples = [], len(gmap.input)
     for name in start.layers:
@@ -181,9 +185,10 @@ def _find_split_layers(
 
 
 def _has_kinks(gmap: ClientMap, sides: Sides | None = None) -> bool:
-    """Whether anything of the loss has a derivative that jumps, on these sides of those that are
-    known. Trials would not do: of the steps of a small model one in ten crosses a kink, and is then
-    off by the jump over the step.
+    """Return whether an operation of the loss is non-smooth, given its known activation pattern.
+
+    Trials would not do. Of the steps of a small model one in ten crosses a point where the
+    derivative jumps, and is then off by the jump over the step.
     """
     kept = nullcontext() if sides is None else sides.kept()
     with gmap.replay.run(), kept:
@@ -206,8 +211,9 @@ def _can_keep_sides(gmap: ClientMap) -> bool:
 
 
 def _first_alone(change: Change | None) -> bool | None:
-    """Whether a change of the first sample left all others as they were; `None` if it changed no
-    slopes at all.
+    """Return whether a change of the first sample left all others as they were.
+
+    The result is `None` if the change moved no slopes at all.
     """
     if change is None:
         return False
@@ -220,8 +226,9 @@ def _first_alone(change: Change | None) -> bool | None:
 
 
 def _adds_up(start: Pass, name: str, layer: Layer, samples: int, gradient: Tensors) -> bool:
-    """Whether the samples' products are all of the gradient: a weight may be used without its
-    layer, as fused losses use a head's.
+    """Return whether the samples' products are all of the gradient.
+
+    A weight may be used outside its layer, as fused losses use a head's.
     """
     rows = start.rows(name, samples)
     if rows is None:
@@ -251,8 +258,9 @@ def _relative(tensor: Tensor, reference: Tensor) -> float | None:
 
 
 def step_size(gmap: ClientMap) -> float:
-    """How far a difference goes along a standard normal direction, in the input's unit: on all of a
-    client's devices as far.
+    """Return the step of a difference along a standard normal direction, in the input's unit.
+
+    It is the same on all of a client's devices.
     """
     size = gmap.input.square().mean().sqrt()
     if gmap.shards is not None:
@@ -261,8 +269,9 @@ def step_size(gmap: ClientMap) -> float:
 
 
 def precision_root(gmap: ClientMap) -> float:
-    """√eps of what differences cancel in: the input's type, or a coarser one of the loss, as of a
-    float64 model whose loss is computed in float32.
+    """Return √eps of what differences cancel in: the input's type, or a coarser one of the loss.
+
+    A float64 model's loss may be computed in float32.
     """
     is_coarser = gmap.input.dtype == torch.float64 and gmap.loss.dtype != torch.float64
     return float(torch.finfo(torch.float32 if is_coarser else gmap.input.dtype).eps ** 0.5)
@@ -278,7 +287,7 @@ def estimate_squares(
     split: bool,
     method: Method | None,
 ) -> Tensors:
-    """s_i² from random probes; see `GradientMap.squared_sensitivity`."""
+    """Return s_i² from random probes; see `GradientMap.squared_sensitivity`."""
     total: Tensors = {}
     for name, squares in probe_squares(gmap, num_probes, generator, split, method):
         if name in total:
@@ -300,16 +309,19 @@ def probe_squares(
     start: Pass | None = None,
     layer_estimate: Callable[[Layer, Change], Iterator[tuple[str, Any]]] | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """An estimate of s_i² from each probe, one parameter at a time: all names, `num_probes` times.
+    """Yield an estimate of s_i² from each probe, one parameter at a time.
+
+    All names come `num_probes` times.
 
     Args:
         gmap: The map.
-        num_probes: At least 1.
-        generator: Of the probes.
-        split: As for `GradientMap.squared_sensitivity`.
-        method: Likewise.
+        num_probes: The number of probes, at least 1.
+        generator: The source of the probes.
+        split: Whether to square differences sample by sample, as for
+            `GradientMap.squared_sensitivity`.
+        method: The method, as for `GradientMap.squared_sensitivity`.
         start: A pass at the map's own input, if there was one.
-        layer_estimate: Of a layer whose samples are known apart. Default: `layer_squares`.
+        layer_estimate: The estimate of a layer that separates samples. Default: `layer_squares`.
 
     Raises:
         ValueError: If there are no probes, or the method is unknown.
@@ -368,7 +380,7 @@ def _differences(
 
 
 def layer_squares(layer: Layer, change: Change) -> Iterator[tuple[str, Tensor]]:
-    """Σ_b (J_bᵀv)_i² of a layer's parameters, by name, over samples b."""
+    """Yield Σ_b (J_bᵀv)_i² of a layer's parameters, by name, over samples b."""
     module: Any = layer.module
     if layer.bias is not None:
         bias_product = change.bias(layer) if change.slopes else torch.zeros_like(module.bias)[None]

@@ -1,4 +1,4 @@
-"""The types that everything here speaks of."""
+"""The types that the gradient map and defenses use."""
 
 from __future__ import annotations
 
@@ -23,73 +23,73 @@ How = Literal["sum", "min", "max"]
 
 
 class Shards(Protocol):
-    """What maps and defenses ask of a client's devices, over which its model is cut.
+    """The interface of a client's devices, over which its model is cut, for maps and defenses.
 
-    `hf_gradguard.sharded` has the one there is, and is imported where a sharded model is met. Of a
-    client of one device there is none.
+    `hf_gradguard.sharded` has the implementation, and is imported where a sharded model is met. A
+    client of one device has none.
     """
 
     group: Any
     size: int
 
     def fingerprint(self) -> list[int]:
-        """What devices of several clients must have alike to average what they hold."""
+        """Return numbers that must agree between devices of several clients that are averaged."""
 
     def joined(self, numbers: Mapping[str, Tensor], how: How = "sum") -> dict[str, Tensor]:
-        """Numbers of parameters' own parts, as numbers of whole parameters."""
+        """Combine numbers of shards into numbers of whole parameters, by name."""
 
     def any(self, flag: bool) -> bool:
-        """Whether something holds on any device."""
+        """Return whether the flag is true on any device."""
 
     def union(self, names: frozenset[str]) -> frozenset[str]:
-        """Those of the model's parameters that any device names."""
+        """Return those of the model's parameters that any device names."""
 
     def gathered(self, number: Tensor) -> list[float]:
-        """A number of each device."""
+        """Return each device's number."""
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum of devices' tensors."""
+        """Return the sum of devices' tensors."""
 
     def sums(self, name: str, sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Row and column sums of a part of a matrix, of which the columns' become the whole's."""
+        """Return row and column sums of a shard of a matrix; column sums are the whole matrix's."""
 
     def counts(self, name: str) -> bool:
-        """Whether this device's part of a parameter counts."""
+        """Return whether this device's copy of a parameter counts."""
 
     def add_later_(
         self, later_sums: Tensor, shares: Tensor, position: Tensor, sizes: Mapping[str, int]
     ) -> None:
-        """Add to sums over the entries that stand later what stands later on other devices."""
+        """Add what stands later on other devices to sums over this device's later entries."""
 
     def stream_of(self, name: str, generator: Stream) -> Stream:
-        """Where the random numbers of a parameter come from."""
+        """Return the stream of a parameter's random numbers."""
 
     def streams(
         self, tensors: Mapping[str, Tensor], generator: Stream
     ) -> Iterator[tuple[dict[str, Tensor], Stream]]:
-        """Tensors with the stream that their random numbers are to come from."""
+        """Yield tensors with the stream that their random numbers come from."""
 
     def gradient(self, loss: Tensor, parameters: Iterable[str]) -> dict[str, Tensor]:
-        """This device's part of the mean of devices' gradients."""
+        """Return this device's shard of the mean of devices' gradients."""
 
     def add_to_grad(self, parameter: nn.Parameter, gradient_part: Tensor) -> None:
         """Add this device's part of a gradient to `.grad`."""
 
     def new_message(self, generator: Stream) -> Stream:
-        """This device's stream for the next message, given one of its own."""
+        """Return this device's stream for the next message."""
 
     def version(self, parameter: nn.Parameter) -> int:
-        """How often this device's part was written to."""
+        """Return how often this device's shard was written to."""
 
     def reshard(self) -> None:
         """Let the model hold its own shards alone again."""
 
     def whole_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that a forward pass uses, by name."""
+        """Return the whole parameters that a forward pass uses, by name."""
 
 
 class ClientMap(Protocol):
-    """What layers, sensitivities and candidates ask of a `GradientMap`, which is made of them."""
+    """The interface of a `GradientMap` that layers, sensitivities and candidates use."""
 
     model: nn.Module
     loss_fn: LossFunction
@@ -107,19 +107,19 @@ class ClientMap(Protocol):
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The shared ones."""
+        """The shared parameters."""
 
     def evaluate(self, x: Tensor, entries: Mapping[str, Any] | None = None) -> Tensor:
-        """The loss at another input."""
+        """Return the loss at another input."""
 
     def gradient_at(self, x: Tensor, create_graph: bool = False, **entries: Tensor) -> Tensors:
-        """The gradient at another input."""
+        """Return the gradient at another input."""
 
     def input_gradient(self, value: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The derivatives of what was computed from the gradient."""
+        """Return the derivatives of what was computed from the gradient."""
 
     def jvps(self, directions: Tensor) -> Sequence[Tensor]:
-        """Jᵀv, of several v."""
+        """Return Jᵀv of several v."""
 
     def twice(self) -> ClientMap:
-        """The same map, with second derivatives."""
+        """Return the same map, with second derivatives."""

@@ -1,6 +1,6 @@
-"""A function of the gradient at many candidate inputs, with its derivatives: one vectorized pass.
+"""Functions of the gradient at many candidate inputs, with derivatives, in one vectorized pass.
 
-What gradient matching evaluates thousands of times.
+Gradient matching evaluates them thousands of times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GradientFunction = Callable[[Mapping[str, "Tensor | Factors"], "Tensors"], Tenso
 
 
 class Candidates:
-    """Evaluates a map at candidates of somebody who does not know its input.
+    """An evaluator of a map at candidates of somebody who does not know its input.
 
     Args:
         gmap: The map.
@@ -42,7 +42,7 @@ class Candidates:
     def slopes(
         self, function: GradientFunction, xs: Tensor, extras: Tensors, entries: Tensors
     ) -> tuple[Tensor, Tensor, Tensors]:
-        """Values `(K,)`, their derivatives by `xs`, and by the floating-point entries."""
+        """Return values `(K,)`, their derivatives by `xs`, and by the floating-point entries."""
         free = {key: value.detach() for key, value in entries.items() if value.is_floating_point()}
         fixed = {key: value for key, value in entries.items() if key not in free}
         if len(xs) == 1:
@@ -136,11 +136,11 @@ class Factors:
     right_factor: Tensor
 
     def dense(self) -> Tensor:
-        """`(rows, columns)`."""
+        """Return the matrix, `(rows, columns)`."""
         return self.left_factor.mT @ self.right_factor
 
     def squared_norm(self) -> Tensor:
-        """Σ_ij (LᵀR)²_ij, from two T × T products."""
+        """Return Σ_ij (LᵀR)²_ij, from two T × T products."""
         return (
             (self.left_factor @ self.left_factor.mT) * (self.right_factor @ self.right_factor.mT)
         ).sum()
@@ -151,7 +151,7 @@ class Factors:
 
 @dataclass
 class LinearCalls:
-    """What went into linear layers during an evaluation, with room for offsets on what came out.
+    """The inputs of linear layers during an evaluation, with room for offsets on their outputs.
 
     An offset of zero changes nothing, and the loss's derivative by it is δ.
 
@@ -159,6 +159,8 @@ class LinearCalls:
         layers: Linear layers by the names of their weights.
         offsets: One for every call, in its output's shape, by the weight's name and the call's
             number (`"head.weight@0"`). Calls without one are only listened to.
+        inputs: What each call took in, filled in by `watching`.
+        outputs: The shape of each call's output, filled in by `watching`.
     """
 
     layers: Mapping[str, nn.Module]
@@ -168,7 +170,7 @@ class LinearCalls:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Listen while the model runs inside."""
+        """Listen while the model runs inside the context."""
         # First in line: what other hooks make of an output is not the layer's own doing.
         with hooked(
             m.register_forward_hook(self._hook(name), prepend=True)
@@ -177,7 +179,7 @@ class LinearCalls:
             yield
 
     def factors(self, derivatives: Mapping[str, Tensor]) -> dict[str, Factors]:
-        """The weights' gradients, from the loss's derivatives by the offsets."""
+        """Return the weights' gradients, from the loss's derivatives by the offsets."""
         factors = {}
         for name, inputs in self.inputs.items():
             output_slopes = torch.cat(
@@ -206,8 +208,9 @@ class LinearCalls:
 
 
 def linear_layers(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, nn.Module]:
-    """The linear layers whose weight is among `parameters` and held by no other module, by the
-    weight's name.
+    """Return the linear layers whose weight is among `parameters` and held by no other module.
+
+    They are by the weight's name.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     modules = list(model.modules())
@@ -233,7 +236,7 @@ class ManyGradients:
     """The gradients of a model at many batches, in the mode in which the model is.
 
     Random draws (dropout) are the attacker's own: the same for every batch, from seeds, and the
-    gradient is the mean over them. Generators, statistics and `.grad` stay as they were.
+    gradient is the mean over them. Generators, statistics and `.grad` do not change.
 
     Args:
         model: The model.
@@ -243,7 +246,7 @@ class ManyGradients:
             give by themselves.
 
     Raises:
-        ValueError: For a name that is no parameter of the model that can be trained.
+        ValueError: If a name is no parameter of the model that can be trained.
 
     Example:
         >>> many = ManyGradients(model, ["classifier.bias"])
@@ -273,7 +276,7 @@ class ManyGradients:
     def __call__(
         self, batches: Sequence[Mapping[str, Any]]
     ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-        """Which batches, and their gradients `(k, *parameter.shape)`, until all had their turn."""
+        """Yield which batches, and their gradients `(k, *parameter.shape)`, until all are done."""
         shapes: dict[str, list[int]] = {}
         for number, batch in enumerate(batches):
             shapes.setdefault(repr(batch_shape(batch)), []).append(number)
@@ -284,18 +287,19 @@ class ManyGradients:
 
     @property
     def draws(self) -> int:
-        """Over how many sets of random draws a gradient is the mean."""
+        """The number of sets of random draws that a gradient is the mean over."""
         return len(self._seeds)
 
     def of_parameters(self, names: Sequence[str]) -> ManyGradients:
-        """The same of some of the parameters."""
+        """Return the same for some of the parameters."""
         if set(names) == set(self.parameters):
             return self
         return ManyGradients(self.model, names, self._seeds, self.at_once > 1)
 
     def spread(self, batches: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """The variance between sets of draws of an entry of each parameter's gradient, a mean over
-        its entries and the batches; 0 with one set.
+        """Return the variance between sets of draws of each parameter's gradient, per entry.
+
+        It is a mean over the entries and the batches; 0 with one set.
         """
         total = dict.fromkeys(self.parameters, 0.0)
         if len(self._seeds) < 2:
@@ -381,7 +385,7 @@ class ManyGradients:
 
 
 def has_draws(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether a model's loss depends on random draws, in the mode in which it is."""
+    """Return whether a model's loss depends on random draws, in the mode in which it is."""
     if not any(module.training for module in model.modules()):
         return False
     losses = []
@@ -402,8 +406,9 @@ def _different(batches: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def batch_shape(batch: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What batches must have alike to run together: shapes, and masks, which decide on the way
-    that a model takes.
+    """Return what batches must share to run together: shapes, and masks.
+
+    Masks decide which way a model takes.
     """
     return tuple(
         (key, tuple(value.shape), value.dtype, key.endswith("mask") and value.tolist())

@@ -95,7 +95,11 @@ class ClippedMap(View):
 
 
 def smooth_clip(gradient: Tensors, clip: float) -> Tensors:
-    """Smooth clipping: a bound on a sample's gradient that still has a Jacobian everywhere.
+    """Clip a sample's gradient smoothly, so that the result still has a Jacobian everywhere.
+
+        g̃ = g φ(‖g‖),   φ(n) = 1 / (GELU(n/C - 1) + 1),   ‖g̃‖ ≤ 1.115 C
+
+    Reference: Guo et al. (2022), Algorithm 1 and Section 6.2.
 
         g̃ = g φ(‖g‖),   φ(n) = 1 / (GELU(n/C - 1) + 1),   ‖g̃‖ ≤ 1.115 C
 
@@ -120,12 +124,12 @@ def smooth_clip(gradient: Tensors, clip: float) -> Tensors:
 
 
 def smoothly_clipped(gmap: GradientMap, clip: float) -> GradientMap:
-    """The map x ↦ g̃(x), for every estimator: `gradient`, `gradient_at`, `jvp`, `vjp` and
-    sensitivities are those of g̃.
+    """Return the map x ↦ g̃(x) of smoothly clipped gradients, for every estimator.
 
-    Private SGD clips each sample's gradient, so the map must be of one sample. With noise σC on the
-    *sum* of a batch, dFIL of a sample is
-    `dfil(smoothly_clipped(gmap, C), noise_variance=(σ * C) ** 2)`; the paper's Eq. 1 leaves C out.
+    Its `gradient`, `gradient_at`, `jvp`, `vjp` and sensitivities are those of g̃. Private SGD clips
+    each sample's gradient, so the map must be of one sample. With noise σC on the *sum* of a batch,
+    dFIL of a sample is `dfil(smoothly_clipped(gmap, C), noise_variance=(σ * C) ** 2)`; the paper's
+    Eq. 1 leaves C out.
 
     Args:
         gmap: A map that differentiates twice, of a batch of one.
@@ -147,14 +151,13 @@ def _norm(gradient: Tensors) -> Tensor:
 
 
 class PrecomputedGradient(GradientMap):
-    """What a defense sees of tensors that somebody else computed: their values, and nothing of the
-    data behind them.
+    """A map of tensors that somebody else computed: their values, without the data behind them.
 
     Defenses of values work on it (noise of one size, clipping, pruning by size, quantization). What
     asks for the data, as sensitivities do, is refused.
 
     Args:
-        tensors: By name.
+        tensors: The tensors by name.
 
     Example:
         >>> given = PrecomputedGradient({"w": torch.tensor([3.0, 0.1])})
@@ -195,10 +198,10 @@ class PrecomputedGradient(GradientMap):
 
 
 class ZeroGradient(PrecomputedGradient):
-    """A batch in which nothing counts: a gradient of zeros, and no data behind it.
+    """A map of a batch in which nothing counts: a gradient of zeros, and no data behind it.
 
     Args:
-        parameters: The shared ones, by name.
+        parameters: The shared parameters, by name.
 
     Example:
         >>> alone = ZeroGradient({"w": torch.ones(1000)})

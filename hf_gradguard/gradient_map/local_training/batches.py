@@ -1,6 +1,4 @@
-"""Several batches as one, and back: what is private in a round of local training is all of them.
-And the first samples of one.
-"""
+"""Joining of several batches to one, and splitting: a round of local training has several."""
 
 from __future__ import annotations
 
@@ -15,12 +13,13 @@ from ..types import Batch
 
 
 def first_rows(batch: Batch, count: int) -> Batch:
-    """Its first samples, so many at most; the batch itself if it has a tensor without one row for
-    each.
+    """Return at most `count` first samples of a batch.
+
+    The batch itself is returned if it has a tensor without one row for each sample.
 
     Args:
         batch: What a collator returns.
-        count: At least 1.
+        count: The most samples, at least 1.
 
     Example:
         >>> len(first_rows(batch, 1)["labels"]), first_rows(batch, 2) is batch
@@ -40,8 +39,8 @@ class Pieces:
     """Batches end to end, padded to the longest, and cut apart again.
 
     Args:
-        batches: With the same entries. A tensor with a first dimension of samples is joined; all
-            else must be the same in every batch.
+        batches: Batches with the same entries. A tensor with a first dimension of samples is
+            joined; all else must be the same in every batch.
         needs_input: Whether anything asks for the continuous input. If not, batches may be
             anything, and are not joined.
 
@@ -77,7 +76,7 @@ class Pieces:
         self._shapes = {key: self._shapes_of(key) for key in batches[0]}
 
     def joined(self) -> dict[str, Any]:
-        """One batch of all samples."""
+        """Return one batch of all samples."""
         joined: dict[str, Any] = {}
         for key, value in self.batches[0].items():
             tensors = [batch[key] for batch in self.batches]
@@ -86,8 +85,9 @@ class Pieces:
         return joined
 
     def split(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Batches in the shapes of the given ones, from one like `joined()` made. Entries of other
-        shapes are cut by samples alone.
+        """Return batches in the shapes of the given ones, from one like `joined()` made.
+
+        Entries of other shapes are cut by samples alone.
         """
         pieces: list[dict[str, Any]] = [{} for _ in self.rows]
         for key, value in batch.items():
@@ -118,7 +118,7 @@ class Pieces:
 
 
 def join(tensors: Sequence[Tensor], fill: float = 0) -> Tensor:
-    """Tensors under each other, each padded at the ends of its other dimensions.
+    """Return tensors under each other, each padded at the ends of its other dimensions.
 
     Example:
         >>> join([torch.ones(1, 2), torch.ones(1, 3)], fill=7)
@@ -135,12 +135,13 @@ def join(tensors: Sequence[Tensor], fill: float = 0) -> Tensor:
 
 
 def cut(joined: Tensor, rows: Sequence[int], shapes: Sequence[torch.Size] | None) -> list[Tensor]:
-    """The inverse of `join`, as views.
+    """Cut joined tensors apart, as views: the inverse of `join`.
 
     Args:
-        joined: `(Σ rows, ...)`.
-        rows: Of each part.
-        shapes: Of each part; `None`, or others than `whole` has room for, cut no padding off.
+        joined: The joined tensor, `(Σ rows, ...)`.
+        rows: The number of rows of each part.
+        shapes: The shape of each part; `None`, or others than `whole` has room for, cut no padding
+            off.
     """
     tensors = list(joined.split(list(rows)))
     if shapes is None:
@@ -155,12 +156,13 @@ def cut(joined: Tensor, rows: Sequence[int], shapes: Sequence[torch.Size] | None
 
 
 def pieces_of(batch: Batch, size: int | None) -> list[Batch]:
-    """A batch cut into batches of so many samples, the last one smaller where they do not come out
-    even. Entries that are not of samples are in every one.
+    """Return a batch cut into batches of `size` samples; the last one may be smaller.
+
+    Entries that are not of samples are in every one.
 
     Args:
         batch: The batch.
-        size: At least 1; `None` for all samples.
+        size: The number of samples, at least 1; `None` for all samples.
 
     Raises:
         ValueError: If `size` is below 1.

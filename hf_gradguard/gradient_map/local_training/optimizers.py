@@ -21,14 +21,13 @@ State = dict[str, Tensors]
 
 @dataclass(frozen=True)
 class SGD:
-    """θ ← θ - η d, where d is the gradient, with weight decay and momentum as `torch.optim.SGD` has
-    them.
+    """The step θ ← θ - η d, with weight decay and momentum as in `torch.optim.SGD`.
 
     Args:
         momentum: μ in [0, 1).
-        dampening: Of the momentum.
+        dampening: The dampening of the momentum.
         weight_decay: At least 0.
-        nesterov: Nesterov's momentum.
+        nesterov: Whether to use Nesterov's momentum.
 
     Example:
         >>> weight, gradient = {"w": torch.ones(2)}, {"w": torch.ones(2)}
@@ -51,12 +50,12 @@ class SGD:
     def change(
         self, weights: Tensors, gradient: Tensors, state: State, rate: float, step: int
     ) -> tuple[Tensors, State]:
-        """What is added to the weights, and the state after it.
+        """Return what is added to the weights, and the state after it.
 
         Args:
-            weights: Before the step.
-            gradient: There.
-            state: As the last step left it; empty before the first.
+            weights: The weights before the step.
+            gradient: The gradient there.
+            state: The state as the last step left it; empty before the first.
             rate: η, the learning rate.
             step: The step's number, from 1.
         """
@@ -81,7 +80,7 @@ class SGD:
         return {name: -rate * d for name, d in directions.items()}, state
 
     def linear(self, rates: list[float]) -> tuple[float, float]:
-        """a and C in θ_K = a θ_0 - Σ_k c_k g_k, C = Σ_k c_k, for the given learning rates.
+        """Return a and C in θ_K = a θ_0 - Σ_k c_k g_k, C = Σ_k c_k, for the given learning rates.
 
         All that plain SGD does is linear in weights and gradients, so a run on numbers tells.
         """
@@ -90,11 +89,11 @@ class SGD:
 
 @dataclass(frozen=True)
 class AdamW:
-    """Adam with decoupled weight decay, as `torch.optim.AdamW` has it.
+    """The step of Adam with decoupled weight decay, as in `torch.optim.AdamW`.
 
     Args:
-        betas: Of the running means of g and g².
-        eps: Added to the root of the second.
+        betas: The decay of the running means of g and g².
+        eps: A number added to the root of the second.
         weight_decay: At least 0.
 
     Example:
@@ -117,7 +116,7 @@ class AdamW:
     def change(
         self, weights: Tensors, gradient: Tensors, state: State, rate: float, step: int
     ) -> tuple[Tensors, State]:
-        """What is added to the weights, and the state after it; arguments as for `SGD.change`."""
+        """Return what is added to the weights, and the state after it; see `SGD.change`."""
         mean_beta, square_beta = self.betas
         zero = {name: torch.zeros_like(g) for name, g in gradient.items()}
         means, squares = state.get("mean", zero), state.get("square", zero)
@@ -137,7 +136,7 @@ class AdamW:
         return changes, {"mean": means, "square": squares}
 
     def linear(self, rates: list[float]) -> tuple[float, float]:
-        """a and C as for SGD, with Adam's normalized directions in the place of gradients."""
+        """Return a and C as for SGD, with Adam's normalized directions in place of gradients."""
         decays = [1 - rate * self.weight_decay for rate in rates]
         decay_after = [math.prod(decays[step + 1 :]) for step in range(len(rates))]
         return math.prod(decays), sum(rate * k for rate, k in zip(rates, decay_after, strict=True))
@@ -148,14 +147,14 @@ OPTIMIZERS: dict[str, type[SGD] | type[AdamW]] = {"sgd": SGD, "adamw": AdamW}
 
 
 def make_optimizer(name: str | Optimizer, settings: Mapping[str, Any] | None = None) -> Optimizer:
-    """An optimizer by its name.
+    """Return an optimizer by its name.
 
     Args:
         name: `"sgd"` or `"adamw"`; one that is made already is returned.
-        settings: As `torch.optim` calls them, without the learning rate.
+        settings: Settings as `torch.optim` calls them, without the learning rate.
 
     Raises:
-        ValueError: For an unknown name or setting, with those there are.
+        ValueError: If a name or a setting is unknown; the message lists those there are.
 
     Example:
         >>> make_optimizer("sgd", {"momentum": 0.9})

@@ -1,4 +1,4 @@
-"""What a client sends that trains for some steps before it sends: the change of its weights.
+"""The update that a client sends after some steps of training: the change of its weights.
 
     x ↦ Δθ(x) = θ_K - θ_0,    θ_k = θ_{k-1} + change(∇_θ L_k(θ_{k-1}, x_k), …)
 
@@ -29,10 +29,10 @@ class UpdateMap(GradientMap):
     """The map from a client's data to the update that its local training would send.
 
     Constructing it runs the training once, with all that the model's forward passes do: dropout
-    draws from the global generator, batch statistics are updated. The weights stay as they are.
-    Where a `GradientMap` says gradient, this says update, **in the weights' unit**: the standard
-    deviation of a defense's noise, its clipping bounds and its utility budget are of Δθ. With
-    K steps of rate η, Δθ is about ηK times as large as a gradient, and of the other sign.
+    draws from the global generator, batch statistics are updated. The weights do not change. Where
+    a `GradientMap` says gradient, this says update, **in the weights' unit**: the standard
+    deviation of a defense's noise, its clipping bounds and its utility budget are of Δθ. With K
+    steps of rate η, Δθ is about ηK times as large as a gradient, and of the other sign.
 
     Its input holds every batch once: texts under each other, padded to the longest. A batch that is
     given several times (the same object, as for several epochs) is one input. Where epochs shuffle,
@@ -42,16 +42,16 @@ class UpdateMap(GradientMap):
     of batch normalization, are no part of an update.
 
     Args:
-        model: As for `GradientMap`.
-        batches: What each of the K local steps trains on, in order.
+        model: The model, as for `GradientMap`.
+        batches: The batch of each of the K local steps, in order.
         learning_rate: η, or one of each step.
-        optimizer: `"sgd"` or `"adamw"`, starting afresh; or one made by `make_optimizer`.
+        optimizer: `"sgd"` or `"adamw"`, with a new state; or one made by `make_optimizer`.
         optimizer_kwargs: Its other settings, as `torch.optim` calls them.
-        loss_fn: As for `GradientMap`.
-        share_input_embeddings: Likewise.
-        withhold: Likewise.
-        second_order: Likewise.
-        needs_input: Likewise.
+        loss_fn: The loss, as for `GradientMap`.
+        share_input_embeddings: Whether to share tables, as for `GradientMap`.
+        withhold: Patterns of withheld names, as for `GradientMap`.
+        second_order: Whether second derivatives are wanted, as for `GradientMap`.
+        needs_input: Whether anything asks for the continuous input, as for `GradientMap`.
 
     Raises:
         ValueError: If there is no batch, batches do not belong together, learning rates are not
@@ -110,15 +110,15 @@ class UpdateMap(GradientMap):
 
     @property
     def steps(self) -> int:
-        """K."""
+        """The number K of steps."""
         return len(self._order)
 
     def update(self) -> Tensors:
-        """Δθ: what plain local training would send. The same as `gradient()`."""
+        """Return Δθ, which plain local training would send; the same as `gradient()`."""
         return dict(self.gradient())
 
     def evaluate(self, x: Tensor, entries: Mapping[str, Any] | None = None) -> Tensor:
-        """The mean loss of the batches at another input, before any step."""
+        """Return the mean loss of the batches at another input, before any step."""
         batches = self._pieces.split({**self._batch, **(entries or {})})
         batch_inputs = cut(x, self._pieces.rows, self._shapes)
         losses = [
@@ -128,8 +128,12 @@ class UpdateMap(GradientMap):
         return torch.stack(losses).mean()
 
     def gradient_at(self, x: Tensor, create_graph: bool = False, **entries: Tensor) -> Tensors:
-        """Δθ at another input; arguments as for `GradientMap.gradient_at`, entries in the form of
-        `batch`.
+        """Return Δθ at another input; arguments as for `GradientMap.gradient_at`.
+
+        Entries have the form of `batch`.
+
+        Raises:
+            ValueError: If the shape differs.
         """
         if x.shape != (shape := self.input.shape):
             raise ValueError(
@@ -152,7 +156,7 @@ class UpdateMap(GradientMap):
         factored: bool = False,
         **entries: Tensor,
     ) -> tuple[Tensor, Tensor, Tensors]:
-        """As `GradientMap.slopes_at`, one candidate after the other and never in factors."""
+        """Return what `GradientMap.slopes_at` does, one candidate at a time and without factors."""
         values, slopes, entry_slopes = [], [], []
         names = [key for key, entry in entries.items() if entry.is_floating_point()]
         for number, candidate in enumerate(xs):
@@ -172,7 +176,7 @@ class UpdateMap(GradientMap):
         return torch.stack(values), torch.stack(slopes), dict(zip(names, by_leaf, strict=True))
 
     def of_batch(self, batch: Batch, second_order: bool = False) -> UpdateMap:
-        """The same training, with the same random draws, on another batch like `batch`."""
+        """Return the same training, with the same random draws, on another batch like `batch`."""
         return self._of(self._pieces.split(batch), second_order, self._needs_input)
 
     def on_other_data(self, replaced: Callable[[Batch], Batch]) -> UpdateMap:
@@ -199,7 +203,7 @@ class UpdateMap(GradientMap):
             )
 
     def outcome(self, weights: Tensors, change: Tensors) -> Tensors:
-        """What is sent, of the weights before training and their change."""
+        """Return what is sent, given the weights before training and their change."""
         return change
 
     def _train(
@@ -238,8 +242,9 @@ class UpdateMap(GradientMap):
         return self.outcome(start_weights, change)
 
     def _moved(self, index: int, batch_input: Tensor, batch: Batch) -> Tensor:
-        """The input of a batch at the present weights: where its table is trained too, it moves
-        along.
+        """Return the input of a batch at the present weights.
+
+        Where the embedding table is trained too, the input moves with it.
         """
         domain, embedding = self.domain, self.embedding
         if embedding is None or not self._share:
@@ -257,8 +262,10 @@ class UpdateMap(GradientMap):
         index: int,
         create_graph: bool,
     ) -> tuple[Tensors, Tensor, Tensor]:
-        """The gradient at some weights, the loss and the input. Differentiated while the weights
-        are the model's: layers under activation checkpointing run again.
+        """Return the gradient at some weights, the loss and the input.
+
+        The loss is differentiated while the weights are the model's, since layers under activation
+        checkpointing run again then.
         """
 
         def run() -> tuple[Tensors, Tensor, Tensor]:
@@ -275,7 +282,11 @@ class UpdateMap(GradientMap):
 
 
 class MeanGradientMap(UpdateMap):
-    """An update in a gradient's unit: the mean over the steps of what training by SGD adds up,
+    """An update in a gradient's unit: the mean over the steps of what training by SGD adds up.
+
+        (a θ_0 - θ_K) / C,    θ_K = a θ_0 - Σ_k c_k g_k,    C = Σ_k c_k.
+
+    With one step of plain SGD it is the gradient.
 
         (a θ_0 - θ_K) / C,    θ_K = a θ_0 - Σ_k c_k g_k,    C = Σ_k c_k.
 
@@ -295,14 +306,15 @@ class MeanGradientMap(UpdateMap):
 def mean_gradient(
     optimizer: Optimizer, rates: Sequence[float], weights: Tensors, change: Tensors
 ) -> Tensors:
-    """What a change of weights says of the gradients behind it; see `MeanGradientMap`. Of AdamW, it
-    is the mean of the normalized directions.
+    """Return the mean gradient behind a change of weights; see `MeanGradientMap`.
+
+    For AdamW it is the mean of the normalized directions.
 
     Args:
-        optimizer: Of the local training.
-        rates: One a step.
-        weights: Before training.
-        change: Of the weights.
+        optimizer: The optimizer of the local training.
+        rates: One rate a step.
+        weights: The weights before training.
+        change: The change of the weights.
 
     Example:
         >>> weights, change = {"w": torch.ones(2)}, {"w": torch.full((2,), -0.5)}

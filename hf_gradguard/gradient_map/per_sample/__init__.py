@@ -1,1 +1,1 @@
-"""What each sample of a batch adds to its gradient, from one pass."""
+"""The contribution of each sample of a batch to its gradient, from one pass."""

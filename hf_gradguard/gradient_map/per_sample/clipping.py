@@ -59,21 +59,22 @@ class ClippedSum(NamedTuple):
 
 
 def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
-    """The sum of the batch's gradients, each clipped to the norm C.
+    """Return the sum of the batch's gradients, each clipped to the norm C.
 
     Samples' norms come from one pass, by products of what layers took in and gave back, and the sum
-    from the same products. Where a model does not let samples be told apart so, or computes in half
-    precision, they are differentiated one by one, which is said once. Which of both is tried out on
-    a model's first batch of several samples, against gradients of single ones.
+    from the same products. If a model does not let samples be separated so, or computes in half
+    precision, they are differentiated one by one, and a warning says so once. Which of both applies
+    is tried out on a model's first batch of several samples, against gradients of single ones.
 
     Args:
-        gmap: A client's own map; first-order ones will do.
+        gmap: A client's own map; a first-order one is enough.
         clip: C > 0.
 
     Raises:
         NotImplementedError: If samples are coupled (batch statistics, losses between samples), so
-            that a sample has no gradient of its own, or the batch cannot be cut into rows. If rows
-            have another length than those of the first batch, and no mask says what is padding.
+            that a sample has no gradient of its own, or the batch cannot be cut into rows; also if
+            rows have another length than those of the first batch, and no mask says what is
+            padding.
 
     Example:
         >>> total, norms = clipped_sum(gmap, clip=0.1)
@@ -236,8 +237,9 @@ class SampleMap(GradientMap):
         return shares if is_known and shares else None  # none where all layers were dropped
 
     def versions(self) -> dict[str, int]:
-        """As in `GradientMap`, without asking for the gradient: of that, writes since it was
-        made.
+        """Return counts as `GradientMap` does, without asking for the gradient.
+
+        Of the gradient, writes since it was made are counted.
         """
         versions = super().versions()
         if self._listener is not None:
@@ -248,9 +250,7 @@ class SampleMap(GradientMap):
         return versions
 
     def form(self) -> Tensors:
-        """The parameters: the sum of samples' gradients is a pass that clipping them does not
-        need.
-        """
+        """Return the parameters: clipping needs no pass for the sum of samples' gradients."""
         return super().form() if self._listener is None else {**self._parameters}
 
     def _own_gradient(self) -> Tensors:

@@ -1,9 +1,9 @@
-"""Looks whether rows are filled up to the longest of their batch where no mask says so.
+"""Checks that rows are not padded to the longest of their batch where no mask says so.
 
-Speech and pictures are often filled up with zeros. A model that takes the zeros for sound gives a
-row another gradient where a longer one stands beside it, and no clipping bounds that. With a mask,
-or the padding's id, rows are compared with themselves without padding. Without either nobody can
-tell what is padding, but rows that are all filled up to one length are the same in every batch.
+Speech and pictures are often padded with zeros. A model that takes the zeros for sound gives a row
+another gradient where a longer one stands beside it, and no clipping bounds that. With a mask, or
+the padding's id, rows are compared with themselves without padding. Without either nobody can tell
+what is padding, but rows that are all padded to one length are the same in every batch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ OTHER_LENGTHS = (
 
 
 def row_shapes(batch: Mapping[str, Any], real: Tensor | None) -> dict[str, tuple[int, ...]]:
-    """The shapes of rows that no mask tells apart from their padding.
+    """Return the shapes of rows that no mask tells from their padding.
 
     Args:
-        batch: Whose entries but the labels count.
-        real: Which tokens are no padding, `(B, T)`, as `real_tokens` says.
+        batch: The batch, whose entries but the labels count.
+        real: A mask `(B, T)` of tokens that are no padding, as `real_tokens` says.
 
     Example:
         >>> row_shapes({"input_values": torch.zeros(2, 5), "labels": torch.zeros(2, 3)}, None)
@@ -45,14 +45,14 @@ def row_shapes(batch: Mapping[str, Any], real: Tensor | None) -> dict[str, tuple
 def refuse_other_lengths(
     tried_shapes: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Refuses rows of another shape than those that a model was tried out on.
+    """Refuse rows of another shape than those that a model was tried out on.
 
     Args:
-        tried_shapes: What `row_shapes` gave then.
-        shapes: What it gives now.
+        tried_shapes: The result of `row_shapes` then.
+        shapes: The result of `row_shapes` now.
 
     Raises:
-        NotImplementedError: With the entry, and what to do.
+        NotImplementedError: If shapes differ; the message has the entry, and what to do.
 
     Example:
         >>> refuse_other_lengths({"input_values": (400,)}, {"input_values": (400,)})

@@ -1,8 +1,9 @@
-"""Adds up what rows add, so that one row more moves the sum by that row and few last bits.
+"""Sums of what rows add, in which one row more changes only that row and a few last bits.
 
-A sum of a thousand rows in float32 is rounded after each addition, by a part of all that was added
-before. Kernels cut long sums into blocks by how many terms there are. So one row more than fills a
-block changes how all others are rounded, and rows that are alike are all rounded in one direction.
+A sum of a thousand rows in float32 is rounded after each addition, by a fraction of all that was
+added before. Kernels cut long sums into blocks by how many terms there are. So one row more than
+fills a block changes how all others are rounded, and rows that are equal are all rounded in one
+direction.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ AT_ONCE = 64
 
 
 def sum_of_rows(rows: int, sum_of: Callable[[slice], Tensor]) -> Tensor:
-    """Adds up what some rows add, `AT_ONCE` of them at a time.
+    """Sum what some rows add, `AT_ONCE` of them at a time.
 
     Args:
-        rows: How many there are.
-        sum_of: Adds up what the rows of a slice add.
+        rows: The number of rows.
+        sum_of: A function that sums what the rows of a slice add.
 
     Example:
         >>> tenths = torch.full((2000,), 0.1)
