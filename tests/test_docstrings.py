@@ -20,22 +20,22 @@ import pytest
 import hf_gradguard
 
 PACKAGE = Path(hf_gradguard.__file__).parent
-TO_DO: set[str] = {"defenses", "federation", "gradient_map", "training"}
+TO_DO = ("gradient_map/per_sample", "training")
 """Rooms whose docstrings are still to be rewritten. The list shrinks; no room comes back."""
 
 FILES = [
     file
     for file in sorted(PACKAGE.rglob("*.py"))
-    if file.relative_to(PACKAGE).parts[0] not in TO_DO
+    if not file.relative_to(PACKAGE).as_posix().startswith(TO_DO)
 ]
 VERBS = """
 Add Agree Allow Answer Append Apply Ask Attack Average Begin Bound Bring Build Call Change Check
-Choose Clear Clip Collect Combine Compare Compute Continue Convert Copy Correct Count Create Cut
-Decide Delete Descend Describe Differentiate Divide Draw Drop Encode End Estimate Evaluate
-Exchange Expect Explain Fill Find Follow Forget Free Gather Give Group Hide Hold Ignore Infer
-Initialize Insert Judge Keep Learn Let Limit List Listen Load Log Look Make Map Mark Match
-Measure Merge Mix Move Multiply Name Note Notice Number Observe Open Pack Parse Pass Place Plan
-Prepare Print Project Protect Prune Push Put Quantize Raise Read Reconstruct Record Recover
+Choose Clear Clip Collate Collect Combine Compare Compute Continue Convert Copy Correct Count
+Create Cut Decide Delete Descend Describe Differentiate Divide Draw Drop Encode End Estimate
+Evaluate Exchange Expect Explain Fill Find Follow Forget Free Gather Give Group Hide Hold Ignore
+Infer Initialize Insert Judge Keep Learn Leave Let Limit List Listen Load Log Look Make Map Mark
+Match Measure Merge Mix Move Multiply Name Note Notice Number Observe Open Pack Parse Pass Place
+Plan Prepare Print Project Protect Prune Push Put Quantize Raise Read Reconstruct Record Recover
 Reduce Refuse Register Release Remember Remove Repeat Replace Report Require Reserve Reset
 Resize Restore Resume Return Reverse Rewrite Round Run Save Say Scale Score Search Seed Select
 Send Serve Set Share Show Shuffle Skip Solve Split Stack Start Stop Store Subtract Sum Swap

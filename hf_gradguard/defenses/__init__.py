@@ -1,7 +1,8 @@
-"""Defenses: from a gradient map to what is shared.
+"""Defenses, which turn a gradient map into what is shared.
 
-defense = make_defense("optimal_noise", scale=1e-3)
-shared = defense(GradientMap(model, batch))
+Example:
+    defense = make_defense("optimal_noise", scale=1e-3)
+    shared = defense(GradientMap(model, batch))
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ __all__ = [
 
 
 def make_defense(name: str, **settings: Any) -> Defense:
-    """The defense of that name.
+    """Return the defense of this name with its settings.
 
     Args:
         name: One of `DEFENSES`.
-        **settings: The defense's own; see its class.
+        **settings: Settings of the defense; see its class.
 
     Raises:
-        ValueError: For an unknown name, listing the right ones, or a value out of range, saying the
+        ValueError: If the name is unknown (the message lists the names), or a value is out of
             range.
-        TypeError: For a setting that the defense does not have, listing those it has.
+        TypeError: If the defense does not have a setting; the message lists its settings.
 
     Example:
         >>> make_defense("optimal_pruning", ratio=0.8, refresh_every=10).ratio

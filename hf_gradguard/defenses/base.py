@@ -1,4 +1,4 @@
-"""What a defense is, a function from a gradient map to what is shared; and none at all."""
+"""The base of defenses, functions from a gradient map to what is shared, and `NoDefense`."""
 
 from __future__ import annotations
 
@@ -29,35 +29,37 @@ from .message import (
 
 @dataclass(frozen=True)
 class DefenseFacts:
-    """What a defense needs of a client, and what its messages are.
+    """The facts of a defense: what it needs of a client, and what its messages are.
 
-    The defaults are safe: of a defense that declares nothing, nothing is assumed that would leave
-    out what it needs, or would claim privacy.
+    The defaults are safe: if a defense declares nothing, nothing is assumed that would leave out
+    what it needs, or would claim privacy.
 
     Args:
-        needs_input: It asks for the continuous input, or how the gradient depends on it. If not,
-            it takes batches of any kind.
-        needs_samples: It asks for what each sample adds to the gradient.
-        needs_second_order: Its next call differentiates twice, so its map needs
+        needs_input: Whether it asks for the continuous input, or how the gradient depends on it. If
+            not, it takes batches of any kind.
+        needs_samples: Whether it asks for what each sample adds to the gradient.
+        needs_second_order: Whether its next call differentiates twice, so that its map needs
             `second_order=True`.
-        reruns_model: Its next call may run the model again, on other inputs or sample by sample. If
-            not, its map keeps no state to do so in, which saves time, and refuses.
+        reruns_model: Whether its next call may run the model again, on other inputs or sample by
+            sample. If not, its map keeps no state to do so in, which saves time, and refuses.
         sharded_refusal: Why it does not protect a sharded model, with the way out. `None`: it does,
             since it takes figures of a whole gradient (norms, counts, ranges) over all shards.
-        adds_gaussian_noise: Its messages have `noise`: Gaussian noise of known covariance on the
-            true gradient.
+        adds_gaussian_noise: Whether its messages have `noise`: Gaussian noise of known covariance
+            on the true gradient.
         noise_ratio: The noise's norm over that of the gradient it is added to; `None` if settings
             do not say it.
-        is_exact: Its messages are `exact`: the true gradient wherever anything is transmitted.
+        is_exact: Whether its messages are `exact`: the true gradient wherever anything is
+            transmitted.
         warmup_messages: How many of a client's first messages are empty.
-        selection: By which rule it leaves entries out, if it does: `"largest"`, the smallest ones
-            go; `"chosen"`, by a rule of its own.
-        post_processes: It asks nothing of a client but the gradient it is given, so that noise in
-            that gradient bounds what its messages tell.
-        replaces_gradient: It shares a gradient of the client's own data whatever it is given: what
-            an earlier defense of a chain did would be gone.
-        follows_transcript: Its noise is relative to the usual gradient, as its earlier messages
-            show it. Its first message begins with random inputs, which it needs the model for.
+        selection: The rule by which it leaves entries out, if it does: `"largest"`, the smallest
+            ones are dropped; `"chosen"`, by a rule of its own.
+        post_processes: Whether it asks nothing of a client but the gradient it is given, so that
+            noise in that gradient bounds what its messages tell.
+        replaces_gradient: Whether it shares a gradient of the client's own data whatever it is
+            given: what an earlier defense of a chain did would be gone.
+        follows_transcript: Whether its noise is relative to the usual gradient, as its earlier
+            messages show it. Its first message begins with random inputs, which it needs the model
+            for.
 
     Example:
         >>> make_defense("pruning", ratio=0.9).facts.selection
@@ -127,14 +129,16 @@ class Defense:
 
     @property
     def facts(self) -> DefenseFacts:
-        """What it needs of a client, and what its messages are. A subclass declares them as a class
-        attribute, or as a property where its settings decide.
+        """The facts on what it needs of a client, and what its messages are.
+
+        A subclass declares them as a class attribute, or as a property if its settings decide.
         """
         return DefenseFacts()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A class whose facts are not declared in its own body may need everything: what its base
-        promises holds for the base's own `protect`.
+        """Reset the facts of a class that declares none.
+
+        What its base declares holds for the base's own `protect`.
         """
         super().__init_subclass__(**kwargs)
         if "facts" in vars(cls):
@@ -254,14 +258,16 @@ class Defense:
         return message if gmap.shards is None else message.of_part()
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Mapping[str, Tensor]:
-        """The defense itself. Implemented by subclasses: a `Message`, or a plain mapping if there
-        is nothing to say of it.
+        """Return the protected gradient; subclasses implement it.
+
+        It is a `Message`, or a plain mapping if there is nothing to say of it.
         """
         raise NotImplementedError
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         """Load or make what the defense needs for this model and its tokenizer or image processor.
-        Called before training, and again for every other model.
+
+        It is called before training, and again for every other model.
         """
 
     def at_step(self, step: int) -> None:
@@ -274,14 +280,14 @@ class Defense:
         self, model: nn.Module, batch: Mapping[str, Any], measured: bool = False,
         kind: Any = GradientMap, **sharing: Any
     ) -> GradientMap:  # fmt: skip
-        """The gradient of a client's batch, with what the next call asks for and no more.
+        """Return the map of a client's batch, with what the next call asks for and no more.
 
         Args:
-            model: As for `GradientMap`.
-            batch: As for `GradientMap`.
+            model: The model, as for `GradientMap`.
+            batch: The batch, as for `GradientMap`.
             measured: Whether its leakage is estimated too, which differentiates the input.
             kind: Another class than `GradientMap`, where samples are not asked for.
-            **sharing: Of `GradientMap`: `loss_fn`, `share_input_embeddings`, `withhold`.
+            **sharing: Settings of `GradientMap`: `loss_fn`, `share_input_embeddings`, `withhold`.
 
         Example:
             >>> defense = make_defense("pruning", ratio=0.9)
@@ -297,11 +303,12 @@ class Defense:
         return kind(model, batch, **needed, **sharing)
 
     def mechanism(self, message: Message) -> Mechanism | None:
-        """How its messages come from gradients, as whoever knows it and its settings knows it: what
-        audits grant informed attackers. `None` where no attacker can follow it.
+        """Return how its messages come from gradients, for those who know it and its settings.
+
+        Audits grant it to informed attackers. It is `None` if no attacker can follow it.
 
         Args:
-            message: One of its own.
+            message: One of its own messages.
         """
         mechanism = self._mechanism(message)
         if message.has_residual:  # whatever else was done
@@ -313,17 +320,20 @@ class Defense:
         return replace(mechanism, selection=self.facts.selection)
 
     def _mechanism(self, message: Message) -> Mechanism | None:
-        """The same but for what was left out: by the message's own facts, its noise's covariance
-        among them.
+        """Return the mechanism that a message's own facts give, such as its noise's covariance.
+
+        `mechanism` adds the coordinates that were not sent.
         """
         if message.noise is not None and message.noise.added is not None:
             return Mechanism(noise="gaussian", variance=message.noise.added)
         return Mechanism() if message.exact else None
 
     def informed(self) -> dict[str, Any]:
-        """What attackers who know it do about it: settings, of which each attack takes those that
-        it has, and grants by the names of an observation's fields: `noise_variance`, or `mechanism`
-        alone where nothing else would do. Empty where knowing it is of no use.
+        """Return what attackers who know the defense do about it.
+
+        It has settings, of which each attack takes those that it has, and grants by the names of an
+        observation's fields: `noise_variance`, or `mechanism` alone where nothing else would help.
+        It is empty if knowing the defense is of no use.
         """
         return {}
 
@@ -362,7 +372,7 @@ class Defense:
         self.state = self.unflatten(state)
 
     def settings(self) -> dict[str, Any]:
-        """The settings that differ from unset, for cards and logs."""
+        """Return the settings that are not `None`, for cards and logs."""
         named = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
         return {name: value for name, value in named if value is not None}
 
@@ -390,7 +400,7 @@ _NOTHING = object()
 
 @dataclass
 class NoDefense(Defense):
-    """Shares the true gradient. Has to be asked for by name."""
+    """Shares the true gradient; it has to be asked for by name."""
 
     name: ClassVar[str] = "none"
     facts = DefenseFacts(
@@ -406,12 +416,16 @@ class NoDefense(Defense):
 
 
 def is_number(value: object) -> bool:
-    """Whether a setting is a finite int or float, and no bool."""
+    """Return whether a setting is a finite int or float, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_range(name: str, value: object, low: float, high: float, above: bool = False) -> None:
-    """Raise `ValueError` unless a setting is a number from `low`, or `above` it, to `high`."""
+    """Refuse a setting that is no number from `low`, or above it, to `high`.
+
+    Raises:
+        ValueError: If it is out of range.
+    """
     if not is_number(value) or not low <= value <= high or (above and value == low):  # type: ignore[operator]
         least = f"above {low}" if above else f"at least {low}"
         most = f" and at most {high}" if high < math.inf else ""
@@ -419,13 +433,18 @@ def check_range(name: str, value: object, low: float, high: float, above: bool =
 
 
 def check_whole(name: str, value: object, least: int) -> None:
-    """Raise `ValueError` unless a setting is a whole number of at least `least`."""
+    """Refuse a setting that is no whole number of at least `least`.
+
+    Raises:
+        ValueError: If it is not.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}.")
 
 
 def floor_share(ratio: float, count: int) -> int:
-    """floor(ratio · count), through the decimal that was written: 0.29 * 100 is 28.999… in
-    binary.
+    """Return floor(ratio · count), through the decimal that was written.
+
+    In binary, 0.29 * 100 is 28.999….
     """
     return int(Decimal(str(ratio)) * count)

@@ -1,4 +1,4 @@
-"""One defense after the other."""
+"""Chains of defenses, one after the other."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .message import Message, Noise
 class Chain(Defense):
     """Applies `second` to what `first` would share; what `first` withheld stays withheld.
 
-    Noise of `first` counts where `second` only processes what it is given. Where it asks for the
-    client's data again (Soteria, shapes of the batch or of earlier ones), nothing is said of noise.
+    Noise of `first` counts if `second` only processes what it is given. If it asks for the client's
+    data again (Soteria, shapes of the batch or of earlier ones), nothing is said of noise.
 
     Raises:
         ValueError: If `second` shares anew what `first` changed: Refiner as published, after
@@ -211,7 +211,7 @@ def _masked(variance: Tensors | None, transmitted: Mapping[str, Tensor]) -> Tens
 
 
 def chain(*defenses: Defense) -> Defense:
-    """One defense after the other, each applied to what the ones before it would share.
+    """Return defenses that are applied one after the other, each to what the last would share.
 
     Noise after pruning falls only on the coordinates that pruning left.
 

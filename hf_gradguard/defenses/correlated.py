@@ -150,18 +150,21 @@ def _sensitivity(
 
 
 def add_on_grid(values: Tensor, noise: Tensor, deviation: float, entries: int) -> Tensor:
-    """Values with noise, each rounded to the grid that `Stream.noisy` has for independent noise of
-    that deviation, and added up there, exactly.
+    """Return values with noise, each rounded to a grid and added up there, exactly.
 
-    The sum is what rounding makes of the values on the grid with noise that is not rounded. So what
-    is shared follows from a Gaussian mechanism of values on the grid, at all messages together,
-    and rounding moves two sets of values apart by at most GRID of the deviation.
+    The grid is the one that `Stream.noisy` has for independent noise of that deviation. The sum
+    equals the values on the grid plus unrounded noise, rounded. So the message is a function of a
+    Gaussian mechanism's output on values on the grid, and rounding moves two sets of values apart
+    by at most GRID of the deviation.
 
     Args:
-        values: `(n,)` floats.
-        noise: `(n,)` in float64, of this deviation or more.
-        deviation: Known without the values.
-        entries: Of the whole message.
+        values: The values, floats of shape `(n,)`.
+        noise: The noise in float64, of shape `(n,)`, of this deviation or more.
+        deviation: The standard deviation, which must be known without the values.
+        entries: The number of entries of the whole message.
+
+    Raises:
+        OverflowError: If a value is too large for the grid, which has 2⁵³ points on each side of 0.
 
     Example:
         >>> add_on_grid(torch.tensor([0.25]), torch.tensor([0.5]).double(), 1.0, 1)

@@ -1,4 +1,4 @@
-"""`dp_sgd`: clip and add Gaussian noise, of a client's mean gradient or of each sample's.
+"""Differential privacy (`dp_sgd`): clip and add Gaussian noise, to a mean gradient or per sample.
 
 References: Abadi et al., "Deep Learning with Differential Privacy" (2016); Balle and Wang,
 "Improving the Gaussian Mechanism for Differential Privacy" (2018).
@@ -60,17 +60,17 @@ class PrivacyPlan:
 
 @dataclass
 class DPSGD(NoiseDefense):
-    """Clip, then add the same Gaussian noise everywhere.
+    """Clips, then adds the same Gaussian noise everywhere.
 
-    As it is, the client's batch-mean gradient is clipped: client-level noise. With
+    By default the client's batch-mean gradient is clipped: client-level noise. With
     `clip_by="norm"` and an absolute `scale` every message is a Gaussian mechanism for the client as
     a whole: whatever its batch is replaced by moves the message by 2C at most, so its noise
     multiplier is scale/(2C) (`client_noise_multiplier`, logged as
     `defense/client_noise_multiplier`).
 
-    With `per_sample=True` each sample's gradient is clipped to norm C and the message is
-    (Σ_b clip(g_b) + σC N(0, I))/B: DP-SGD, which is (ε, δ)-differentially private for every row of
-    the data where a Trainer draws batches by Poisson sampling.
+    With `per_sample=True` each sample's gradient is clipped to norm C and the message is (Σ_b
+    clip(g_b) + σC N(0, I))/B: DP-SGD, which is (ε, δ)-differentially private for every row of the
+    data where a Trainer draws batches by Poisson sampling.
 
     With `correlated=True` too, the noise of a client's messages is correlated, so that most of it
     cancels in the weights: a row in one message is as well protected against whoever has all of
@@ -87,22 +87,22 @@ class DPSGD(NoiseDefense):
         clip: The bound C.
         clip_by: `"norm"` scales the whole gradient down to norm C; `"coordinate"` clips every
             coordinate to ±C, the plain counterpart of `optimal_dp_sgd`.
-        per_sample: Clip each sample's gradient, that of its own mean loss.
+        per_sample: Whether to clip each sample's gradient, that of its own mean loss.
         noise_multiplier: σ, with `per_sample`.
         target_epsilon: ε that a whole training may spend, with `per_sample` and `delta` in place of
             σ: the Trainer, who knows steps and sampling rate, finds σ.
-        delta: δ, well below one over the number of rows, with `per_sample` or `correlated`. With
-            it the Trainer logs `defense/epsilon`.
+        delta: δ, well below one over the number of rows, with `per_sample` or `correlated`. With it
+            the Trainer logs `defense/epsilon`.
         expected_batch_size: B. Default: the rows that there are, which is right where their number
             is no secret. The Trainer sets it.
         correlated: Whether noise is correlated over messages. σ or `scale` is then relative to what
             a row in all of its messages can move.
-        factorization: By which factor: `"blt"` (default), `"banded"` or `"square_root"`; see
+        factorization: The factor: `"blt"` (default), `"banded"` or `"square_root"`; see
             `factorization.make_factor`.
         participations: In how many messages a row may be.
         min_separation: How far apart these are, at least. The Trainer sets it: a pass over the
             data.
-        bands: Of `"banded"`.
+        bands: The number of bands of `"banded"`.
         messages: T. The Trainer sets it.
         falling_rate: Whether learning rates fall to zero. The Trainer sets it by its schedule.
         sampling: How a Trainer puts rows into correlated messages, with `per_sample`: `"shuffle"`
@@ -202,8 +202,10 @@ class DPSGD(NoiseDefense):
 
     @property
     def client_noise_multiplier(self) -> float | None:
-        """Of each message, for a client whose whole batch is replaced: scale/(2C). `None` where
-        that does not hold: noise relative to the gradient, clipping by coordinate, or by sample.
+        """The noise multiplier scale/(2C) of a message for a client whose whole batch is replaced.
+
+        It is `None` where that does not hold: noise relative to the gradient, clipping by
+        coordinate, or by sample.
         """
         if self.per_sample or self.clip_by != "norm" or not self.scale:
             return None
@@ -440,10 +442,10 @@ class DPFTRL(DPSGD):
 
 @dataclass
 class OptimalDPSGD(OptimalNoise):
-    """Clip every coordinate to ±clip, then optimal noise for what is left.
+    """Clips every coordinate to ±clip, then adds optimal noise for what is left.
 
     A clipped coordinate does not change with the input, so with `shape="own"` it gets no noise.
-    (Theorem 3 of the paper's first version.) Which ones are bare then says what was clipped.
+    (Theorem 3 of the paper's first version.) Which ones have none then says what was clipped.
 
     Args:
         clip: The bound P of every coordinate.
@@ -493,9 +495,11 @@ class OptimalDPSGD(OptimalNoise):
 
 @dataclass
 class OptimalDPSGDPublished(OptimalDPSGD):
-    """Optimal DP-SGD to the letter of its paper: every coordinate is clipped to ±1, then noise of
-    this very batch's shape, Σ_ii = λ s_i / max(|g_i|, 1e-6), and none where a coordinate was
-    clipped; s from k = 10 random directions.
+    """Clips and adds noise exactly as the paper on optimal DP-SGD describes.
+
+    Every coordinate is clipped to ±1. The noise then has this very batch's shape, Σ_ii = λ s_i /
+    max(|g_i|, 1e-6), and is left out where a coordinate was clipped; s comes from k = 10 random
+    directions.
 
     The paper names no λ. Its strength is that of `optimal_noise` unless you give another. It is no
     differential privacy: no ε follows from it.
@@ -516,8 +520,9 @@ class OptimalDPSGDPublished(OptimalDPSGD):
 
 
 def _infinite_where_clipped(gradient: Tensors, variance: Tensors, clip: float) -> Tensors:
-    """A clipped coordinate does not change with the input: it says as little as one that is not
-    shared.
+    """Return the variance with infinity at clipped coordinates.
+
+    A clipped coordinate does not change with the input. It says as little as one that is not sent.
     """
     return {
         name: v.masked_fill(gradient[name].abs() >= clip, math.inf) for name, v in variance.items()

@@ -50,14 +50,15 @@ _SLOWEST = 1 - 1e-9  # of fitted decays
 
 @dataclass(frozen=True)
 class Banded:
-    """C with the first columns' entries c_0 = 1, c_1, …, and zeros below: s_t = (C⁻¹ z)_t is
-    z_t − Σ_{j>0} c_j s_{t−j}.
+    """The factor C of first-column entries c_0 = 1, c_1, …, with zeros below.
+
+    The noise is s_t = (C⁻¹ z)_t = z_t − Σ_{j>0} c_j s_{t−j}.
 
     Args:
         bands: c_0 to c_{b−1}; c_0 is 1.
 
     Raises:
-        ValueError: Unless it begins with 1.
+        ValueError: If it does not begin with 1.
 
     Example:
         >>> Banded((1.0, 0.5)).inverse(4).tolist()
@@ -72,25 +73,25 @@ class Banded:
 
     @property
     def memory(self) -> int:
-        """How many tensors of the noise's shape it keeps."""
+        """The number of tensors of the noise's shape that it keeps."""
         return len(self.bands) - 1
 
     def column(self, messages: int) -> Tensor:
-        """c, `(messages,)` in float64."""
+        """Return c, `(messages,)` in float64."""
         bands = torch.tensor(self.bands[:messages], dtype=torch.float64)
         return torch.nn.functional.pad(bands, (0, messages - len(bands)))
 
     def inverse(self, messages: int) -> Tensor:
-        """The first column of C⁻¹, `(messages,)` in float64."""
+        """Return the first column of C⁻¹, `(messages,)` in float64."""
         return invert_series(self.column(messages))
 
     def correlate(self, white_noise: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """(C⁻¹ z)_t, given z_t.
+        """Return (C⁻¹ z)_t, given z_t.
 
         Args:
             white_noise: z_t, `(n,)`.
-            memory: What the last call returned, `(self.memory, n)`; zeros before the first: the
-                last noises, the newest first.
+            memory: What the last call returned, `(self.memory, n)`, with zeros before the first:
+                the last noises, the newest first.
 
         Returns:
             The noise `(n,)`, and what the next call needs.
@@ -102,8 +103,9 @@ class Banded:
 
 @dataclass(frozen=True)
 class Buffered:
-    """C whose inverse is I minus a sum of geometric series (BLT): s_t = z_t − Σ_i a_i S_i,t, with
-    running sums S_i,t+1 = λ_i S_i,t + z_t.
+    """The factor C whose inverse is I minus a sum of geometric series (BLT).
+
+    The noise is s_t = z_t − Σ_i a_i S_i,t, with running sums S_i,t+1 = λ_i S_i,t + z_t.
 
     Where λ is in [0, 1), a ≥ 0 and Σ a_i/(1 − λ_i) ≤ 1, c is positive and falls: its generating
     function has the poles θ_i of 1 = Σ a_i/(s − λ_i), which lie between the λ_i and 1, with
@@ -135,21 +137,21 @@ class Buffered:
 
     @property
     def memory(self) -> int:
-        """How many tensors of the noise's shape it keeps."""
+        """The number of tensors of the noise's shape that it keeps."""
         return len(self.decays)
 
     def column(self, messages: int) -> Tensor:
-        """c, `(messages,)` in float64."""
+        """Return c, `(messages,)` in float64."""
         return invert_series(self.inverse(messages))
 
     def inverse(self, messages: int) -> Tensor:
-        """The first column of C⁻¹, `(messages,)` in float64."""
+        """Return the first column of C⁻¹, `(messages,)` in float64."""
         decays, weights = _float64(self.decays), _float64(self.weights)
         powers = decays[:, None] ** torch.arange(messages - 1, dtype=torch.float64)
         return torch.cat([torch.ones(1, dtype=torch.float64), -(weights @ powers)])
 
     def correlate(self, white_noise: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """(C⁻¹ z)_t, given z_t.
+        """Return (C⁻¹ z)_t, given z_t.
 
         Args:
             white_noise: z_t, `(n,)`.
@@ -174,7 +176,9 @@ def make_factor(
     bands: int | None = None,
     falling_rate: bool = False,
 ) -> Factor:
-    """A factor for a number of messages, which is all that decides it: nothing of it is secret.
+    """Return a factor for a number of messages, which is all that decides it.
+
+    Nothing of it is secret.
 
     Args:
         kind: `"blt"`: five buffers, fitted for the least noise in the last prefix sum at the
@@ -184,8 +188,8 @@ def make_factor(
         messages: T.
         participations: In how many messages a row may be.
         min_separation: How far apart these are, at least.
-        bands: Of `"banded"`. Default: `min_separation`, with which a row's messages add up as if
-            they had nothing to do with each other.
+        bands: The number of bands of `"banded"`. Default: `min_separation`, with which a row's
+            messages add up as if they had nothing to do with each other.
         falling_rate: Whether learning rates fall to zero. `"blt"` is then fitted for the least
             noise in the last weights (`final_error`), with a twentieth of the last prefix sum's
             variance: noise on the way is what gradients are taken at.
@@ -214,7 +218,7 @@ def make_factor(
 
 
 def square_root(messages: int) -> Tensor:
-    """The first column of A^½, `(messages,)` in float64: binom(2j, j)/4^j, of 1/√(1 − x).
+    """Return the first column of A^½, `(messages,)` in float64: binom(2j, j)/4^j, of 1/√(1 − x).
 
     Example:
         >>> square_root(4).tolist()
@@ -227,11 +231,11 @@ def square_root(messages: int) -> Tensor:
 def sensitivity(
     column: Tensor, participations: int = 1, min_separation: int | None = None
 ) -> float:
-    """The most that a row of norm 1 moves C g, in whichever messages it is.
+    """Return the most that a row of norm 1 moves C g, in whichever messages it is.
 
-    C's entries are not negative, so rows' parts add up most where they all point the same way; and
-    c falls, so they add up most in the earliest messages that are as close as they may be (Kalinin
-    and Lampert, 2024, Theorem 2).
+    C's entries are not negative, so rows' contributions add up most where they all point the same
+    way; and c falls, so they add up most in the earliest messages that are as close as they may be
+    (Kalinin and Lampert, 2024, Theorem 2).
 
     Args:
         column: c, `(T,)`: at least 0, never rising.
@@ -252,8 +256,9 @@ def sensitivity(
 
 
 def prefix_error(factor: Factor, messages: int) -> Tensor:
-    """The standard deviation of each prefix sum's noise B z for z ~ N(0, I), `(messages,)`. Times
-    the sensitivity, and σ times the clip: what sums of so many messages have.
+    """Return the standard deviation of each prefix sum's noise B z for z ~ N(0, I), `(messages,)`.
+
+    Times the sensitivity, and σ times the clip, it is that of sums of this many messages.
 
     Example:
         >>> prefix_error(Banded((1.0,)), 4).square()  # independent noise: t
@@ -263,8 +268,10 @@ def prefix_error(factor: Factor, messages: int) -> Tensor:
 
 
 def final_error(factor: Factor, messages: int) -> float:
-    """The standard deviation of Σ_t (1 − t/T) (C⁻¹ z)_t, t from 0: of the noise in the last weights
-    after a rate that falls from 1 to zero, as the mean of all prefix sums. Scaled as there.
+    """Return the standard deviation of Σ_t (1 − t/T) (C⁻¹ z)_t, t from 0.
+
+    It is that of the noise in the last weights after a rate that falls from 1 to zero, as the mean
+    of all prefix sums, scaled as in `prefix_error`.
 
     Example:
         >>> factor = make_factor("blt", messages=200, falling_rate=True)
@@ -275,10 +282,12 @@ def final_error(factor: Factor, messages: int) -> float:
 
 
 def invert_series(column: Tensor) -> Tensor:
-    """The first column of a lower triangular Toeplitz matrix's inverse, by Newton's iteration.
+    """Return the first column of a lower triangular Toeplitz matrix's inverse.
+
+    It is computed by Newton's iteration.
 
     Args:
-        column: `(T,)` in float64, beginning with 1.
+        column: The matrix's first column, `(T,)` in float64, beginning with 1.
 
     Example:
         >>> invert_series(torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64)).tolist()
@@ -310,7 +319,7 @@ def _toeplitz(column: Tensor, length: int) -> Tensor:
 
 
 def response(column: Tensor, participations: int, min_separation: int) -> Tensor:
-    """C g of a row of norm 1 in the messages 0, b, 2b, …, `(T,)`.
+    """Return C g of a row of norm 1 in the messages 0, b, 2b, …, `(T,)`.
 
     Args:
         column: c, `(T,)`.

@@ -194,7 +194,11 @@ class Residual:
 
 
 def check_min_batches(value: object) -> None:
-    """Raise `ValueError` unless it is a number of batches that can be counted."""
+    """Refuse a number of batches that cannot be counted.
+
+    Raises:
+        ValueError: If it cannot.
+    """
     check_whole("min_batches", value, 1)
     if value > MOST:  # type: ignore[operator]
         raise ValueError(f"min_batches must be at most {MOST}, but is {value}.")
@@ -202,13 +206,13 @@ def check_min_batches(value: object) -> None:
 
 @dataclass
 class BiasedDefense(Defense):
-    """A defense whose messages leave out a part of the gradient, for which later ones can make up.
+    """A base of defenses that leave out a part of the gradient, which later messages make up for.
 
     Args:
-        error_feedback: Add to each gradient what the client's earlier messages left out, e. This is
-            private state. It is dropped where ‖e‖ > 10 ‖g‖ for this gradient and the one before,
-            when the last message is more than 20 optimizer steps old, and when other parameters are
-            trained.
+        error_feedback: Whether to add to each gradient what the client's earlier messages left out,
+            e. This is private state. It is dropped where ‖e‖ > 10 ‖g‖ for this gradient and the one
+            before, when the last message is more than 20 optimizer steps old, and when other
+            parameters are trained.
 
     Example:
         >>> defense = make_defense("pruning", ratio=0.9, error_feedback=True)

@@ -1,6 +1,6 @@
-"""What our own attacks recovered behind a defense at its strength, for the log and the model card.
+"""Figures of what our own attacks recovered behind a defense, for the log and the model card.
 
-Figures are of the ends of trainings: MiniLM on SST-2 and a small convolutional network on CIFAR-10.
+They are of the ends of trainings: MiniLM on SST-2 and a small convolutional network on CIFAR-10.
 They bound what attackers find from below, there, and say nothing of other models.
 """
 
@@ -15,16 +15,16 @@ from .base import Defense
 
 
 class Recovered(NamedTuple):
-    """What was recovered at one strength; `None` where that was not measured.
+    """The figures of what was recovered at one strength; `None` where that was not measured.
 
     Args:
-        words: Share of a single sentence's words, by the attack span.
-        text_members: Share of the members of messages of 16 sentences that a candidate-set attacker
-            finds, TPR at 1 % FPR.
-        decibels: PSNR of Inverting Gradients' image. Undefended 30, a gray image 12.
-        image_members: As `text_members`, of images.
-        searched_words: As `words`, by `likelihood_search`, at the start of training, of 20
-            sentences; behind noise of five times of five.
+        words: The fraction of a single sentence's words, by the attack span.
+        text_members: The fraction of the members of messages of 16 sentences that a candidate-set
+            attacker finds, TPR at 1 % FPR.
+        decibels: The PSNR of Inverting Gradients' image. Undefended 30, a gray image 12.
+        image_members: The same as `text_members`, for images.
+        searched_words: The same as `words`, by `likelihood_search`, at the start of training, of 20
+            sentences; behind noise of 5× the gradient, of five.
     """
 
     words: float | None = None
@@ -34,7 +34,7 @@ class Recovered(NamedTuple):
     searched_words: float | None = None
 
     def of(self, kind: str | None) -> Recovered:
-        """What concerns texts alone, or images (`"text"`, `"image"`)."""
+        """Return what concerns texts alone, or images (`"text"`, `"image"`)."""
         if kind == "text":
             return self._replace(decibels=None, image_members=None)
         if kind == "image":
@@ -106,12 +106,13 @@ _PROVED = "every row's share is bounded by proof (docs/differential_privacy.md)"
 
 
 def recovered_behind(defense: Defense, kind: str | None = None) -> str:
-    """What our attacks recovered behind a defense at its strength, or at the next weaker one that
-    was measured, with the page that has conditions and intervals. Empty for a defense of another
-    package.
+    """Return a sentence on what our attacks recovered behind a defense at its strength.
+
+    If its strength was not measured, it is of the next weaker one that was. The sentence names the
+    page that has conditions and intervals. It is empty for a defense of another package.
 
     Args:
-        defense: With its settings.
+        defense: The defense with its settings.
         kind: `"text"` or `"image"`, for what concerns these alone.
 
     Example:

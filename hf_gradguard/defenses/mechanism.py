@@ -1,4 +1,4 @@
-"""How a message comes from a client's gradient, as an attacker who knows the defense knows it."""
+"""The mechanism of messages, as an attacker who knows the defense knows it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..gradient_map.per_sample.span import Granularity
 
 @dataclass(frozen=True)
 class Fitted:
-    """How samples are made up, in the span of whose gradients a message is the nearest point to the
-    client's gradient, and to what its earlier messages left out.
+    """The synthetic samples that span the space in which a message is fitted.
 
-    Which samples they are is drawn anew for each message. Others, drawn the same way, span as much
-    of a gradient.
+    A message is the nearest point in the span of their gradients to the client's gradient, and to
+    what its earlier messages left out. Which samples they are is drawn independently for each
+    message. Others, drawn the same way, span as much of a gradient.
 
     Args:
-        samples: How many; `None` as many as are usual of texts, or of images.
+        samples: The number of samples; `None` for the usual number of texts, or of images.
         factors: Their granularity.
         special: Ids of special tokens, which stand at a text's ends only.
     """
@@ -34,36 +34,38 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """What is done to a gradient on its way into a message, in this order: each sample's is
-    clipped, their mean is clipped and scaled, some of its entries are withheld, the others are
-    rounded, and noise is added; or it is fitted.
+    """The steps that turn a gradient into a message, in this order.
 
-    It says how messages come about, and nothing of one client's data but what the message itself
-    shows. Attackers are granted it; defenses state it (`Defense.mechanism`).
+    Each sample's gradient is clipped, their mean is clipped and scaled, some of its entries are
+    withheld, the others are rounded, and noise is added; or it is fitted. A mechanism says how
+    messages come about, and nothing of one client's data but what the message itself shows.
+    Attackers are granted it; defenses state it (`Defense.mechanism`).
 
     Args:
-        clip_sample: Each sample's gradient is scaled down to this norm.
-        clip_norm: The gradient is scaled down to this norm.
-        scale: What the clipped gradient is multiplied by, as where a sum of samples is divided by
-            their expected number.
-        clip_coordinate: Every entry is clipped to ± this bound.
+        clip_sample: The norm that each sample's gradient is scaled down to.
+        clip_norm: The norm that the gradient is scaled down to.
+        scale: The factor of the clipped gradient, as where a sum of samples is divided by their
+            expected number.
+        clip_coordinate: The bound that every entry is clipped to, from both sides.
         selection: Which entries are transmitted: `"all"`; `"largest"`, those of the largest |g|; or
             `"chosen"`, by a rule that the attacker does not follow. What was withheld is zero.
-        rounding: Of each tensor, to `levels` from its smallest to its largest entry: `"nearest"`,
-            or `"stochastic"` up or down; or `"sign"`, which shares signs times the mean |g|.
-        levels: How many there are.
-        noise: Its distribution.
-        variance: Of the noise: one number, or a tensor per parameter.
-        relative_to: The ‖g‖² that `variance` belongs to, where noise's strength is the batch's own:
+        rounding: How each tensor is rounded, to `levels` from its smallest to its largest entry:
+            `"nearest"`, or `"stochastic"` up or down; or `"sign"`, which shares signs times the
+            mean |g|.
+        levels: The number of levels.
+        noise: The distribution of the noise.
+        variance: The variance of the noise: one number, or a tensor per parameter.
+        relative_to: The ‖g‖² that `variance` belongs to, if noise's strength is the batch's own:
             behind another gradient it is in proportion to that one's. Default: the same behind all.
-        fitted: In what span it was fitted, and nothing else was done to it.
-        has_residual: What earlier messages left out was added first. How large it is, nobody knows.
-        batches: Of how many batches each entry is then the sum, per parameter: who keeps the
+        fitted: The span that it was fitted in, if nothing else was done to it.
+        has_residual: Whether what earlier messages left out was added first. How large that is,
+            nobody knows.
+        batches: How many batches each entry is then the sum of, per parameter: whoever keeps the
             client's messages knows it.
         later_messages: The client's next messages, which bring what a fitted one left out.
 
     Raises:
-        ValueError: For names that there are not, or what goes together and is not given together.
+        ValueError: If a name is unknown, or settings that go together are not given together.
 
     Example:
         >>> Mechanism(noise="gaussian", variance=0.01).uniform
@@ -105,8 +107,9 @@ class Mechanism:
             raise ValueError("Rounding to levels needs their number, and nothing else has one.")
 
     def of_mean(self, count: int) -> Mechanism | None:
-        """The mechanism of the mean of so many messages of one gradient, with independent noise;
-        `None` where it has none of this kind.
+        """Return the mechanism of the mean of `count` messages of one gradient, or `None`.
+
+        Their noise is independent. It is `None` if the mean has no mechanism of this kind.
         """
         if count == 1:
             return self
@@ -123,8 +126,9 @@ class Mechanism:
 
     @property
     def uniform(self) -> bool:
-        """Whether who compares gradients by their distance gains nothing by knowing it: entries
-        differ in nothing but noise of one variance.
+        """Whether entries differ in nothing but noise of one variance.
+
+        Then comparing gradients by their distance gains nothing by knowing the mechanism.
         """
         clipped = self.clip_sample or self.clip_norm or self.clip_coordinate or self.scale != 1
         if clipped or self.rounding or self.selection != "all" or self.fitted or self.has_residual:
@@ -136,13 +140,13 @@ class Mechanism:
         return math.isclose(low, high, rel_tol=1e-5)
 
     def variance_of(self, name: str) -> Tensor | float:
-        """Of the noise on a parameter, to be broadcast; 0 without noise."""
+        """Return the variance of the noise on a parameter, to be broadcast; 0 without noise."""
         if self.variance is None:
             return 0.0
         return self.variance[name] if isinstance(self.variance, Mapping) else self.variance
 
     def mean_variance(self, gradient: Mapping[str, Tensor]) -> float:
-        """Of the noise, over all entries of a gradient."""
+        """Return the mean variance of the noise, over all entries of a gradient."""
         if not isinstance(self.variance, Mapping):
             return float(self.variance or 0.0)
         total = sum(float(torch.sum(self.variance[n], dtype=torch.float64)) for n in gradient)

@@ -1,4 +1,4 @@
-"""What a client shares: tensors by name, with what is true of them."""
+"""Messages: what a client shares, tensors by name, with what is true of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..gradient_map.types import How, Shards
 
 
 class Noise(NamedTuple):
-    """Gaussian noise that a message carries, as seen from the undefended gradient.
+    """The Gaussian noise that a message carries, as seen from the undefended gradient.
 
     Args:
-        variance: Diagonal Σ that noise on the undefended gradient would have to have to hide its
-            input as well, or less well: infinite where the coordinate was not shared, or was
+        variance: The diagonal Σ that noise on the undefended gradient would need in order to hide
+            its input as well, or less well: infinite where the coordinate was not shared, or was
             clipped to a constant.
-        added: Diagonal covariance of what was added to what is shared: 0 where nothing was. `None`
-            if that is not known, because something came after the noise that changed it.
+        added: The diagonal covariance of what was added to what is shared: 0 where nothing was.
+            `None` if that is not known, because something came after the noise that changed it.
         shape_trace: The trace of the Fisher information about the batch's input that lies in Σ
             itself, ½ Σ_i ‖∂ log Σ_ii/∂x‖²: 0 where Σ's shape is no function of the batch.
         plain: Whether it was added to all of the gradient, unclipped, with a covariance that does
@@ -41,12 +41,12 @@ class Noise(NamedTuple):
 
 
 class Message(dict[str, Tensor]):
-    """One tensor per shared parameter, by name: what a client shares in place of its gradient.
+    """The message of a client: one tensor per shared parameter, by name, in place of its gradient.
 
     It also says what is true of it, so that nobody has to estimate it again.
 
     Args:
-        tensors: In the parameters' names, shapes and types.
+        tensors: Tensors in the parameters' names, shapes and types.
         noise: The Gaussian noise that it carries, if it has a Fisher information: noise of known
             covariance on the true gradient; or a function that finds it when it is first asked for.
             `None` otherwise.
@@ -54,7 +54,7 @@ class Message(dict[str, Tensor]):
             nothing. `None`: all but what turned to zero.
         exact: Whether the transmitted entries are the true gradient's, unchanged.
         has_residual: Whether what the client's earlier messages left out is in it.
-        metrics: What else the defense says of this message, by name; the Trainer logs each as
+        metrics: Further figures of this message, by name; the Trainer logs each as
             `defense/<name>`. They stay on the rank.
 
     Example:
@@ -83,13 +83,13 @@ class Message(dict[str, Tensor]):
 
     @property
     def noise(self) -> Noise | None:
-        """The Gaussian noise that it carries."""
+        """The Gaussian noise that it carries, or `None`."""
         if callable(self._noise):
             self._noise = self._noise()
         return self._noise
 
     def of_part(self) -> Message:
-        """What holds of one device's part of it: what is said of noise is of the whole."""
+        """Return the message as one device's shard of it; what is said of noise is of the whole."""
         return Message(
             self, transmitted=self.transmitted, exact=self.exact, has_residual=self.has_residual,
             metrics=self.metrics,
@@ -101,25 +101,25 @@ class Message(dict[str, Tensor]):
 
 
 def nothing_of(gmap: GradientMap) -> Message:
-    """An empty message: zeros, of which none was transmitted."""
+    """Return an empty message: zeros, of which none was transmitted."""
     zeros = {name: torch.zeros_like(g) for name, g in gmap.gradient().items()}
     none = {name: torch.zeros_like(g, dtype=torch.bool) for name, g in zeros.items()}
     return Message(zeros, transmitted=none, exact=True)
 
 
 def check_message(name: str, message: object, gmap: GradientMap) -> Message:
-    """What a defense returned, if it is what its contract promises.
+    """Return the message that a defense made, if it is what its contract promises.
 
     Args:
-        name: Of the defense, for errors.
+        name: The name of the defense, for errors.
         message: What `protect` returned. A plain mapping is a message that says nothing of itself.
         gmap: The map that it was made from.
 
     Raises:
         TypeError: If it is no mapping of tensors.
-        ValueError: For missing or unknown names, other shapes, types or devices than the
-            gradient's. Names the tensor.
-        FloatingPointError: For NaN or infinity. Names the tensor.
+        ValueError: If names are missing or unknown, or shapes, types or devices are not the
+            gradient's; the message names the tensor.
+        FloatingPointError: If there is NaN or infinity; the message names the tensor.
     """
     form = gmap.form()
     if not isinstance(message, Mapping) or message.keys() != form.keys():
@@ -180,12 +180,12 @@ def _wrong_tensor(name: str, key: str, tensor: object, g: Tensor) -> Exception:
 def effect(
     name: str, versions_before: Mapping[str, int], versions_after: Mapping[str, int]
 ) -> RuntimeError:
-    """The error for a defense that wrote to what belongs to a map or its model.
+    """Return the error for a defense that wrote to what belongs to a map or its model.
 
     Args:
-        name: Of the defense.
+        name: The name of the defense.
         versions_before: `GradientMap.versions()` before its call.
-        versions_after: After it, where something differs.
+        versions_after: `GradientMap.versions()` after it, where something differs.
     """
     for tensor, version in versions_after.items():
         if tensor in versions_before and versions_before[tensor] != version:
@@ -199,24 +199,24 @@ def effect(
 
 
 def true_gradient(gmap: GradientMap) -> Tensors:
-    """g in at least float32.
+    """Return g in at least float32.
 
     Raises:
-        FloatingPointError: As for `finite_gradient`.
+        FloatingPointError: If it is not finite.
     """
     return wide(finite_gradient(gmap))
 
 
 def wide(tensors: Tensors) -> Tensors:
-    """The same in at least float32."""
+    """Return tensors in at least float32."""
     return {name: t.to(torch.promote_types(t.dtype, torch.float32)) for name, t in tensors.items()}
 
 
 def finite_gradient(gmap: GradientMap) -> Tensors:
-    """g.
+    """Return g.
 
     Raises:
-        FloatingPointError: If it is not finite. Names the parameter.
+        FloatingPointError: If it is not finite; the message names the parameter.
     """
     gradient = gmap.gradient()
     if name := first_not_finite(gradient, gmap.shards):
@@ -225,7 +225,7 @@ def finite_gradient(gmap: GradientMap) -> Tensors:
 
 
 def first_not_finite(tensors: Mapping[str, Tensor], shards: Shards | None) -> str | None:
-    """The first name whose tensor holds NaN or infinity."""
+    """Return the first name whose tensor holds NaN or infinity, or `None`."""
     # A sum with NaN or infinity in it is neither finite: one fast pass, and a closer look only
     # where a sum is not.
     sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors.values()])
@@ -238,17 +238,17 @@ def first_not_finite(tensors: Mapping[str, Tensor], shards: Shards | None) -> st
 
 
 def cast_like(shared: Tensors, gmap: GradientMap) -> Tensors:
-    """`shared` in the types of the gradient that it stands for."""
+    """Return `shared` in the types of the gradient that it stands for."""
     form = gmap.form()
     return {name: tensor.to(form[name].dtype) for name, tensor in shared.items()}
 
 
 class OnDemand(Mapping[str, Tensor]):
-    """Tensors that are made when they are asked for, anew each time, so that none are kept.
+    """A mapping whose tensors are made each time they are asked for, so that none are kept.
 
     Args:
-        names: Of all of them.
-        make: Gives the tensor of a name; whoever asks may write to it.
+        names: The names of all tensors.
+        make: A function that makes the tensor of a name; whoever asks may write to it.
         total: The sum of all their entries, if that is known.
     """
 
@@ -272,17 +272,17 @@ class OnDemand(Mapping[str, Tensor]):
 def of_whole(
     numbers: Mapping[str, Tensor], shards: Shards | None, how: How = "sum"
 ) -> dict[str, Tensor]:
-    """Numbers of whole parameters, given those of this device's parts of them."""
+    """Return numbers of whole parameters, given those of this device's shards of them."""
     return dict(numbers) if shards is None else shards.joined(numbers, how)
 
 
 def add_up(numbers: Mapping[str, Tensor], shards: Shards | None) -> Tensor:
-    """The sum of one number per parameter, over all shards."""
+    """Return the sum of one number per parameter, over all shards."""
     return torch.stack(list(of_whole(numbers, shards).values())).sum()
 
 
 def total(tensors: Mapping[str, Tensor], shards: Shards | None) -> Tensor:
-    """The sum over all entries of all tensors, tensors added up in float64."""
+    """Return the sum over all entries of all tensors, tensors added up in float64."""
     known_total = getattr(tensors, "total", None)
     if known_total is not None:
         return torch.tensor(known_total, dtype=torch.float64)
@@ -290,12 +290,12 @@ def total(tensors: Mapping[str, Tensor], shards: Shards | None) -> Tensor:
 
 
 def count(tensors: Mapping[str, Tensor], shards: Shards | None) -> int:
-    """How many entries all tensors have."""
+    """Return how many entries all tensors have."""
     return int(add_up({name: torch.tensor(t.numel()) for name, t in tensors.items()}, shards))
 
 
 def power(tensors: Mapping[str, Tensor], shards: Shards | None) -> Tensor:
-    """The sum of squares, likewise."""
+    """Return the sum of squares over all entries of all tensors."""
     return add_up({name: _square_sum(tensor) for name, tensor in tensors.items()}, shards)
 
 
@@ -306,8 +306,10 @@ def _sum(tensor: Tensor) -> Tensor:
 
 
 def _square_sum(tensor: Tensor) -> Tensor:
-    """Without a tensor of squares; by rows, since norms of many entries add up in their own type,
-    and round.
+    """Return the sum of a tensor's squares without a tensor of squares.
+
+    The norm is taken row by row, because the norm of many entries adds up in the tensor's own type,
+    and rounds.
     """
     if (number := single_number(tensor)) is not None:
         return number.double().square() * tensor.numel()
@@ -319,27 +321,29 @@ def _square_sum(tensor: Tensor) -> Tensor:
 
 
 def single_number(tensor: Tensor) -> Tensor | None:
-    """The number `()` that an expanded tensor holds everywhere; `None` of any other."""
+    """Return the number `()` that an expanded tensor holds everywhere, `None` for any other."""
     if tensor.numel() and not any(tensor.stride()):
         return tensor[(0,) * tensor.dim()]
     return None
 
 
 def norm(tensors: Mapping[str, Tensor], shards: Shards | None) -> float:
-    """The Euclidean norm over all entries of all tensors."""
+    """Return the Euclidean norm over all entries of all tensors."""
     return float(power(tensors, shards).sqrt())
 
 
 def scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:
-    """`factor * tensor + offset`, in place where that is possible, and one number for one."""
+    """Return `factor * tensor + offset`, in place where possible, and one number for one."""
     if (number := single_number(tensor)) is not None:
         return (number * factor + offset).expand_as(tensor)
     return tensor.mul_(factor).add_(offset) if offset else tensor.mul_(factor)
 
 
 def root(variances: Mapping[str, Tensor], squares: dict[str, Tensor], name: str) -> Tensor:
-    """Standard deviations of variances, one number for one, in place where those were just made;
-    the sum of the variances' squares goes to `squares`, so that they need not be made once more.
+    """Return standard deviations of variances, one number for one, in place where possible.
+
+    The sum of the variances' squares is written to `squares`, so that they need not be computed
+    again.
     """
     squares[name] = _square_sum(variance := variances[name])
     if (number := single_number(variance)) is not None:

@@ -1,8 +1,8 @@
-"""Noise: share y = g + N(0, Σ) with diagonal Σ.
+"""Noise defenses, which share y = g + N(0, Σ) with diagonal Σ.
 
 With Fisher information J_F = J Σ⁻¹ Jᵀ about the input, Tr J_F = Σ_i s_i²/Σ_ii bounds every
-attacker, and U₂ = -Σ_i g_i² Σ_ii is the second-order utility. Least Tr J_F at fixed U₂
-(Cauchy-Schwarz):
+attacker, and U₂ = -Σ_i g_i² Σ_ii is the second-order utility. Tr J_F is least at fixed U₂
+(Cauchy-Schwarz) for
 
     Σ_ii = λ s_i / |g_i|
 
@@ -67,11 +67,14 @@ _SHARED_DRAW, _SHARED_DRAW_ELSEWHERE = 2**20, 2**24
 
 @dataclass
 class NoiseDefense(Defense):
-    """Noise of a given strength. At most one of the three; none of them means `relative_scale=20`.
+    """A base of noise defenses of a given strength.
+
+    At most one of `scale`, `relative_scale` and `utility_budget` may be given; none of them means
+    `relative_scale=20`.
 
     Args:
-        scale: Root mean square of the noise's standard deviation over all shared parameters, in the
-            gradient's unit. Defenses of equal `scale` add equal noise power Tr Σ/d = scale².
+        scale: The root mean square of the noise's standard deviation over all shared parameters, in
+            the gradient's unit. Defenses of equal `scale` add equal noise power Tr Σ/d = scale².
         relative_scale: `scale` as a multiple of the root mean square of the gradients that noise is
             usually added to.
         utility_budget: C ≥ 0 with U₂ = -C: the variance of ⟨g, y⟩ that the noise may cause.
@@ -105,29 +108,27 @@ class NoiseDefense(Defense):
             self.relative_scale = RECOMMENDED_SCALE
 
     def clipped(self, gradient: Tensors, shards: Shards | None) -> Tensors:
-        """The gradient that noise is added to. Whoever overrides it overrides `referred` as
-        well.
-        """
+        """Return the gradient that noise is added to; override it together with `referred`."""
         return gradient
 
     def referred(self, gradient: Tensors, variance: Tensors, shards: Shards | None) -> Tensors:
-        """The variance that noise would have to have on the gradient itself to hide its input as
-        well, or less well.
+        """Return the variance that noise on the gradient itself would need to hide its input.
 
-        With J̃ the Jacobian of `clipped`, any Σ' with J̃ Σ⁻¹ J̃ᵀ ≼ J Σ'⁻¹ Jᵀ, so that figures err
-        toward more leakage.
+        It hides the input as well, or less well. With J̃ the Jacobian of `clipped`, it is any Σ'
+        with J̃ Σ⁻¹ J̃ᵀ ≼ J Σ'⁻¹ Jᵀ, so that figures err toward more leakage.
         """
         return variance
 
     def unclipped(self, undefended: Tensors, gradient: Tensors) -> Tensors:
-        """`clipped`'s outcome where it moves as the input does, zeros elsewhere."""
+        """Return `clipped`'s outcome where it moves as the input does, zeros elsewhere."""
         return gradient
 
     def shaped(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
     ) -> Mapping[str, Tensor]:
-        """Variances up to a common factor. Here: the same everywhere that an earlier defense left
-        something.
+        """Return variances up to a common factor.
+
+        Here they are the same wherever an earlier defense left something.
         """
         uniform = {name: g.new_ones(()).expand_as(g) for name, g in gradient.items()}  # no memory
         return gmap.restrict(uniform)
@@ -135,14 +136,17 @@ class NoiseDefense(Defense):
     def shape_trace(
         self, gmap: GradientMap, undefended: Tensors, gradient: Tensors, shape: Mapping[str, Tensor]
     ) -> float:
-        """`Noise.shape_trace`. Here what lies in the strength, where that is the batch's own."""
+        """Return `Noise.shape_trace`.
+
+        Here it is what lies in the strength, if that is the batch's own.
+        """
         moving = self.unclipped(undefended, gradient)
         return strength_trace(gmap, gradient, moving, shape, self)
 
     def variance(
         self, gradient: Tensors, shape: Mapping[str, Tensor], shards: Shards | None
     ) -> Mapping[str, Tensor]:
-        """The diagonal of Σ: `shape` times the factor λ that gives the strength asked for."""
+        """Return the diagonal of Σ: `shape` times the factor λ that gives the strength."""
         entries, cost = count(gradient, shards), float(total(shape, shards))
         usual = self._usual.mean if self.follows_transcript else None
         if self.scale is not None:
@@ -237,8 +241,9 @@ class NoiseDefense(Defense):
 
     @property
     def stands_alone(self) -> bool:
-        """Whether a client in whose batch nothing counts shares noise: its strength follows no
-        gradient, and is known.
+        """Whether a client in whose batch nothing counts shares noise.
+
+        Then its strength follows no gradient, and is known.
         """
         return bool(self.scale or (self.follows_transcript and self._usual.mean))
 
@@ -250,7 +255,7 @@ class NoiseDefense(Defense):
 
 @dataclass
 class GaussianNoise(NoiseDefense):
-    """The same Gaussian noise on every parameter: Σ = scale² I."""
+    """Adds the same Gaussian noise to every parameter: Σ = scale² I."""
 
     name: ClassVar[str] = "gaussian_noise"
     facts = NoiseDefense.facts
@@ -258,9 +263,7 @@ class GaussianNoise(NoiseDefense):
 
 @dataclass
 class LaplaceNoise(NoiseDefense):
-    """The same Laplace noise on every parameter, of the same variance as the Gaussian's: b =
-    scale/√2.
-    """
+    """Adds the same Laplace noise to every parameter, with a Gaussian's variance: b = scale/√2."""
 
     name: ClassVar[str] = "laplace_noise"
     distribution: ClassVar[Distribution] = "laplace"
@@ -287,15 +290,15 @@ class LaplaceNoise(NoiseDefense):
 
 @dataclass
 class OptimalNoise(SensitivityDefense, NoiseDefense):
-    """Noise shaped by sensitivity, Σ_ii = λ s_i / |g_i|: the least information about the input at a
-    given utility, of all shapes that know s and g.
+    """Adds noise shaped by sensitivity, Σ_ii = λ s_i / |g_i|.
 
-    With `shape="own"` they are this batch's, as published, and parameters with s_i = 0 get no
+    It gives the least information about the input at a given utility, of all shapes that know s and
+    g. With `shape="own"` they are this batch's, as published, and parameters with s_i = 0 get no
     noise. With `"public"` and `"past"` Σ does not depend on the batch.
 
     Args:
-        floor: ρ in [0, 1], the share of the noise's power that `"public"` and `"past"` spread over
-            all coordinates alike, so that none of an unusual batch stays bare. Default: 0.2.
+        floor: ρ in [0, 1], the fraction of the noise's power that `"public"` and `"past"` spread
+            over all coordinates equally, so that none of an unusual batch stays bare. Default: 0.2.
     """
 
     name: ClassVar[str] = "optimal_noise"
@@ -329,7 +332,7 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         return {"noise_variance": True}
 
     def bare_where_clipped(self, ratio: Tensors, gradient: Tensors) -> Tensors:
-        """Ratios, without those of coordinates that clipping holds."""
+        """Return ratios, without those of coordinates that clipping holds."""
         return ratio
 
     def shaped(
@@ -374,11 +377,12 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
 
 @dataclass
 class OptimalNoisePublished(OptimalNoise):
-    """Optimal noise to the letter of its paper: Σ_ii = λ s_i / max(|g_i|, 1e-6) of this very batch,
-    s from k = 10 random directions, and no noise where s_i = 0.
+    """Adds optimal noise exactly as its paper describes.
 
-    The paper names no λ. Its strength is that of `optimal_noise` unless you give another. The shape
-    follows the batch, and attackers see it: `optimal_noise` has a public one.
+    It is Σ_ii = λ s_i / max(|g_i|, 1e-6) of this very batch, s from k = 10 random directions, and
+    no noise where s_i = 0. The paper names no λ. Its strength is that of `optimal_noise` unless you
+    give another. The shape follows the batch, and attackers see it: `optimal_noise` has a public
+    one.
 
     Reference: Chen, Gürsoy, Lei (2025), Theorem 3.5, Eq. 7, Algorithm 1, Appendix C. (Algorithm 1
     prints s_i squared; the theorem, its proof and the authors' code have it plain.)
@@ -403,16 +407,18 @@ def add_noise(
     stream: Stream,
     noise: Distribution = "gaussian",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors with noise, see `Stream.noisy`. Small neighbors share a draw, since a draw costs as
-    much as a thousand numbers. Large ones have draws of their own.
+    """Yield tensors with noise, see `Stream.noisy`.
+
+    Small neighbors share a draw, since a draw costs as much as a thousand numbers. Large ones have
+    draws of their own.
 
     Args:
-        tensors: By name.
-        deviations: Gives the standard deviations of a tensor's noise, in its shape. An expanded
-            number stands for a tensor of it.
-        entries: Of the whole message, of which these may be a part.
-        stream: Of the noise.
-        noise: Its distribution.
+        tensors: Tensors by name.
+        deviations: A function that gives the standard deviations of a tensor's noise, in its shape.
+            An expanded number stands for a tensor of it.
+        entries: The number of entries of the whole message, of which these may be a part.
+        stream: The source of the noise.
+        noise: The distribution of the noise.
 
     Yields:
         A name, and the tensor with noise, in the order of `tensors`.

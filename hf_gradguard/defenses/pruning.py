@@ -1,4 +1,4 @@
-"""Pruning: share g with a set A of coordinates zeroed.
+"""Pruning, which shares g with a set A of coordinates zeroed.
 
 U₁ = Σ_{i∉A} g_i² is the first-order utility and Σ_{i∉A} s_i² what leaks. At fixed U₁ the least
 leaks when the largest k_i = s_i/|g_i| are pruned.
@@ -30,14 +30,16 @@ _OF_A_RATIO: Mapping[str, Any] = {"error_feedback": False, "min_batches": 2}
 
 @dataclass
 class PruningDefense(BiasedDefense):
-    """Zeroes a share of all coordinates, ranked over all tensors together. At most one of the two;
-    with neither, the strength is `recommended`.
+    """A base of defenses that zero a fraction of all coordinates, ranked over all tensors together.
+
+    At most one of `ratio` and `utility` may be given; with neither, the strength is `recommended`.
 
     Args:
         ratio: p in [0, 1): exactly floor(p·d) coordinates are zeroed, ties broken by position.
         utility: u in (0, 1]: coordinates are kept in order of rank until Σ g_i² ≥ u‖g‖².
-        error_feedback: As for all biased defenses. Default: on where neither `ratio` nor `utility`
-            is given. Without it what is left is exact, and names every batch member.
+        error_feedback: Whether to use error feedback, as for all biased defenses. Default: on if
+            neither `ratio` nor `utility` is given. Without it what is left is exact, and names
+            every batch member.
         min_batches: k in 1 to 255. With error feedback a coordinate is sent once it is the sum of k
             batches' gradients or more. So a client's first k-1 messages are empty. Default: 2, or
             what is `recommended`; with 1, as published, some are one batch's own, exact.
@@ -73,13 +75,14 @@ class PruningDefense(BiasedDefense):
         return {"match_nonzero": True, "complete": True}
 
     def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Iterable[Tensor]:
-        """Non-negative ranks, tensor by tensor in the gradient's order: the smallest are pruned
-        first.
+        """Return non-negative ranks, tensor by tensor in the gradient's order.
+
+        The smallest are pruned first.
         """
         raise NotImplementedError
 
     def corrected(self, gmap: GradientMap, corrected_gradient: Tensors) -> GradientMap:
-        """Without what is the sum of too few batches: others would not hide this one in it."""
+        """Return the map without what is the sum of too few batches to hide this one in it."""
         ready = self._residual.ready()
         if ready is None:
             return super().corrected(gmap, corrected_gradient)
@@ -142,16 +145,15 @@ class Pruning(PruningDefense):
 
 @dataclass
 class OptimalPruning(SensitivityDefense, PruningDefense):
-    """The largest s_i/|g_i| over all tensors together are zeroed: the least leakage at a given
-    utility.
+    """Zeroes the largest s_i/|g_i| over all tensors: the least leakage at a given utility.
 
     With `shape="own"`, as published, coordinates with g_i = 0 go first, because pruning them
     changes nothing. With `"public"` and `"past"` the mask does not depend on the batch; the first
     message of `"past"` keeps coordinates at random. With granularity "layer" all coordinates of a
-    tensor rank alike, and go by position within it. With error feedback g² counts as averaged g²
+    tensor rank the same, and go by position within it. With error feedback g² counts as averaged g²
     and e²: what waits gets its turn, by what earlier batches left.
 
-    Named alone it is at a ratio of 0.99 with error feedback, each coordinate the sum of eight
+    Without settings it has a ratio of 0.99 with error feedback, each coordinate the sum of eight
     batches or more: a candidate-set attacker found 0 of 48 sentences in messages of 16 at the end
     of training, at 4.2 points [2.4, 6.0] of accuracy (docs/findings/text.md). Without feedback it
     found all.
@@ -219,17 +221,18 @@ def largest(
     sizes: Mapping[str, int] | None = None,
     shards: Shards | None = None,
 ) -> Tensor:
-    """Mask of the largest entries of a non-negative tensor: the fewest whose weights add up to a
-    given amount. With shards each device gives its part of the tensor, and gets that of the mask.
+    """Return a mask of the largest entries of a non-negative tensor.
 
-    A radix select on the bits, which are in the numbers' order: linear time, and nothing is sorted.
+    They are the fewest whose weights add up to a given amount. With shards each device gives its
+    shard of the tensor, and gets that of the mask. It is a radix select on the bits, which are in
+    the numbers' order: linear time, and nothing is sorted.
 
     Args:
-        worth: `(d,)`, not negative. Among equals the last ones are taken first.
-        amount: How many entries; with `weight`, the share of Σ weight, in (0, 1].
-        weight: `(d,)`, not negative.
-        sizes: How many entries are of which parameter. Default: all of one.
-        shards: Of the map.
+        worth: The tensor, `(d,)`, not negative. Among equals the last ones are taken first.
+        amount: How many entries; with `weight`, the fraction of Σ weight, in (0, 1].
+        weight: The weights, `(d,)`, not negative.
+        sizes: How many entries belong to each parameter. Default: all to one.
+        shards: The map's shards.
     """
     sizes = sizes or {"": len(worth)}
     # Two or four digits of 16 bits per number, the lowest first.

@@ -32,14 +32,15 @@ ROWS_OF_A_BATCH = 8
 
 
 class PublicData(list[Any]):
-    """Public batches, as a collator returns them, or rows of a data set, which are collated when
-    the tokenizer is known. All clients of a process share them.
+    """The public batches as a collator returns them, or rows of a data set.
+
+    Rows are collated when the tokenizer is known. All clients of a process share them.
 
     Args:
         entries: The batches or rows.
 
     Raises:
-        ValueError: If there are fewer than two, of which a shape is made of one and tried on one.
+        ValueError: If there are fewer than two: a shape is made of one and tried on another.
     """
 
     def __init__(self, entries: Iterable[Any]) -> None:
@@ -50,7 +51,14 @@ class PublicData(list[Any]):
         return self
 
     def prepare(self, processing_class: Any) -> None:
-        """Collate rows in batches of eight; batches stay as they are."""
+        """Collate the rows in batches of eight, and keep batches as they are.
+
+        Args:
+            processing_class: The tokenizer that pads token ids, or `None`.
+
+        Raises:
+            ValueError: If there are fewer than two batches.
+        """
         if self.batches:
             return
         entries = [dict(entry) for entry in self]
@@ -73,7 +81,7 @@ class PublicData(list[Any]):
             )
 
     def map_of(self, gmap: GradientMap, place: int) -> GradientMap:
-        """A client's map at a public batch, on its device."""
+        """Return a client's map at a public batch, on its device."""
         device = gmap.input.device
         batch = self.batches[place % len(self.batches)]
         moved = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in batch.items()}
@@ -130,7 +138,7 @@ class ShapeProduct:
         return leakage * cost / uniform if uniform else 1.0
 
     def says_uniform(self, name: str) -> bool:
-        """Whether uniform noise does as well, which is logged once."""
+        """Return whether uniform noise does as well, which is logged once."""
         is_no_better = self.over_uniform >= 1.0
         if is_no_better:
             logger.warning_once(

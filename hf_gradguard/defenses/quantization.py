@@ -1,4 +1,4 @@
-"""Quantization: share every tensor on a few levels."""
+"""Quantization, which shares every tensor on a few levels."""
 
 from __future__ import annotations
 

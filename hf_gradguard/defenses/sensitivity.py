@@ -1,6 +1,4 @@
-"""Defenses that weigh parameters by sensitivity: where s and |g| come from, and their averages over
-batches.
-"""
+"""Defenses that weigh parameters by sensitivity, and averages of s and |g| over batches."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ class Averages:
         return bool(self.shapes)
 
     def knows(self, names: Iterable[str]) -> bool:
-        """Whether it is of these parameters and no others."""
+        """Return whether it is of these parameters and no others."""
         return set(self.shapes) == set(names)
 
     def with_batch(
@@ -115,13 +113,14 @@ class Averages:
         waiting: Mapping[str, Tensor] | None = None,
         shards: Shards | None = None,
     ) -> OnDemand:
-        """√(s²/g²) up to a common factor, in the parameters' shapes: as of now, and made when asked
-        for.
+        """Return √(s²/g²) up to a common factor, in the parameters' shapes.
+
+        It is the present one, and made when asked for.
 
         Args:
-            by_tensor: One ratio a tensor, of its sums.
-            waiting: To be added to g², whose sum over all parameters counts as 1.
-            shards: Of the map.
+            by_tensor: Whether there is one ratio a tensor, of its sums.
+            waiting: What is added to g², whose sum over all parameters counts as 1.
+            shards: The map's shards.
         """
         if waiting is not None:
             return self._ratio(by_tensor, waiting, shards)
@@ -165,8 +164,9 @@ class Averages:
         )
 
     def _lifted(self, kind: str, by_tensor: bool, shards: Shards | None) -> dict[str, Sums]:
-        """Averages with a share of their mean added to every entry; of matrices as factors of a
-        product, rows and columns.
+        """Return the averages with a fraction of their mean added to every entry.
+
+        The averages of matrices are factors of a product, rows and columns.
         """
         # The prior is relative to the mean over all parameters, on all shards.
         sizes = {name: torch.tensor(math.prod(shape)) for name, shape in self.shapes.items()}
@@ -258,19 +258,22 @@ class Measured:
 
 
 def add_sums(sums: Sums | None, added: Sums) -> Sums:
-    """Sums of what is added up."""
+    """Return sums with what is added to them."""
     return added if sums is None else tuple(a + b for a, b in zip(sums, added, strict=True))
 
 
 def from_sums(factors: Sums, shape: torch.Size) -> Tensor:
-    """In a parameter's shape: of rows and columns, of all entries, or of one number for all."""
+    """Return a tensor in a parameter's shape, made from its sums.
+
+    They are of rows and columns, of all entries, or one number for all.
+    """
     if len(factors) == 2:
         return torch.outer(*factors).view(shape)
     return factors[0].expand(shape) if factors[0].dim() < len(shape) else factors[0].clone()
 
 
 def sum_from_sums(factors: Sums, shape: torch.Size) -> Tensor:
-    """The sum of its entries."""
+    """Return the sum of the entries that `from_sums` would make."""
     sums = [factor.sum().double() for factor in factors]
     if len(factors) == 2:
         return sums[0] * sums[1]
@@ -304,26 +307,26 @@ _BY_TENSOR = "with granularity='layer' it takes norms of whole tensors. Leave gr
 
 @dataclass
 class SensitivityDefense(Defense):
-    """A defense that weighs every parameter by s_i/|g_i|, with the sensitivity s_i = ‖∂g_i/∂x‖.
+    """A base of defenses that weigh every parameter by s_i/|g_i|, with sensitivity s_i = ‖∂g_i/∂x‖.
 
     Args:
         shape: Where s and |g| are from. `"public"`: random inputs, so that the weights say nothing
             of any client's data. `"past"`: averages over the client's earlier batches; the first
-            message has none, and weighs all alike. `"own"`: this very batch, as published. The
+            message has none, and weighs all the same. `"own"`: this very batch, as published. The
             weights are then a function of the input, and can be read off what is shared.
-        public_data: Of `"public"`: other real data in place of random inputs, two batches at least,
-            as a collator returns them, or rows of a data set: expectations are over these. All are
-            measured at the first message, and then one when it is due. Noise is uniform where that
-            does as well on the half of them that the shape is not made of at first.
-        num_probes: Random directions to estimate s² from. Default: 1, of a sharded model 4. With
-            `"own"` 10, or where samples are known apart so many that there are ten squares of
-            samples, but 3 at least.
+        num_probes: The number of random directions to estimate s² from. Default: 1, for a sharded
+            model 4. With `"own"` 10, or where samples are separated so many that there are ten
+            squares of samples, but 3 at least.
         granularity: `"parameter"`, or `"layer"`: one s and one |g| a tensor, their norms over it.
-        refresh_every: Measure at every n-th message, and weigh by averages in between. Default: 10;
+        refresh_every: The interval of measured messages; averages weigh in between. Default: 10;
             `"own"` measures every message.
+        public_data: With `"public"`: other real data in place of random inputs, two batches at
+            least, as a collator returns them, or rows of a data set: expectations are over these.
+            All are measured at the first message, and then one when it is due. Noise is uniform
+            where that does as well on the half of them that the shape is not made of at first.
 
     Raises:
-        ValueError: For a value out of range, or `refresh_every` with `"own"`.
+        ValueError: If a value is out of range, or `refresh_every` is given with `"own"`.
 
     Example:
         >>> defense = make_defense("optimal_noise", shape="past", refresh_every=5)
@@ -398,12 +401,14 @@ class SensitivityDefense(Defense):
     def averaged_ratio(
         self, gmap: GradientMap, generator: Stream, waiting: Tensors | None = None
     ) -> OnDemand | None:
-        """√(s²/g²) of public or past batches, up to a common factor: not a function of this one.
+        """Return √(s²/g²) of public or past batches, up to a common factor.
+
+        It is not a function of this batch.
 
         Args:
             gmap: The client's map.
-            generator: Of probes and random inputs.
-            waiting: As for `Averages.ratio`.
+            generator: The source of probes and random inputs.
+            waiting: What is added to g², as for `Averages.ratio`.
 
         Returns:
             One positive tensor a shared parameter; `None` if there is no earlier batch.
@@ -443,14 +448,14 @@ class SensitivityDefense(Defense):
         return ratio
 
     def known_ratio(self, names: Iterable[str]) -> OnDemand | None:
-        """The same of what is known already, where there is no batch to learn from."""
+        """Return the ratio that is known already, where there is no batch to learn from."""
         averages = self._measured.averages
         return averages.ratio(self.granularity == "layer") if averages.knows(names) else None
 
     def own_sensitivity(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
     ) -> tuple[Tensors, Tensors]:
-        """s_i and |g_i| of this very batch.
+        """Return s_i and |g_i| of this very batch.
 
         A coordinate that is not zero never counts as insensitive because its estimate underflowed.
         """
@@ -468,16 +473,17 @@ class SensitivityDefense(Defense):
         return self.at_granularity(roots), self.at_granularity(gradient)
 
     def learned(self, gradient: Tensors, squares: Tensors) -> tuple[Tensors, Tensors]:
-        """What averages are of: g and s² of what the defense shares before noise."""
+        """Return what averages are of: g and s² of what the defense shares before noise."""
         return gradient, squares
 
     def learns_all(self, gradient: Tensors, shards: Shards | None) -> bool:
-        """Whether that is g and s² as they are."""
+        """Return whether `learned` returns g and s² unchanged."""
         return True
 
     def at_granularity(self, tensors: Tensors) -> Tensors:
-        """Magnitudes entry by entry, or with granularity "layer" each tensor's norm in all its
-        entries.
+        """Return magnitudes entry by entry, or each tensor's norm in all its entries.
+
+        The second is for granularity "layer".
         """
         if self.granularity == "layer":
             return {name: tensor.norm().expand_as(tensor) for name, tensor in tensors.items()}
@@ -529,7 +535,7 @@ def _check_squares(squares: Tensors, shards: Shards | None) -> None:
 def sensitivity_ratio(
     sensitivity: Tensors, magnitude: Tensors, smallest: float = SMALLEST_GRADIENT
 ) -> Tensors:
-    """s_i/|g_i| with |g_i| not below `smallest`, so that no vanishing g_i takes all the noise."""
+    """Return s_i/|g_i| with |g_i| at least `smallest`: no vanishing g_i takes all the noise."""
     return {name: s / magnitude[name].clamp(min=smallest) for name, s in sensitivity.items()}
 
 

@@ -18,13 +18,14 @@ from .sensitivity import LARGEST_RATIO
 def strength_trace(
     gmap: GradientMap, gradient: Tensors, moving: Tensors, shape: Mapping[str, Tensor], noise: Any
 ) -> float:
-    """The Fisher information about the whole batch's input that lies in the strength of noise which
-    is relative to the batch's own gradient. Of Σ = λ W with n noisy entries
+    """Return the Fisher information about the input that lies in the strength of the noise.
+
+    It concerns noise relative to the batch's own gradient. For Σ = λ W with n noisy entries it is
 
         n/2 ‖∂ log λ/∂x‖²,   λ ∝ ‖g‖² or 1/Σ g² w
 
-    For uniform noise that is 2n ‖∂ log ‖g‖/∂x‖²: the second term of the information J Jᵀ/σ² +
-    2d (∂ log σ/∂x)(∂ log σ/∂x)ᵀ of N(g, σ² I).
+    For uniform noise that is 2n ‖∂ log ‖g‖/∂x‖²: the second term of the information J Jᵀ/σ² + 2d (∂
+    log σ/∂x)(∂ log σ/∂x)ᵀ of N(g, σ² I).
 
     Args:
         gmap: The batch's map, for a product with J.
@@ -34,7 +35,7 @@ def strength_trace(
         noise: The defense, for its strength.
 
     Returns:
-        Infinity where the map knows no input, or one device's part of it.
+        Infinity where the map knows no input, or one device's shard of it.
     """
     if noise.strength != "own" or noise.scale is not None:
         return 0.0
@@ -54,8 +55,9 @@ def strength_trace(
 
 
 def own_shape_trace(gmap: GradientMap, gradient: Tensors, weight: Tensors, noise: Any) -> float:
-    """The Fisher information about the whole batch's input that lies in the shape of noise which
-    follows the batch itself:
+    """Return the Fisher information about the input that lies in the shape of the noise.
+
+    It concerns noise that follows the batch itself:
 
         ½ Σ_i ‖∂ log Σ_ii/∂x‖²,   Σ_ii = λ w_i,   w_i = s_i/|g_i|
 
@@ -123,8 +125,9 @@ def _product(gmap: GradientMap) -> Callable[[Tensors], Tensor] | None:
 def _bound(
     gradient: Tensors, weight: Tensors, uncapped: Tensors, noise: Any, shards: Shards | None
 ) -> float:
-    """With r the ratio of a coordinate, or of its tensor: ‖∂ log w‖ ≤ r, ‖∂ ‖g‖²‖ ≤ 2 r ‖g‖², and
-    the triangle inequality.
+    """Bound the shape's information by the triangle inequality.
+
+    With r the ratio of a coordinate, or of its tensor, ‖∂ log w‖ ≤ r and ‖∂ ‖g‖²‖ ≤ 2 r ‖g‖².
     """
 
     def weighted_mean(weights: Tensors) -> float:

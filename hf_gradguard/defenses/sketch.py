@@ -1,9 +1,9 @@
-"""A sketch of the gradient: its nearest point in the span of random samples' gradients.
+"""The sketch of a gradient: its nearest point in the span of random samples' gradients.
 
     share Σ_b c_b g_b(x'),   c = argmin ‖v - Σ_b c_b g_b(x')‖²,   ‖v - shared‖² = (1 - cos²) ‖v‖²
 
 x' is drawn at random, labels too, and holds nothing of the batch: neither the number of its texts
-nor their lengths. Of v, a message holds as many numbers as there are factors c.
+nor their lengths. A message holds as many numbers of v as there are factors c.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class GradientSketch(BiasedDefense):
 
     @property
     def special_ids(self) -> tuple[int, ...]:
-        """What the tokenizer says is special: public, as it is."""
+        """The ids of the tokenizer's special tokens, which are public."""
         return self._special.ids
 
     def informed(self) -> dict[str, Any]:
@@ -102,12 +102,12 @@ _MARKS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class SpecialTokens(NamedTuple):
-    """What a tokenizer says is special.
+    """The special tokens of a tokenizer.
 
     Args:
-        ids: All of it: these keep their embeddings.
-        marks: Of those, the ones with a role of their own ([CLS], padding and so on), at most
-            seven. They are no content that would have to be hidden; others may be.
+        ids: All special ids, which keep their embeddings.
+        marks: Those with a role of their own ([CLS], padding and so on), at most seven. They are no
+            content that would have to be hidden; others may be.
 
     Example:
         >>> SpecialTokens.of(tokenizer)
@@ -121,7 +121,7 @@ class SpecialTokens(NamedTuple):
 
     @classmethod
     def of(cls, processing_class: Any) -> SpecialTokens:
-        """Of a tokenizer, or of a processor that has one."""
+        """Return the special tokens of a tokenizer, or of a processor that has one."""
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         token_ids = (getattr(tokenizer, f"{mark}_token_id", None) for mark in _MARKS)
         marks: set[int] = {index for index in token_ids if index is not None}
@@ -130,7 +130,11 @@ class SpecialTokens(NamedTuple):
 
 
 def check_samples(samples: int | None, factors: str, choices: Sequence[str]) -> None:
-    """Raise `ValueError` unless samples can be counted, and factors are of the choices."""
+    """Refuse samples that cannot be counted, and factors that are not among the choices.
+
+    Raises:
+        ValueError: If so.
+    """
     if samples is not None:
         check_whole("samples", samples, 1)
     if factors not in choices:
@@ -138,7 +142,15 @@ def check_samples(samples: int | None, factors: str, choices: Sequence[str]) -> 
 
 
 def check_embeddings_stay(gmap: GradientMap, name: str) -> None:
-    """Refuse to share token embeddings."""
+    """Raise ValueError if the token embeddings are among the parameters that are sent.
+
+    Args:
+        gmap: The client's map.
+        name: The defense's name, for the message.
+
+    Raises:
+        ValueError: If the input embedding's weight is among the map's parameters.
+    """
     weight = None if gmap.embedding is None else gmap.embedding.weight
     if weight is not None and any(p is weight for p in gmap.parameters.values()):
         raise ValueError(
@@ -155,7 +167,7 @@ class SyntheticSamples:
     Args:
         gmap: Their map.
         target: v.
-        factors: How many, as `Granularity` says.
+        factors: How many factors, as `Granularity` says.
     """
 
     gmap: GradientMap
@@ -163,15 +175,16 @@ class SyntheticSamples:
     factors: Granularity
 
     def fit(self, x: Tensor) -> Fit:
-        """At an input x*."""
+        """Return the fit at an input x*."""
         if self.factors == "message":
             return scaled(self.gmap.gradient_at(x), self.target)
         return SampleSpan(self.gmap, x).fit_by(self.target, self.factors)
 
     def slope(self, x: Tensor, fit: Fit) -> Tensor:
-        """∂(1 - cos)/∂x* where the factors are best, so that their own change changes nothing:
-        -Σ_b c_b J_b(v - shared)/(‖shared‖ ‖v‖). Parameters that no layer has count with the same
-        factors.
+        """Return ∂(1 - cos)/∂x* at the best factors, whose own change changes nothing.
+
+        It is -Σ_b c_b J_b(v - shared)/(‖shared‖ ‖v‖). Parameters that no layer has count with the
+        same factors.
         """
         if not fit.cosine:
             return torch.zeros_like(x)
@@ -184,12 +197,13 @@ class SyntheticSamples:
     def descend(
         self, iterations: int, rate: float, free: Tensor, penalty: Slope | None = None
     ) -> tuple[Tensor, Fit, list[float]]:
-        """Steps of Adam from where the samples are.
+        """Descend by Adam from where the samples are.
 
         Args:
-            iterations: How many.
-            rate: Of the first step, in units of the input's root mean square; it falls to 0.
-            free: Mask of what moves, broadcast to the input.
+            iterations: The number of steps.
+            rate: The rate of the first step, in units of the input's root mean square; it falls to
+                0.
+            free: A mask of what moves, broadcast to the input.
             penalty: The slope of what is added to 1 - cos.
 
         Returns:
@@ -211,7 +225,7 @@ class SyntheticSamples:
 
 
 def free_positions(synthetic: GradientMap, special: Sequence[int]) -> Tensor:
-    """Mask of what may move, to be broadcast to the input: all but the marks at a text's ends."""
+    """Return a mask of what may move: all but the marks at a text's ends."""
     if synthetic.embedding is None:
         return torch.ones_like(synthetic.input[:, :1], dtype=torch.bool)
     return ~is_among(synthetic.domain.main_input(synthetic.batch), special)[..., None]

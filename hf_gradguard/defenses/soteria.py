@@ -1,5 +1,4 @@
-"""Soteria: share g without what the last dense layer says about those neurons that give the input
-away.
+"""Soteria, which shares g without the last dense layer's columns of revealing neurons.
 
 For the representation r that enters the last dense layer, neuron j is scored by |r_j| / ‖∂r_j/∂x‖,
 and that layer's gradient columns of the largest scores are zeroed.
@@ -26,15 +25,14 @@ from .message import Message, cast_like, true_gradient
 
 @dataclass
 class Soteria(BiasedDefense):
-    """Zeroes columns of the last dense layer's weight gradient; all else is shared as it is.
+    """Zeroes columns of the last dense layer's weight gradient; all else is shared unchanged.
 
     An attacker who leaves that layer out of the matching (`leave_out`) undoes it, whatever `ratio`
     is: it found 97 % of a sentence's words at 0.5, 0.9 and 0.99 (docs/findings/attacks_text.md).
 
     Args:
         ratio: p in [0, 1): floor(p·n) of the layer's n columns are zeroed, ties broken by position.
-        neuron_chunk: Neurons differentiated at once; bounds memory, see
-            `representation`.
+        neuron_chunk: Neurons differentiated at once; it bounds memory, see `representation`.
     """
 
     name: ClassVar[str] = "soteria"
@@ -71,7 +69,7 @@ class Soteria(BiasedDefense):
 
 
 class Representation(NamedTuple):
-    """What enters a model's last dense layer.
+    """The input of a model's last dense layer.
 
     Args:
         layer: The name of that layer's weight.
@@ -85,15 +83,15 @@ class Representation(NamedTuple):
 
 
 def representation(gmap: GradientMap, generator: Stream, neuron_chunk: int = 1) -> Representation:
-    """What enters the last dense layer, and how strongly each of its neurons depends on the input.
+    """Return the last dense layer's input, and how strongly its neurons depend on the input.
 
-    Costs one forward pass, and per neuron one pass backward through what lies before that layer.
+    It costs one forward pass, and per neuron one pass backward through what lies before that layer.
 
     Args:
         gmap: The client's gradient map.
-        generator: Source of one random sign per sample. Without batch statistics the signs cancel;
-            with them the squares of the result are unbiased.
-        neuron_chunk: How many neurons run at once. Bounds memory.
+        generator: The source of one random sign per sample. Without batch statistics the signs
+            cancel; with them the squares of the result are unbiased.
+        neuron_chunk: The number of neurons that run at once; it bounds memory.
 
     Raises:
         ValueError: If the last layer with parameters is no `nn.Linear`, runs several times, reads

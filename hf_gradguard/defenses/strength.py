@@ -91,15 +91,15 @@ class UsualPower(NamedTuple):
 def random_power(
     gmap: GradientMap, generator: Stream, prepared: Callable[[Tensors], Tensors]
 ) -> float:
-    """The mean of ‖g‖² over random inputs with random labels.
+    """Return the mean of ‖g‖² over random inputs with random labels.
 
     Args:
         gmap: The client's map.
-        generator: Of the inputs.
+        generator: The source of the inputs.
         prepared: What is done to a gradient before noise is added, such as clipping.
 
     Raises:
-        ValueError: Where the model takes no inputs that can be made up, with the way out.
+        ValueError: If the model takes no inputs that can be made up; the message has the way out.
     """
     powers = []
     try:
@@ -123,8 +123,9 @@ def random_power(
 
 
 def is_anything_left(gmap: GradientMap) -> bool:
-    """Whether a defense before this one left an entry to transmit. One that waits for more batches
-    leaves none.
+    """Return whether a defense before this one left an entry to transmit.
+
+    One that waits for more batches leaves none.
     """
     if gmap.transmitted is None:
         return True
@@ -133,8 +134,10 @@ def is_anything_left(gmap: GradientMap) -> bool:
 
 
 def _on_public_data(client: GradientMap, generator: Stream) -> GradientMap:
-    """Texts have a length of their own, which is not the batch's. Models of one length alone are
-    given theirs.
+    """Return the client's map on a public batch.
+
+    Its texts have a length of their own, which is not the private batch's. Models that take one
+    length alone are given that length.
     """
     try:
         return client.on_other_data(lambda b: public_batch(client.model, b, generator, True))
@@ -145,13 +148,15 @@ def _on_public_data(client: GradientMap, generator: Stream) -> GradientMap:
 def public_batch(
     model: nn.Module, batch: Mapping[str, Any], generator: Stream, of_own_length: bool = True
 ) -> dict[str, Any]:
-    """Random inputs and labels, as many rows as a batch has. In the place of entries of an unknown
-    kind stand normal numbers, `True`, or indices that every table of the model has.
+    """Return random inputs and labels, with as many rows as a batch has.
+
+    Entries of an unknown kind are replaced by normal numbers, `True`, or indices that every table
+    of the model has.
 
     Args:
-        model: Says how many tokens and classes there are.
-        batch: For shapes and types.
-        generator: Of the inputs and labels.
+        model: The model, which says how many tokens and classes there are.
+        batch: The batch, for shapes and types.
+        generator: The source of the inputs and labels.
         of_own_length: Whether texts are of 16 tokens, whatever the batch's length.
 
     Example:

@@ -1,6 +1,7 @@
-"""Refiner: share the gradient of robust data, which looks like noise.
+"""Refiner, which shares the gradient of robust data that looks like noise.
 
-`published.py` is the form of the paper, `synthetic.py` the one that teaches.
+`defense.py` has the defense and its cosine form, `published.py` the weighted form and with it the
+paper's.
 """
 
 from .defense import Refiner

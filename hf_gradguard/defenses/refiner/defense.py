@@ -1,4 +1,4 @@
-"""Refiner: share the gradient of robust data, which looks like noise.
+"""Refiner, which shares the gradient of robust data that looks like noise.
 
 The weighted form, and with it the published one, is in published.py. Samples that are drawn are in
 sketch.py.
@@ -72,8 +72,10 @@ _PINS = ("revision", "sha256")
 
 @dataclass
 class _Loaded:
-    """What all clients of a process share: an evaluation network, and the version of the embeddings
-    that it was last compared with, since hashing a matrix takes longer than a step.
+    """An evaluation network that all clients of a process share.
+
+    It also holds the version of the embeddings that the network was last compared with, since
+    hashing a matrix takes longer than a step.
     """
 
     network: Any
@@ -85,7 +87,7 @@ class _Loaded:
 
 @dataclass
 class Refiner(BiasedDefense):
-    """Gradient of robust data: it looks like noise, and its gradient is near the client's.
+    """Shares the gradient of robust data, which look like noise, in place of the client's.
 
     With `objective="cosine"` robust data begin as random samples with random labels, which share
     nothing with the batch but its shape. Adam moves them, texts in the space of embeddings, until
@@ -95,35 +97,35 @@ class Refiner(BiasedDefense):
 
     `objective="weighted"` is nearer to the paper: the batch's own data, blended with noise, moves
     toward what an evaluation network takes for noise, while a weighted distance holds its gradient.
-    Of a text, only words move: padding and the tokenizer's special tokens keep their embeddings.
-    The Trainer logs the share of the words that is hidden (`defense/movable_share`); under 0.9
+    In a text only words move: padding and the tokenizer's special tokens keep their embeddings. The
+    Trainer logs the fraction of the words that is hidden (`defense/movable_share`); under 0.9
     nothing is shared. An image stays in its pixel range. All samples of a batch are refined
-    together, since they share one gradient. One of `hf_gradguard.networks` is tried before it is
-    believed: `prepare` sees that it knows noise, and each client's first batch that it rises from
+    together, since they share one gradient. A network of `hf_gradguard.networks` is tried before it
+    is trusted: `prepare` sees that it knows noise, and each client's first batch that it rises from
     that data to noise. A network of a class of your own is your code, and is not tried.
     `refiner_published` has the paper's own settings.
 
-    Settings that are left out are the objective's own (`DEFAULTS`), and those that are
-    of the other objective are refused.
+    Settings that are left out are the objective's own (`DEFAULTS`), and those that are of the other
+    objective are refused.
 
     Args:
         evaluation_network: A network of `hf_gradguard.networks`, or where to load it from, which
-            `prepare` does, or the first call. Left out where it is needed, `prepare` finds one that
-            fits the model.
-        revision: Of its Hub repository; a commit pins it.
-        sha256: Of its model.safetensors: any other is refused.
-        objective: `"cosine"` or `"weighted"`. Default: "cosine", or "weighted" where a setting is
+            `prepare` does, or the first call. If it is left out and needed, `prepare` finds one
+            that fits the model.
+        revision: The revision of its Hub repository; a commit pins it.
+        sha256: The hash of its model.safetensors: any other is refused.
+        objective: `"cosine"` or `"weighted"`. Default: "cosine", or "weighted" if a setting is
             given that only this form has, or an evaluation network.
-        alpha: "weighted": share of noise in the start (1-α) x + α v. v is uniform over the pixel
-            range, or embeddings of random tokens. (The paper has 0.5, at which a third of a text's
-            words stay where they are.)
-        beta: Weight of D.
-        tau: "weighted": weight of a layer relative to the one before it.
-        iterations: Steps, at least 1.
-        optimizer: "weighted": `"adam"`, or `"sgd"`, plain gradient descent as in the paper.
-        learning_rate: Of a step: "weighted", in the input's unit (text models learn more with
-            0.001, and hide less); "cosine", in units of its root mean square, falling to 0.
-        normalize: "weighted": divide UM by Σ ‖w ⊙ g‖². `False` is the formula as printed.
+        alpha: "weighted": the fraction of noise in the start (1-α) x + α v. v is uniform over the
+            pixel range, or embeddings of random tokens. (The paper has 0.5, at which a third of a
+            text's words stay where they are.)
+        beta: The weight of D.
+        tau: "weighted": the weight of a layer relative to the one before it.
+        iterations: The number of steps, at least 1.
+        learning_rate: The rate of a step: "weighted", in the input's unit (text models learn more
+            with 0.001, and hide less); "cosine", in units of its root mean square, falling to 0.
+        normalize: "weighted": whether to divide UM by Σ ‖w ⊙ g‖². `False` is the formula as
+            printed.
         element_wise: "weighted": `False` leaves |g ⊙ θ| out of w, for ablation.
         epsilon: "weighted": share g + ε (g(x*) - g)/‖g(x*) - g‖ where g(x*) is farther than ε from
             g. **With ε far below ‖g‖ this is the true gradient but for ε, and leaks like it.**
@@ -132,13 +134,15 @@ class Refiner(BiasedDefense):
             next visit, with half the iterations. An example is known by its content.
         public_text: Text that an evaluation network may be trained on when none fits: a file, or a
             Hub name. Default: WikiText-2.
-        image_mean: Per channel, what was subtracted from pixels in [0, 1]. The Trainer asks the
+        image_mean: What was subtracted from pixels in [0, 1], per channel. The Trainer asks the
             image processor.
-        image_std: Per channel, what they were divided by afterwards.
-        samples: "cosine": how many robust samples a message is made of. Default: 16.
+        image_std: What they were divided by afterwards, per channel.
+        samples: "cosine": the number of robust samples that a message is made of. Default: 16.
         factors: "cosine": how many weights their gradients are summed with: one per `"sample"`
             (default), or one per `"message"`.
-        error_feedback: As for all biased defenses; on by default with "cosine".
+        optimizer: "weighted": `"adam"`, or `"sgd"`, plain gradient descent as in the paper.
+        error_feedback: Whether to use error feedback, as for all biased defenses; on by default
+            with "cosine".
         min_batches: k in 1 to 255. With error feedback a message is made of the sum of k batches'
             gradients or more, so a client's first k-1 messages are empty. Default: 2; with 1 the
             first one is fitted to one batch's own gradient.
@@ -190,7 +194,7 @@ class Refiner(BiasedDefense):
 
     @property
     def special_ids(self) -> tuple[int, ...]:
-        """What the tokenizer says is special: public, as it is."""
+        """The ids of the tokenizer's special tokens, which are public."""
         return self._special.ids
 
     @property
@@ -199,8 +203,11 @@ class Refiner(BiasedDefense):
         return self.objective == "weighted" or self.beta != 0
 
     def _mechanism(self, message: Message) -> Mechanism | None:
-        """How far samples move depends on the gradient. Who draws others and leaves them where they
-        are spans somewhat less of it: what such attackers find is a bound from below.
+        """Return the fitting that the message comes from; `None` if the objective fits nothing.
+
+        How far samples move depends on the gradient. An attacker who draws other samples and leaves
+        them unmoved spans somewhat less of it, so what such an attacker finds is a bound from
+        below.
         """
         if self.objective != "cosine":
             return None
@@ -211,8 +218,9 @@ class Refiner(BiasedDefense):
         return {"restarts": 4}  # it hides where it started from
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
-        """Load the evaluation network, or find one if none was given, and try it on noise; take
-        the image processor's normalization, or the tokenizer's special tokens.
+        """Load the evaluation network, or find one if none was given, and try it on noise.
+
+        It also takes the image processor's normalization, or the tokenizer's special tokens.
         """
         from ...networks import check_network, network_for
 
@@ -234,9 +242,7 @@ class Refiner(BiasedDefense):
 
     @property
     def network(self) -> Any:
-        """The evaluation network, loaded when it is first asked for; `None` if none was given or
-        found.
-        """
+        """The evaluation network, loaded when first asked for, or `None`."""
         if self._loads.network is None and self.evaluation_network is not None:
             from ...networks import load_network
 
@@ -265,17 +271,18 @@ class Refiner(BiasedDefense):
         return Message(cast_like(shared, gmap), metrics=metrics)
 
     def bound(self, gradient: Tensors) -> float | None:
-        """ε in the gradient's unit; `None` where there is none."""
+        """Return ε in the gradient's unit, or `None` if there is none."""
         if self.relative_epsilon is None:
             return self.epsilon
         return self.relative_epsilon * norm(gradient, None)
 
     def refine(self, gmap: GradientMap, generator: Stream) -> RobustData:
-        """Robust data for the map's batch, with the course of what is minimized and of D.
+        """Return robust data for the map's batch, with the course of what is minimized and of D.
 
         Raises:
-            ValueError: If an evaluation network is needed and there is none, if it does not tell
-                this input from noise, or if the batch holds too little that could be refined.
+            ValueError: If an evaluation network is needed and there is none, if it does not
+                distinguish this input from noise, or if the batch holds too little that could be
+                refined.
         """
         check_embeddings_stay(gmap, self.name)
         has_network = self.uses_network or self.evaluation_network is not None
@@ -401,11 +408,13 @@ class RefinerPublished(Refiner):
 
 
 def take_defaults(refiner: Any) -> None:
-    """Fill in what was left out. Without an objective it is "cosine", or "weighted" where something
-    is set that only this form has or needs.
+    """Fill in the settings that were left out.
+
+    Without an objective it is "cosine", or "weighted" if something is set that only this form has
+    or needs.
 
     Raises:
-        ValueError: For an unknown objective, or a setting of the other one.
+        ValueError: If the objective is unknown, or a setting belongs to the other one.
 
     Example:
         >>> make_defense("refiner").objective, make_defense("refiner", alpha=0.5).objective
@@ -434,10 +443,10 @@ def take_defaults(refiner: Any) -> None:
 
 
 def check_settings(refiner: Any) -> None:
-    """Refuse what is out of range, or does not go together.
+    """Refuse settings that are out of range, or do not go together.
 
     Raises:
-        ValueError: With the setting's name.
+        ValueError: If so; the message has the setting's name.
     """
     if refiner.objective == "weighted":
         if refiner.optimizer not in OPTIMIZERS:

@@ -40,14 +40,15 @@ LEAST_MOVABLE = 0.9
 
 @dataclass
 class RobustData:
-    """What refining a batch found.
+    """The robust data that refining a batch found.
 
     Args:
-        input: x*, in the shape of the map's input; of synthetic samples in theirs.
-        gradient: g(x*); of synthetic samples fitted to what is wanted.
-        utility_metric: UM at the start and after every iteration; of synthetic samples 1 - cos.
-        noise_ratio: D likewise, averaged over the batch; nothing without an evaluation network.
-        movable_share: Of the batch's content, the share that was hidden.
+        input: x*, in the shape of the map's input; for synthetic samples in theirs.
+        gradient: g(x*); for synthetic samples fitted to what is wanted.
+        utility_metric: UM at the start and after every iteration; for synthetic samples 1 - cos.
+        noise_ratio: D at the same points, averaged over the batch; nothing without an evaluation
+            network.
+        movable_share: The fraction of the batch's content that was hidden.
     """
 
     input: Tensor
@@ -59,12 +60,12 @@ class RobustData:
 
 @dataclass
 class Descent:
-    """Steps down UM - β D.
+    """The descent of UM - β D.
 
     Args:
         gmap: The batch's map.
         gradient: g.
-        inputs: What may move.
+        inputs: The inputs, which say what may move.
         network: The evaluation network.
         beta: β.
         weights: w.
@@ -78,7 +79,7 @@ class Descent:
     weights: Tensors
 
     def run(self, x: Tensor, iterations: int, optimizer: Optimizer) -> RobustData:
-        """From a start, which the optimizer has and writes to."""
+        """Run from a start, which the optimizer has and writes to."""
         gmap, inputs = self.gmap, self.inputs
         x.requires_grad_()
         metrics, ratios = [], []
@@ -112,7 +113,7 @@ class Descent:
 def utility_weights(
     gmap: GradientMap, gradient: Tensors, tau: float, element_wise: bool, normalize: bool
 ) -> Tensors:
-    """w, divided by ‖w ⊙ g‖ if UM is to be relative."""
+    """Return w, divided by ‖w ⊙ g‖ if UM is to be relative."""
     layers = layer_numbers(gmap.parameters)
     weights = {}
     for name, g in gradient.items():
@@ -125,8 +126,9 @@ def utility_weights(
 
 
 def brought_near(gradient: Tensors, shared: Tensors, bound: float | None) -> Tensors:
-    """g + ε (g(x*) - g)/‖g(x*) - g‖ where `shared`, g(x*), is farther than ε, `bound`, from g.
-    (Appendix J.)
+    """Return a gradient no farther than ε, `bound`, from g (Appendix J).
+
+    It is g + ε (g(x*) - g)/‖g(x*) - g‖ if `shared`, g(x*), is farther.
     """
     distance = norm({name: shared[name] - g for name, g in gradient.items()}, None)
     if bound is None or distance <= bound:
@@ -135,13 +137,15 @@ def brought_near(gradient: Tensors, shared: Tensors, bound: float | None) -> Ten
 
 
 class Words:
-    """Token embeddings `(B, T, H)`. Padding and special tokens keep theirs; noise is embeddings of
-    random tokens.
+    """The token embeddings `(B, T, H)` of a batch as inputs that may move.
+
+    Padding and special tokens keep theirs; noise is embeddings of random tokens.
 
     Args:
         gmap: The batch's map.
         network: The evaluation network, if it does not read every token.
-        special: What the tokenizer says is special. Only that counts, never what a network says.
+        special: The ids of the tokenizer's special tokens. Only these count, never what a network
+            says.
 
     Raises:
         ValueError: If every token of the batch is padding or special; or if of the rest, more than
@@ -179,21 +183,21 @@ class Words:
             )
 
     def noise(self, x: Tensor, generator: Stream) -> Tensor:
-        """v: embeddings of tokens drawn uniformly from the vocabulary without the special ones."""
+        """Draw v: embeddings of tokens, uniform over the vocabulary without the special ones."""
         count = len(self.embedding.weight)  # type: ignore[arg-type]
         ordinary = ordinary_ids(count, self.special).to(x.device)
         random_ids = ordinary[generator.integers(len(ordinary), self.ids.shape, device=x.device)]
         return embed(self.embedding, random_ids).to(x.dtype)
 
     def project_(self, x: Tensor) -> None:
-        """Embeddings have no range to stay in."""
+        """Leave embeddings unchanged, for they have no range to stay in."""
 
     def noise_ratio(self, network: Any, x: Tensor) -> Tensor:
-        """D of each sample that holds a word, averaged."""
+        """Return the mean D of the samples that hold a word."""
         return network.noise_ratio(x.float(), self.mask).mean()
 
     def digests(self) -> list[str]:
-        """A name for each text, by its tokens."""
+        """Return a name for each text, made from its tokens."""
         return [_digest(ids[row]) for ids, row in zip(self.ids, self.present, strict=True)]
 
     def recall_(self, x: Tensor, row: int, remembered: Tensor) -> None:
@@ -204,8 +208,10 @@ class Words:
 
 
 class Pixels:
-    """Images `(B, C, H, W)` whose pixels were in [0, 1] before mean and deviation were taken out.
-    Noise is uniform. All of an image moves.
+    """The images `(B, C, H, W)` of a batch as inputs that may move.
+
+    Their pixels were in [0, 1] before mean and deviation were taken out. Noise is uniform. All of
+    an image moves.
 
     Raises:
         ValueError: If pixels are outside that range.
@@ -228,7 +234,7 @@ class Pixels:
         self.has_few_words, self.movable_share = False, 1.0
 
     def noise(self, x: Tensor, generator: Stream) -> Tensor:
-        """v: uniform over the pixel range."""
+        """Draw v, uniform over the pixel range."""
         shares = generator.uniform(x.shape, device=x.device, dtype=x.dtype)
         return self.space.low + shares * (self.space.high - self.space.low)
 
@@ -239,7 +245,7 @@ class Pixels:
         return judged(self.space.plain(x).float(), network)
 
     def digests(self) -> list[str]:
-        """A name for each image, by its pixels."""
+        """Return a name for each image, made from its pixels."""
         return [_digest(image) for image in self.images]
 
     def recall_(self, x: Tensor, row: int, remembered: Tensor) -> None:
@@ -256,14 +262,14 @@ def noise_ratio_of_samples(
     mean: list[float] | None,
     std: list[float] | None,
 ) -> Tensor:
-    """D of synthetic samples at x*, averaged.
+    """Return the mean D of synthetic samples at x*.
 
     Args:
         synthetic: Their map.
         network: The evaluation network.
         x: x*, in the shape of the map's input.
-        mean: Of pixels, as for `Pixels`.
-        std: Likewise.
+        mean: What was subtracted from pixels, as for `Pixels`.
+        std: What they were divided by, as for `Pixels`.
     """
     if synthetic.embedding is not None:
         ratio: Tensor = network.noise_ratio(x.float(), None).mean()
@@ -318,12 +324,13 @@ class Memory:
 
 
 def try_on_batch(gmap: GradientMap, network: Any, inputs: Words | Pixels) -> None:
-    """See that D rises from a client's own data to noise, and can be raised in between.
+    """Check that D rises from a client's own data to noise, and has a slope in between.
 
-    Draws from a stream of its own: a resumed run, which tries again, shares what it would have.
+    The noise is drawn from a stream of its own, so that a resumed run, which tries again, shares
+    the same messages. Networks that do not derive from `EvaluationNetworkBase` are not tried.
 
     Raises:
-        ValueError: If not, with the figures. Networks of a class of one's own are not tried.
+        ValueError: If D does not rise or has no slope there. The message holds the figures.
     """
     if not isinstance(network, EvaluationNetworkBase):
         return
