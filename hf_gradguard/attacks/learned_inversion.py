@@ -36,7 +36,7 @@ from .labels import recover_labels
 from .layer_inputs import is_causal_lm
 from .likelihood_search.score import Text, layer_factors, linear_names, public_ids, text_batch
 
-_CLEAN, _CLEAN_SHARE = 150, 0.25  # public texts whose layers are looked into, and of the time
+_CLEAN, _CLEAN_FRACTION = 150, 0.25  # public texts whose layers are looked into, and of the time
 _FEWEST_TEXTS, _FEWEST_MESSAGES = 16, 10
 _SLOPES, _MIXTURES = 8, 64  # directions of a layer's slopes, and random ones
 _OTHER_TOKENS = 60  # beside those of a text, when it is learned which are its own
@@ -91,7 +91,7 @@ class LearnedInversion(Attack):
     seconds: float = 600.0
     seed: int = 0
     progress: bool = False
-    _learned: tuple[Any, TokenReader] | None = field(
+    _learned: tuple[Any, TokenClassifier] | None = field(
         default=None, init=False, repr=False, compare=False
     )
 
@@ -122,8 +122,8 @@ class LearnedInversion(Attack):
             labels = recover_labels(observation) if labels is None else labels
         label = None if labels is None else int(labels[0])
         with without_dropout(observation.model):
-            reader = self._reader(observation, label, clock)
-            tokens = reader.likeliest(observation.gradient, label, count)
+            classifier = self._trained(observation, label, clock)
+            tokens = classifier.likeliest(observation.gradient, label, count)
         ids = [[*prefix_ids, *tokens, *suffix_ids]]
         return Reconstruction(
             token_ids=ids,
@@ -131,10 +131,12 @@ class LearnedInversion(Attack):
             labels=labels,
             seconds=clock.elapsed,
             undecided="The order of its tokens is not learned, nor which come twice.",
-            complete=reader.messages >= self.messages,
+            complete=classifier.messages >= self.messages,
         )
 
-    def _reader(self, observation: Observation, label: int | None, clock: Clock) -> TokenReader:
+    def _trained(
+        self, observation: Observation, label: int | None, clock: Clock
+    ) -> TokenClassifier:
         """Return what was learned of this model, or learn it now."""
         model = observation.model
         versions = tuple(parameter._version for parameter in model.parameters())
@@ -144,7 +146,7 @@ class LearnedInversion(Attack):
             self._learned = learned_of, self._learn(observation, label, clock)
         return self._learned[1]
 
-    def _learn(self, observation: Observation, label: int | None, clock: Clock) -> TokenReader:
+    def _learn(self, observation: Observation, label: int | None, clock: Clock) -> TokenClassifier:
         texts = public_ids(self.public_texts, observation)
         if len(texts) < _FEWEST_TEXTS:
             raise ValueError(
@@ -154,8 +156,8 @@ class LearnedInversion(Attack):
         rows = [row for row in zip(texts, labels, strict=True) if row[0]]
         counts = Counter(word for text in texts for word in text)
         clean = rows[: min(_CLEAN, len(rows) // 2)]
-        layers = PublicLayers(observation, clean, sorted(counts), _CLEAN_SHARE * self.seconds)
-        reader = TokenReader(layers, counts, self.seed)
+        layers = PublicLayers(observation, clean, sorted(counts), _CLEAN_FRACTION * self.seconds)
+        classifier = TokenClassifier(layers, counts, self.seed)
         shadow_rows = list(itertools.islice(itertools.cycle(rows[len(clean) :]), self.messages))
         defense: Any = self.defense
         if isinstance(defense, str):
@@ -169,10 +171,10 @@ class LearnedInversion(Attack):
             gmap = GradientMap(observation.model, batch)
             # each is a client's first message
             message, _ = defense.apply(gmap, {}, Stream.from_seeds(self.seed, number))
-            reader.add(message, text_label, set(text))
+            classifier.add(message, text_label, set(text))
         bar.close()
-        reader.learn()
-        return reader
+        classifier.learn()
+        return classifier
 
 
 def _as_labels(label: int | None, device: torch.device) -> Tensor | None:
@@ -299,7 +301,7 @@ def _directions(slopes: Tensor) -> Tensor:
     return directions * torch.sign(directions @ mean)[:, None]
 
 
-class TokenReader:
+class TokenClassifier:
     """A classifier of tokens, shared by all of them: is a token in this message's text?
 
     Args:

@@ -100,14 +100,14 @@ class _Contract:
 
     def check_task(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
         self.defense.prepare(model)
-        message, gmap = self.share(self.copy(), model, batch)
+        message, gmap = self.send(self.copy(), model, batch)
         self.check_facts(message, gmap)
-        repetition, _ = self.share(self.copy(), model, batch)
+        repetition, _ = self.send(self.copy(), model, batch)
         self.equal(
             message, repetition, "one seed gives one message, but {} differs the second time."
         )
         if message.noise is not None:
-            other_message, _ = self.share(self.copy(), model, batch, seed=4)
+            other_message, _ = self.send(self.copy(), model, batch, seed=4)
             self.check_noise(message, other_message)
         self.check_memory(model, batch)
         self.check_clients(model, batch)
@@ -116,7 +116,7 @@ class _Contract:
         """Return a client's own copy of the defense."""
         return self.defense.with_state({})
 
-    def share(
+    def send(
         self, defense: Defense, model: nn.Module, batch: Mapping[str, Tensor], seed: int = 3
     ) -> tuple[Message, GradientMap]:
         """Return one message and its map, and check that nothing around the defense changed."""
@@ -241,7 +241,7 @@ class _Contract:
         for calls in (1, 2):
             saved = self.copy()
             for seed in range(calls):
-                self.share(saved, model, batch, seed)
+                self.send(saved, model, batch, seed)
             state = saved.state_dict()
             for name, tensor in state.items():
                 self.require(
@@ -253,7 +253,7 @@ class _Contract:
             restored.load_state_dict({name: tensor.clone() for name, tensor in state.items()})
             for seed in (7, 8):
                 message, restored_message = (
-                    self.share(d, model, batch, seed)[0] for d in (saved, restored)
+                    self.send(d, model, batch, seed)[0] for d in (saved, restored)
                 )
                 self.equal(
                     message,
@@ -261,8 +261,8 @@ class _Contract:
                     "`load_state_dict` restores what it remembers, but {} differs then.",
                 )
             restored.load_state_dict({})
-            fresh_message, _ = self.share(self.copy(), model, batch, seed=10)
-            cleared_message, _ = self.share(restored, model, batch, seed=10)
+            fresh_message, _ = self.send(self.copy(), model, batch, seed=10)
+            cleared_message, _ = self.send(restored, model, batch, seed=10)
             self.equal(
                 fresh_message,
                 cleared_message,
@@ -279,12 +279,12 @@ class _Contract:
         other_batch = {name: _turned(name, tensor) for name, tensor in batch.items()}
 
         def message_of(state: State, batch: Mapping[str, Tensor], seed: int) -> Message:
-            return self.share(defense.with_state(state), model, batch, seed)[0]
+            return self.send(defense.with_state(state), model, batch, seed)[0]
 
         undisturbed, state = message_of({}, batch, seed=11), NO_STATE
         for seed in (12, 13):
             client = defense.with_state(state)
-            self.share(client, model, other_batch, seed)
+            self.send(client, model, other_batch, seed)
             state = client.unflatten(client.state_dict())
         self.equal(
             undisturbed,
