@@ -103,17 +103,17 @@ _UNDECLARED: dict[str, Any] = {
 
 
 class Defense:
-    """Base of all defenses. A subclass is a dataclass of its settings with one method, `protect`.
+    """A base of all defenses; a subclass is a dataclass of its settings with one method, `protect`.
 
     A defense touches neither the model nor `.grad`, and all its randomness comes from `generator`.
     What it remembers of a client is a value, its state. `apply` takes a state and returns the next
-    one, so that one defense serves many clients, and a message that is not shared is forgotten by
-    keeping the state that was there before. Called as a function, a defense keeps the state itself,
-    in `state`. `hf_gradguard.testing.check_defense` checks all of this.
+    one. So one defense serves many clients, and a message that is not shared is forgotten if the
+    caller keeps the state before it. Called as a function, a defense keeps the state itself, in
+    `state`. `hf_gradguard.testing.check_defense` checks all of this.
 
-    A subclass that remembers something either keeps immutable values in `state` (`remember`) and
-    says in `state_readers` how they are read from tensors; or it overrides `state_dict` and
-    `load_state_dict`, and its state is what these return and take.
+    A subclass that remembers something has two ways. It keeps immutable values in `state`
+    (`remember`), and `state_readers` says how they are read from tensors. Or it overrides
+    `state_dict` and `load_state_dict`, and its state is the tensors that these return and take.
 
     Example:
         >>> defense = make_defense("gaussian_noise", relative_scale=0.1)
@@ -157,14 +157,18 @@ class Defense:
         generator: Stream | None = None,
         step: int | None = None,
     ) -> tuple[Message, State]:
-        """Return what a client shares, and what is then remembered of it. Neither this object nor
-        the given state changes.
+        """Return what a client shares, and the state after it.
+
+        Neither this object nor the given state changes.
 
         Args:
             gmap: The client's gradient map.
-            state: What is remembered of the client so far; `{}` before its first message.
-            generator: As for a call.
-            step: Optimizer steps that are finished, where somebody counts them.
+            state: The client's state so far; `{}` before its first message.
+            generator: The source of all randomness, as for a call.
+            step: The number of finished optimizer steps, where somebody counts them.
+
+        Returns:
+            The message and the state after it.
 
         Raises:
             FloatingPointError, TypeError, ValueError: As for a call.
@@ -187,11 +191,12 @@ class Defense:
         return message, client._current_state()
 
     def with_state(self, state: State) -> Self:
-        """Return the same defense as it stands before a client's next message. They share whatever
-        they loaded.
+        """Return a copy of the defense with a client's state, for its next message.
+
+        The copy shares whatever the defense loaded.
 
         Args:
-            state: What is remembered of the client.
+            state: The client's state.
         """
         client = copy.copy(self)
         if self._keeps_tensors:
@@ -201,44 +206,45 @@ class Defense:
         return client
 
     def _current_state(self) -> State:
-        """Return what is remembered now, as a value that later calls leave alone."""
+        """Return the present state as a value that later calls do not change."""
         if self._keeps_tensors:
             return {name: tensor.clone() for name, tensor in self.state_dict().items()}
         return self.state
 
     def remember(self, **values: Any) -> None:
-        """Put values into `state`, in the place of those that it had under these names."""
+        """Put values into `state`, in place of earlier ones of the same names."""
         self.state = {**self.state, **values}
 
     def state_readers(self) -> dict[str, Reader]:
-        """Return how each part of `state` is read from tensors. Each part has a method `tensors`,
-        which gives those of a checkpoint.
+        """Return, for each part of `state`, the function that reads it from tensors.
+
+        Each part has a method `tensors`, which returns its tensors for a checkpoint.
         """
         return {}
 
     @property
     def _keeps_tensors(self) -> bool:
-        """Whether a class has a state in attributes of its own, as plug-ins have."""
+        """Whether the class keeps its state in attributes of its own, as plug-ins do."""
         return type(self).load_state_dict is not Defense.load_state_dict
 
     def __call__(self, gmap: GradientMap, generator: Stream | None = None) -> Message:
-        """Return what a client shares in place of its gradient, and remember it in `state`.
+        """Return what a client shares in place of its gradient, and keep the new state in `state`.
 
         Args:
             gmap: The client's gradient map.
-            generator: Source of all randomness. Default: a new one, with a key from the operating
-                system.
+            generator: The source of all randomness. Default: a new one, with a key from the
+                operating system.
 
         Returns:
             One finite tensor per shared parameter, in the parameters' shapes and types.
 
         Raises:
-            FloatingPointError: If a true or a protected gradient is not finite. Names the
-                parameter.
-            TypeError: If what the defense made is no mapping of tensors, or for a
+            FloatingPointError: If a true or a protected gradient is not finite; the message names
+                the parameter.
+            TypeError: If the defense returns no mapping of tensors, or if `generator` is a
                 `torch.Generator`, whose numbers can be predicted.
             ValueError: If a name is missing or unknown, or a shape, type or device differs.
-            RuntimeError: If the defense wrote to what belongs to the map or the model.
+            RuntimeError: If the defense wrote to a tensor of the map or the model.
         """
         if isinstance(generator, torch.Generator):
             raise TypeError(
@@ -260,7 +266,7 @@ class Defense:
     def protect(self, gmap: GradientMap, generator: Stream) -> Mapping[str, Tensor]:
         """Return the protected gradient; subclasses implement it.
 
-        It is a `Message`, or a plain mapping if there is nothing to say of it.
+        It is a `Message`, or a plain mapping of tensors if the defense states nothing about it.
         """
         raise NotImplementedError
 
@@ -271,8 +277,9 @@ class Defense:
         """
 
     def at_step(self, step: int) -> None:
-        """Note how many optimizer steps are finished: whoever counts them calls it before a
-        message.
+        """Set the number of finished optimizer steps.
+
+        Loops that count steps call this before a message.
         """
         self._step = step
 
@@ -338,8 +345,9 @@ class Defense:
         return {}
 
     def flatten(self, state: State) -> Tensors:
-        """Return the tensors of a state, for a checkpoint. They are private to the client: they
-        depend on its data.
+        """Return the tensors of a state, for a checkpoint.
+
+        They depend on the client's data, and are private to the client.
         """
         if self._keeps_tensors:
             return dict(state)
@@ -348,10 +356,10 @@ class Defense:
         }
 
     def unflatten(self, tensors: Mapping[str, Tensor]) -> State:
-        """Return the state that `flatten` took apart.
+        """Return the state whose tensors `flatten` returned.
 
         Raises:
-            ValueError: If some of the tensors are of nothing that this defense remembers.
+            ValueError: If some tensors belong to nothing that this defense remembers.
         """
         if self._keeps_tensors:
             return dict(tensors)
@@ -364,11 +372,11 @@ class Defense:
         return state
 
     def state_dict(self) -> Tensors:
-        """Return what this object remembers, as tensors; private to the client."""
+        """Return this object's state as tensors, which are private to the client."""
         return self.flatten(self.state)
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Take up what `state_dict` returned; nothing is remembered after an empty one."""
+        """Load what `state_dict` returned; an empty one clears the state."""
         self.state = self.unflatten(state)
 
     def settings(self) -> dict[str, Any]:
@@ -380,7 +388,10 @@ class Defense:
 def _check_forgets(
     defense: Defense, attributes: Mapping[str, Any], changed: Mapping[str, Any]
 ) -> None:
-    """Refuse what a call put into attributes: it would be lost, or be of all clients together."""
+    """Raise RuntimeError if a call changed attributes.
+
+    What an attribute holds would be lost, or shared by all clients.
+    """
     for name, value in changed.items():
         is_cache = isinstance(getattr(type(defense), name, None), cached_property)
         if (

@@ -129,7 +129,7 @@ class Chain(Defense):
 
     @property
     def _links(self) -> Iterator[Defense]:
-        """Both defenses, as they stand before the next message."""
+        """Both defenses, each with its part of the state."""
         for place, defense in (("first", self.first), ("second", self.second)):
             yield defense.with_state(self.state.get(place, defense.state))
 

@@ -21,15 +21,15 @@ Keys = Callable[[int], bytes | None]
 
 @dataclass(frozen=True, eq=False)
 class CorrelatedNoise:
-    """The noises C⁻¹ z that a client's messages had so far, as far as later ones depend on them.
+    """The noises C⁻¹ z of a client's messages so far, as far as later ones depend on them.
 
     Each z is drawn from a generator of its own, of which nothing is kept. So no two messages have
-    the same z unless somebody uses one key twice. Two transcripts that go on from one of these
-    share the messages before it, and count as two mechanisms.
+    the same z unless somebody uses one key twice. Two transcripts that continue from one
+    `CorrelatedNoise` share the messages before it, and count as two mechanisms.
 
     Args:
-        factor: C.
-        messages: T, for which it was made.
+        factor: The factor C.
+        messages: The number T of messages that it was made for.
         position: How many of them are shared already.
         memory: What the factor keeps of their noise, `(factor.memory, entries)` in float64; `None`
             before the first.
@@ -50,18 +50,19 @@ class CorrelatedNoise:
     def draw(
         self, entries: int, device: torch.device | str, generator: Stream
     ) -> tuple[Tensor, CorrelatedNoise]:
-        """Draw the next message's noise, and return it with what comes after it.
+        """Draw the next message's noise.
 
         Args:
-            entries: Of the message; as many as of the last one.
-            device: Where to draw it.
-            generator: Of z.
+            entries: The number of entries of the message; the same for all messages.
+            device: The device to draw on.
+            generator: The source of z.
 
         Returns:
-            The noise before it is scaled, `(entries,)` in float64, and what is remembered then.
+            The noise before it is scaled, `(entries,)` in float64, and what is remembered after it.
 
         Raises:
-            RuntimeError: If all messages are shared, or another one had more or fewer entries.
+            RuntimeError: If all messages are shared, or an earlier one had another number of
+                entries.
         """
         if self.position >= self.messages:
             raise RuntimeError(
@@ -83,13 +84,14 @@ class CorrelatedNoise:
         return noise, replace(self, position=self.position + 1, memory=memory)
 
     def resumed_at(self, position: int, keys: Keys = lambda _: None) -> CorrelatedNoise:
-        """Return what is remembered before a later message. Those between left without being
-        remembered, as before a kill: the noise that they had is drawn again by its key, for what
-        follows to cancel it. Noise without a key was never drawn.
+        """Return what is remembered before a later message.
+
+        Messages between may have left without being remembered, as before a kill. Their noise is
+        drawn again by its key, so that later noise cancels it. Noise without a key was never drawn.
 
         Args:
             position: The message's number.
-            keys: Gives the key of each message between.
+            keys: The function that returns the key of each message between.
         """
         noise = self
         while noise.memory is not None and noise.position < position:
@@ -103,7 +105,7 @@ class CorrelatedNoise:
         return replace(noise, position=position)
 
     def tensors(self) -> Tensors:
-        """Return what is needed to go on, without any key; nothing before the first message."""
+        """Return the tensors to continue from, without any key; none before the first message."""
         if self.memory is None:
             return {}
         factor = self.factor
@@ -117,8 +119,9 @@ class CorrelatedNoise:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> CorrelatedNoise | None:
-        """Take it out of a checkpoint's tensors, if they hold it. The factor is the one that it was
-        made with, also where another machine would fit it in other digits.
+        """Read the noise from a checkpoint's tensors, if they hold it.
+
+        The factor is the stored one, even where another machine would fit it in other digits.
         """
         if f"{_PREFIX}factor" not in tensors:
             return None
@@ -129,7 +132,7 @@ class CorrelatedNoise:
         return cls(factor, messages, position, memory.clone())
 
     def power(self) -> float:
-        """Return the variance of the last message's noise, where z has 1."""
+        """Return the variance of the last message's noise where z has variance 1."""
         return float(self.factor.inverse(self.position).square().sum())
 
     def sensitivity(self, participations: int, min_separation: int | None) -> float:

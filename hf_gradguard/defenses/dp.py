@@ -33,15 +33,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """What decides ε of a whole training: made once, by who knows the number of messages.
+    """A plan of what decides ε of a whole training, made where the number of messages is known.
 
     Args:
-        noise_multiplier: σ of the noise of one message.
-        batch_size: B, the rows of a message on average.
+        noise_multiplier: The multiplier σ of one message's noise.
+        batch_size: The mean number B of rows of a message.
         sampling: How rows come into messages: `"poisson"`, `"shuffle"` or `"balls_in_bins"`.
-        messages: T, where noise is correlated over them.
-        min_separation: How many messages lie between two of one row, likewise.
-        falling_rate: Whether learning rates fall to zero, likewise.
+        messages: The number T of messages, where noise is correlated over them.
+        min_separation: The least number of messages between two of one row, where noise is
+            correlated.
+        falling_rate: Whether learning rates fall to zero, where noise is correlated.
 
     Example:
         >>> plan = PrivacyPlan(noise_multiplier=1.0, batch_size=16, sampling="poisson")
@@ -226,7 +227,7 @@ class DPSGD(NoiseDefense):
         )
 
     def _mechanism(self, message: Message) -> Mechanism | None:
-        """Of a clipped gradient, or of a sum of samples' clipped gradients."""
+        """Return the mechanism of a clipped gradient, or of a sum of samples' clipped gradients."""
         if not self.per_sample:
             mechanism = super()._mechanism(message)
             return None if mechanism is None else replace(mechanism, **self.informed())
@@ -242,11 +243,10 @@ class DPSGD(NoiseDefense):
         return {"clip_norm" if self.clip_by == "norm" else "clip_coordinate": self.clip}
 
     def planned(self, plan: PrivacyPlan) -> DPSGD:
-        """Return the mechanism of a training that was planned. What is remembered of clients stays
-        theirs.
+        """Return the mechanism of a training that was planned, with the same state.
 
         Args:
-            plan: As a Trainer made it.
+            plan: The plan that a Trainer made.
         """
         planned = replace(self, **self._settings_of(plan))
         planned.plan, planned.state = plan, self.state
@@ -371,19 +371,24 @@ class DPFTRL(DPSGD):
         return super()._settings_of(plan) | {name: getattr(plan, name) for name in names}
 
     def at_message(self, state: State, position: int, keys: Keys = lambda _: None) -> State:
-        """Return a client's state before a message of the plan. Where what it remembers is of a
-        later one, or of another plan, noise begins anew.
+        """Return a client's state before a message of the plan.
+
+        If the remembered noise is of a later message or of another plan, noise begins anew.
 
         Args:
-            state: What is remembered of the client.
+            state: The client's state.
             position: The message's number.
-            keys: Gives the keys of messages that left without being remembered; see
-                `CorrelatedNoise.resumed_at`.
+            keys: The function that returns the keys of messages that left without being remembered;
+                see `CorrelatedNoise.resumed_at`.
         """
         return {**state, "noise": self.noise_at(state, position).resumed_at(position, keys)}
 
     def noise_at(self, state: State, position: int) -> CorrelatedNoise:
-        """Return the noise that goes on at a message, if it is remembered, and a new one if not."""
+        """Return the noise that continues at a message: the remembered one, or else a new one.
+
+        Raises:
+            ValueError: If the defense has no number of messages to plan the noise for.
+        """
         from .correlated import CorrelatedNoise
         from .factorization import make_factor
 

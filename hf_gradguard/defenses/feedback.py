@@ -47,17 +47,17 @@ _TOO_SELDOM = (
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """What one client's earlier messages left out of its gradients, e.
+    """The residual e that one client's earlier messages left out of its gradients.
 
     Args:
-        min_batches: Of how many batches what is sent must be the sum.
-        by_entry: Whether that is counted entry by entry, for messages that send some entries whole
-            and of others nothing.
-        error: e, by the parameters' names; empty where nothing is left.
-        gradients: How many gradients are added up in g + e, the present one too.
-        batches: Of how many batches each entry of g + e is a sum.
+        min_batches: The least number of batches of whose gradients a sent entry is the sum.
+        by_entry: Whether batches are counted entry by entry, for messages that send some entries
+            whole and others not at all.
+        error: The residual e by the parameters' names; empty where nothing is left.
+        gradients: The number of gradients that are added up in g + e, the present one included.
+        batches: For each entry of g + e, the number of batches that it is a sum over.
         size: The norm of the gradient of the message before.
-        last_step: Optimizer steps before the last message, where steps are counted.
+        last_step: The number of optimizer steps before the last message, where steps are counted.
 
     Example:
         >>> residual, corrected = Residual().added_to({"weight": torch.tensor([1.0, 3.0])}, 3.2)
@@ -79,14 +79,16 @@ class Residual:
     def added_to(
         self, gradient: Tensors, size: float, shards: Shards | None = None, step: int | None = None
     ) -> tuple[Residual, Tensors]:
-        """Return the residual with this gradient counted, and g + e; or g, if e is not of these
-        parameters, stale or too large. Then e is dropped.
+        """Return the residual with this gradient counted, and the corrected gradient g + e.
+
+        If e belongs to other parameters, is stale or is too large, it is dropped, and the corrected
+        gradient is g.
 
         Args:
-            gradient: g.
-            size: Its norm.
-            shards: Of the map.
-            step: Optimizer steps that are finished, where somebody counts them.
+            gradient: The gradient g.
+            size: The norm of g.
+            shards: The map's shards.
+            step: The number of finished optimizer steps, where somebody counts them.
         """
         former_shapes = {name: error.shape for name, error in self.error.items()}
         is_same = former_shapes == {name: g.shape for name, g in gradient.items()}
@@ -108,7 +110,10 @@ class Residual:
         return residual, {name: g + residual.error[name].to(g) for name, g in gradient.items()}
 
     def _counted(self, gradient: Tensors) -> Tensors:
-        """A batch counts where it says something: not in an embedding's rows of other tokens."""
+        """Return the counts of batches with this one, which counts where its gradient is not zero.
+
+        So a batch does not count in an embedding's rows of other tokens.
+        """
         counts = self.batches or {
             name: torch.zeros_like(g, dtype=torch.uint8) for name, g in gradient.items()
         }
@@ -117,21 +122,20 @@ class Residual:
         }
 
     def relative_squares(self) -> Tensors | None:
-        """Return e², where the power of the gradient before counts as 1; `None` if nothing
-        waits.
-        """
+        """Return e² relative to the last gradient's squared norm; `None` if e is empty."""
         if not self.error or not self.size:
             return None
         return {name: (error / self.size).square() for name, error in self.error.items()}
 
     @property
     def too_few(self) -> bool:
-        """Whether g + e is the sum of too few gradients to send anything of it."""
+        """Whether g + e is the sum of too few gradients to send any of it."""
         return self.gradients < self.min_batches
 
     def ready(self) -> dict[str, Tensor] | None:
-        """Return masks of what is the sum of enough batches; `None` where entries are not
-        counted.
+        """Return masks of the entries that are sums over enough batches.
+
+        The result is `None` where entries are not counted.
         """
         if not self.by_entry:
             return None
@@ -144,13 +148,13 @@ class Residual:
         sent: Mapping[str, Tensor] | None = None,
         step: int | None = None,
     ) -> Residual:
-        """Return what is left after a message.
+        """Return the residual after a message.
 
         Args:
-            error: What it left out.
+            error: What the message left out.
             size: The norm of its gradient.
-            sent: Masks of what it sent.
-            step: As for `added_to`.
+            sent: The masks of the entries that it sent.
+            step: The number of finished optimizer steps, as for `added_to`.
         """
         batches = self.batches
         if sent is not None:
@@ -158,7 +162,10 @@ class Residual:
         return replace(self, error=error, size=size, batches=batches, last_step=step)
 
     def tensors(self) -> Tensors:
-        """Return all of it, for a checkpoint. It is as private as the client's gradients are."""
+        """Return the residual's tensors, for a checkpoint.
+
+        They are as private as the client's gradients are.
+        """
         if not self.error:
             return {}
         state = {f"error.{name}": tensor for name, tensor in self.error.items()}
@@ -172,9 +179,7 @@ class Residual:
         )
 
     def from_tensors(self, tensors: dict[str, Tensor]) -> Residual | None:
-        """Take a residual out of a checkpoint's tensors, if they hold one, with this one's
-        settings.
-        """
+        """Read a residual with this one's settings from a checkpoint, if it holds one."""
         error, batches = (
             {
                 key.removeprefix(prefix): tensors.pop(key)
@@ -247,7 +252,7 @@ class BiasedDefense(Defense):
         )  # fmt: skip
 
     def corrected(self, gmap: GradientMap, corrected_gradient: Tensors) -> GradientMap:
-        """Return the map with what earlier messages left out in its gradient."""
+        """Return the map with the residual of earlier messages added to its gradient."""
         return gmap.corrected(corrected_gradient)
 
     @property
@@ -255,7 +260,7 @@ class BiasedDefense(Defense):
         return self.state.get("residual") or self._no_residual()
 
     def _no_residual(self) -> Residual:
-        """Return what is left out before a client's first message."""
+        """Return the residual before a client's first message."""
         least: int = getattr(self, "min_batches", None) or 1
         return Residual(least, self.counts_entries and least > 1)
 

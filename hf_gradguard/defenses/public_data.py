@@ -93,11 +93,12 @@ class PublicData(list[Any]):
 
 @dataclass(frozen=True, eq=False)
 class ShapeProduct:
-    """(E Tr J_F)(-E U₂) of a shape and of uniform noise, over batches that the shape was not made
-    of.
+    """The product (E Tr J_F)(-E U₂) of a shape and of uniform noise.
+
+    It is taken over batches that the shape was not made of.
 
     Args:
-        sums: Leakage and cost of the shape, and of uniform noise, `(4,)` in float64.
+        sums: The leakage and cost of the shape, and of uniform noise, `(4,)` in float64.
 
     Example:
         >>> ones = {"weight": torch.ones(2)}
@@ -114,9 +115,9 @@ class ShapeProduct:
         """Return the products with one more batch.
 
         Args:
-            squares: s², up to a factor that all batches have in common.
-            gradient: g.
-            shape: Variances of the noise, up to a common factor, positive.
+            squares: The squared sensitivities s², up to a factor that all batches have in common.
+            gradient: The gradient g.
+            shape: The variances of the noise, up to a common factor, positive.
         """
         sums = self.sums
         for name, g in gradient.items():
@@ -156,17 +157,21 @@ def learn_public_data(
     generator: Stream,
     place: int,
 ) -> tuple[Any, ShapeProduct]:
-    """Return averages and trials with public batches. At first these are all of them, and half of
-    them to try the shape on as well; later one at a time, which the shape is tried on before it is
-    learned.
+    """Return averages and products with public batches.
+
+    At first all batches are used, and half of them try the shape as well. Later one is used at a
+    time, which the shape is tried on before it is learned.
 
     Args:
-        defense: Of `SensitivityDefense`, with its `public_data`, probes, granularity and floor.
+        defense: A `SensitivityDefense`, with its `public_data`, probes, granularity and floor.
         averages: Its averages of s² and g².
         product: What the shape's trials add up to.
-        gmap: The client's map, of which model and loss are taken.
-        generator: Of the probes.
-        place: Of the batch that is due after the first time.
+        gmap: The client's map, whose model and loss are used.
+        generator: The source of the probes.
+        place: The number of the batch that is due after the first time.
+
+    Raises:
+        FloatingPointError: If the loss has no finite second derivative on a public batch.
     """
     data: PublicData = defense.public_data
     data.prepare(None)

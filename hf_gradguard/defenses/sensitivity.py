@@ -36,14 +36,14 @@ _KINDS = ("squares", "powers")
 
 @dataclass(frozen=True, eq=False)
 class Averages:
-    """Exponential averages of s² and g² over batches.
+    """The exponential averages of s² and g² over batches.
 
-    A matrix is kept as its row and column sums r and c, and read as r cᵀ/Σr: s² of a layer's weight
-    is very nearly that, and its probes' errors average out over a row.
+    A matrix is kept as its row and column sums r and c, and read as r cᵀ/Σr. The s² of a layer's
+    weight is very nearly of that form, and the errors of its probes average out over a row.
 
     Args:
-        sums: `{"squares": ..., "powers": ...}`, of s² and g²: each parameter's sums.
-        shapes: Of the parameters.
+        sums: Each parameter's sums, `{"squares": ..., "powers": ...}`, of s² and g².
+        shapes: The shapes of the parameters.
 
     Example:
         >>> ones = {"weight": torch.ones(2, 3)}
@@ -74,13 +74,13 @@ class Averages:
         """Return the averages with one more batch.
 
         Args:
-            squares: Estimates of s_i², or their sums, one parameter at a time, of one probe or of
-                several after each other.
-            gradient: g.
-            powers: Sums of an estimate of E g_i². Default: those of g_i².
-            shards: Of the map.
-            decay: What earlier batches keep, where batches weigh as much as they are large. By
-                default they count alike, and keep `DECAY`.
+            squares: Pairs of a parameter's name and its estimate of s_i², or the sums of one; those
+                of several probes come after each other.
+            gradient: The gradient g.
+            powers: The sums of an estimate of E g_i². Default: those of g_i².
+            shards: The map's shards.
+            decay: The fraction that earlier batches keep, where batches weigh as much as they are
+                large. By default they count alike, and keep `DECAY`.
         """
         former_sums = self.sums if self.knows(gradient) else Averages().sums
         batch_sums: dict[str, dict[str, Sums]] = {kind: {} for kind in _KINDS}
@@ -131,7 +131,7 @@ class Averages:
 
     @cached_property
     def _ratios(self) -> dict[bool, OnDemand]:
-        """Those that were asked for."""
+        """The ratios that were computed before, by whether they are per tensor."""
         return {}
 
     def _ratio(
@@ -188,8 +188,9 @@ class Averages:
         return lifted
 
     def tensors(self) -> Tensors:
-        """Return O(rows + columns) numbers, for a checkpoint. They are private if the batches
-        were.
+        """Return O(rows + columns) numbers, for a checkpoint.
+
+        They are private if the batches were.
         """
         return {
             f"{kind}.{place}.{name}": tensor
@@ -203,7 +204,7 @@ class Averages:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Averages | None:
-        """Take averages out of a checkpoint's tensors, if they hold any.
+        """Read averages from a checkpoint's tensors, if they hold any.
 
         Raises:
             ValueError: If some of them are missing.
@@ -224,12 +225,12 @@ class Averages:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What a client's earlier messages measured.
+    """The measurements of a client's earlier messages.
 
     Args:
-        averages: Of s² and g².
-        messages: How many there were since averages began.
-        product: How the shape compares with uniform noise, on `public_data`.
+        averages: The averages of s² and g².
+        messages: The number of messages since averages began.
+        product: The comparison of the shape with uniform noise, on `public_data`.
     """
 
     averages: Averages = Averages()
@@ -237,7 +238,7 @@ class Measured:
     product: ShapeProduct | None = None
 
     def tensors(self) -> Tensors:
-        """Return all of it, for a checkpoint; nothing before the first batch."""
+        """Return all measurements, for a checkpoint; nothing before the first batch."""
         if not self.averages:
             return {}
         state = {} if self.product is None else {"public_product": self.product.sums}
@@ -245,10 +246,10 @@ class Measured:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Measured | None:
-        """Take it out of a checkpoint's tensors, if they hold any.
+        """Read the measurements from a checkpoint's tensors, if they hold any.
 
         Raises:
-            ValueError: If a part of it is missing.
+            ValueError: If a part of them is missing.
         """
         messages = int(tensors.pop("calls", torch.tensor(0)))
         sums = tensors.pop("public_product", None)
@@ -492,7 +493,7 @@ class SensitivityDefense(Defense):
     def _with_map(
         self, averages: Averages, gmap: GradientMap, start: Pass | None, generator: Stream
     ) -> Averages:
-        """Return averages with what is measured at a map."""
+        """Return averages with the measurement of a map added."""
         gradient = gmap.gradient()
         shards = gmap.shards
         probes = self.num_probes or (1 if shards is None else SHARDED_PROBES)

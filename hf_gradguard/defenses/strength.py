@@ -1,4 +1,7 @@
-"""How large a client's gradients usually are: of random inputs, and of what was shared since."""
+"""Estimates of how large a client's gradients usually are.
+
+They come from random inputs, and from what was shared since.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +36,17 @@ LEAST_STEP = 0.5
 
 
 class UsualPower(NamedTuple):
-    """An estimate of E ‖g‖², by a Kalman filter over messages. It is a function of random numbers
-    and of what was shared, so it tells nothing that was not told.
+    """An estimate of E ‖g‖², by a Kalman filter over messages.
+
+    It is a function of random numbers and of what was shared, so it reveals nothing new.
 
     Noise of r times *this* gradient shows its norm: ‖y‖² is ‖g‖² (1 + r²), to 2 in 10,000 of a
     model of 22 million parameters, and the norm alone names a sentence among hundreds. Noise of r
     times the *usual* gradient shows nothing.
 
     Args:
-        mean: Of ‖g‖²; 0 before the first message.
-        variance: Of the estimate.
+        mean: The estimate of E ‖g‖²; 0 before the first message.
+        variance: The variance of the estimate.
 
     Example:
         >>> usual = UsualPower.of_random_inputs(4.0)
@@ -64,9 +68,9 @@ class UsualPower(NamedTuple):
         """Return the estimate after one more message.
 
         Args:
-            message_power: ‖y‖².
-            noise_power: Tr Σ.
-            noise_squares: Tr Σ².
+            message_power: The squared norm ‖y‖² of the message.
+            noise_power: The trace Tr Σ of the noise's covariance.
+            noise_squares: The trace Tr Σ².
         """
         # Of ‖g + n‖² - Tr Σ: of ‖n‖², of 2⟨g, n⟩ with n along g as anywhere, and of batches.
         along = noise_squares / noise_power if noise_power else 0.0
@@ -77,13 +81,13 @@ class UsualPower(NamedTuple):
         return UsualPower(max(self.mean + change, LEAST_STEP * self.mean), (1 - gain) * variance)
 
     def tensors(self) -> Tensors:
-        """Return both numbers, for a checkpoint; nothing before the first message."""
+        """Return the mean and the variance, for a checkpoint; nothing before the first message."""
         state = torch.tensor([self.mean, self.variance], dtype=torch.float64)
         return {STRENGTH_KEY: state} if self.mean else {}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> UsualPower | None:
-        """Take the estimate out of a checkpoint's tensors, if they hold one."""
+        """Read the estimate from a checkpoint's tensors, if they hold one."""
         state = tensors.pop(STRENGTH_KEY, None)
         return None if state is None else cls(*state.tolist())
 

@@ -35,18 +35,17 @@ _STATUS = ".status"  # of Flower's older clients: "fitres.status" holds a code a
 
 
 class ClientGuard(Guard):
-    """A node's guard: its settings are the run's, and what its defense remembers is in
-    `context.state`.
+    """A node's guard with the run's settings, which keeps its defense's state in `context.state`.
 
     `gradguard_mod` has one of its own. A `ClientApp` makes one for a defense that needs the data:
     it protects with `guard.defense` where the data is, and returns `guard.arrays(...)`.
 
     Args:
-        context: Of the node.
+        context: The context of the node.
 
     Raises:
-        ValueError: If the run's config says something under `gradguard.` that there is not, or the
-            state folder and the context remember two courses of correlated noise.
+        ValueError: If the run's config has an unknown entry under `gradguard.`, or the state folder
+            and the context remember two courses of correlated noise.
 
     Example:
         >>> guard = ClientGuard(context)
@@ -100,9 +99,10 @@ class ClientGuard(Guard):
             self.load_state(self.settings.state_folder, f"node-{self._context.node_id}")
 
     def _follow_folder(self) -> None:
-        """Go on where the folder is further than the context, as after a context was restored: the
-        messages between have left, and what follows cancels their noise. Two courses that part
-        would be two transcripts, of which ε would count one.
+        """Continue from the folder where it is ahead of the context.
+
+        It is ahead after a context was restored. The messages between have left, and later noise
+        cancels theirs. Two courses that part would be two transcripts, of which ε would count one.
         """
         kept, folder = self.remembered(), self.settings.state_folder
         if not folder or not position_in(kept):

@@ -201,16 +201,16 @@ class Guard:
         trained: Mapping[str, Tensor],
         generator: Stream | None = None,
     ) -> Tensors:
-        """What to send in the place of `trained`.
+        """Return what to send in place of `trained`.
 
         Args:
             received: The weights that the client got.
             trained: What it wants to send.
-            generator: As for `Defense.__call__`.
+            generator: The source of randomness, as for `Defense.__call__`.
 
         Raises:
-            ValueError: If `trained` is not weights trained from `received`, or a table would say
-                by its rows what was in the data.
+            ValueError: If `trained` is not weights trained from `received`, or a table would say by
+                its rows what was in the data.
             FloatingPointError: If something is not finite. With correlated noise such an update
                 counts as none, and its message is noise alone.
             RuntimeError: If the defense needs the client's data.
@@ -244,10 +244,11 @@ class Guard:
     def _counts_as_none(
         self, received: Mapping[str, Tensor], trained: Mapping[str, Tensor], error: Exception
     ) -> bool:
-        """Tell whether an update that would be refused is sent as a change of zero. ε of correlated
-        noise is of all that is in an update, whatever it is replaced by, so nothing in it may
-        decide whether something is sent. What one names and holds is the app's doing, and so is
-        what is refused before the first message.
+        """Return whether an update that would be refused is sent as a change of zero.
+
+        With correlated noise, ε is stated for all that is in an update, whatever replaces it. So
+        nothing in the update may decide whether something is sent. The names and types of its
+        tensors are the app's doing, and so is whatever is refused before the first message.
         """
         if not self._is_correlated:
             return False
@@ -269,7 +270,10 @@ class Guard:
 
     @property
     def position(self) -> int:
-        """How many messages with correlated noise this client has sent; 0 with other defenses."""
+        """The number of messages with correlated noise that this client has sent.
+
+        It is 0 with other defenses.
+        """
         return position_in(self.defense.state_dict())
 
     def _frozen(self, change: Mapping[str, Tensor]) -> set[str]:
@@ -338,7 +342,7 @@ class Guard:
 
 
 def position_in(state: Mapping[str, Tensor]) -> int:
-    """Return how many messages with correlated noise left before a defense's state was kept.
+    """Return how many messages with correlated noise left before a defense's state was stored.
 
     Example:
         >>> position_in({})

@@ -280,10 +280,11 @@ def noise_ratio_of_samples(
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """What a client's refinements leave for later ones.
+    """The results of a client's earlier refinements, which later ones reuse.
 
     Args:
-        robust_data: Of examples that were refined before, by their content, the last one last.
+        robust_data: The robust data of examples that were refined before, by their content, the
+            last one last.
         tried: The version of the embeddings for which the evaluation network was tried on the
             client's own data; `None` before that.
     """
@@ -301,7 +302,7 @@ class Memory:
         return bool(remembered) and all(robust_data is not None for robust_data in remembered)
 
     def with_batch(self, x: Tensor, inputs: Words | Pixels, size: int) -> Memory:
-        """Return the memory with a batch's robust data, and room for the last `size` examples."""
+        """Return the memory with a batch's robust data, cut to the last `size` examples."""
         robust_data = dict(self.robust_data)
         for row, key in enumerate(inputs.digests() if size else []):
             robust_data.pop(key, None)
@@ -310,13 +311,13 @@ class Memory:
         return replace(self, robust_data=dict(newest))
 
     def tensors(self) -> Tensors:
-        """Return robust data, for a checkpoint. They are private to the client."""
+        """Return the robust data, for a checkpoint; they are private to the client."""
         numbered = enumerate(self.robust_data.items())
         return {f"robust.{index}.{key}": data for index, (key, data) in numbered}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Memory | None:
-        """Take the memory out of a checkpoint's tensors, if they hold one."""
+        """Read the memory from a checkpoint's tensors, if they hold one."""
         keys = sorted((k for k in tensors if k.startswith("robust.")),
                       key=lambda key: int(key.split(".")[1]))  # fmt: skip
         robust_data = {key.split(".")[2]: tensors.pop(key).cpu() for key in keys}
