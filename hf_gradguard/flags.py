@@ -58,7 +58,7 @@ class SourceSettings:
 
 
 class FlagError(ValueError):
-    """A flag, or a key of a file, cannot be meant."""
+    """An error in a flag or in a settings file: an unknown name, or a value that cannot be read."""
 
 
 class FlagParser(argparse.ArgumentParser):

@@ -86,7 +86,7 @@ class InferredAttribute:
 
     @property
     def advantage(self) -> float:
-        """The `accuracy` less the prior."""
+        """The accuracy minus the prior's."""
         return self.accuracy - self.prior
 
     @property

@@ -350,9 +350,10 @@ def estimates(values: Values) -> dict[str, Estimate]:
 
 
 def with_open_ends(scores: Mapping[str, Estimate], messages: int) -> dict[str, Estimate]:
-    """Return estimates with intervals that have room for what no message showed.
+    """Return estimates whose intervals have room for events that no message showed.
 
-    It applies to counts, and to equal messages, which give no spread.
+    The interval is widened for counts, and for fractions that are equal in all messages, which have
+    no spread.
     """
     opened = dict(scores)
     for name, estimate in scores.items():

@@ -310,12 +310,13 @@ class Defense:
         return kind(model, batch, **needed, **sharing)
 
     def mechanism(self, message: Message) -> Mechanism | None:
-        """Return how its messages come from gradients, for those who know it and its settings.
+        """Return the mechanism by which a message comes from a gradient.
 
-        Audits grant it to informed attackers. It is `None` if no attacker can follow it.
+        Audits grant it to attackers who know the defense and its settings. It is `None` if no
+        attacker can follow the defense.
 
         Args:
-            message: One of its own messages.
+            message: A message of this defense.
         """
         mechanism = self._mechanism(message)
         if message.has_residual:  # whatever else was done

@@ -34,7 +34,7 @@ class Recovered(NamedTuple):
     searched_words: float | None = None
 
     def of(self, kind: str | None) -> Recovered:
-        """Return what concerns texts alone, or images (`"text"`, `"image"`)."""
+        """Return the entries of one modality, `"text"` or `"image"`; `None` returns all."""
         if kind == "text":
             return self._replace(decibels=None, image_members=None)
         if kind == "image":

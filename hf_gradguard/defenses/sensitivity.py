@@ -113,9 +113,9 @@ class Averages:
         waiting: Mapping[str, Tensor] | None = None,
         shards: Shards | None = None,
     ) -> OnDemand:
-        """Return √(s²/g²) up to a common factor, in the parameters' shapes.
+        """Return √(s²/g²) of the present averages in the parameters' shapes, up to a factor.
 
-        It is the present one, and made when asked for.
+        It is computed when it is asked for.
 
         Args:
             by_tensor: Whether there is one ratio a tensor, of its sums.
@@ -474,7 +474,10 @@ class SensitivityDefense(Defense):
         return self.at_granularity(roots), self.at_granularity(gradient)
 
     def learned(self, gradient: Tensors, squares: Tensors) -> tuple[Tensors, Tensors]:
-        """Return what averages are of: g and s² of what the defense shares before noise."""
+        """Return the g and s² that the averages are taken over.
+
+        They belong to the message before its noise.
+        """
         return gradient, squares
 
     def learns_all(self, gradient: Tensors, shards: Shards | None) -> bool:

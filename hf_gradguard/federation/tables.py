@@ -1,4 +1,4 @@
-"""Recognition of tables that the data looks up, by names: a server sees no more of a model."""
+"""Recognition of embedding tables by their names, which is all that a guard knows of a model."""
 
 from __future__ import annotations
 

@@ -44,10 +44,6 @@ class ContinuousInput:
     ) -> tuple[Tensor, Tensor]:
         """Run the model with `value` in place of its continuous input.
 
-        Raises:
-            ValueError: If the embedding runs more often in one forward pass than the batch has
-                texts, so that nothing says what the continuous input is.
-
         Args:
             loss_fn: The loss `(model, batch) -> loss`, a scalar.
             model: The model to run, in whatever mode it is in.
@@ -57,6 +53,10 @@ class ContinuousInput:
 
         Returns:
             The input as it entered the graph, and the loss.
+
+        Raises:
+            ValueError: If the embedding runs more often in one forward pass than the batch has
+                texts, so that nothing says what the continuous input is.
         """
         if self.embedding is None:
             x = _leaf(batch[self.domain.key]) if value is None else value
@@ -296,7 +296,7 @@ class Jacobian:
         loss: A scalar, with its graph.
         x: The continuous input that it was computed from.
         parameters: The parameters of the shared gradient.
-        replay: What holds while the graph is walked.
+        replay: The replay of the pass, whose attention kernels are used while the graph is walked.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""The answer of each sample's gradient to a change of the input, without second derivatives.
+"""The change of each sample's gradient with the input, without second derivatives.
 
-Jᵀv = d/dα g(x + αv) is the difference of two plain gradients, over a small step. And the gradient
-of a layer's weight is a sum over samples of products of what went into the layer (its features a)
-with the loss's derivative by what came out (its slopes δ). Both passes' a and δ give the difference
-sample by sample,
+Jᵀv = d/dα g(x + αv) is the difference of two plain gradients, over a small step. The gradient of a
+layer's weight is a sum over samples of products of the layer's input (its features a) with the
+loss's derivative by the layer's output (its slopes δ). The a and δ of both passes give the
+difference sample by sample,
 
     δ'ᵀa' - δᵀa = (δ' - δ)ᵀ a' + δᵀ (a' - a),
 
-with what nearly cancels taken before any sum.
+where the subtraction of nearly equal terms comes before any sum.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Layer:
     def rows(self, tensor: Tensor, samples: int) -> Tensor | None:
         """Return features or slopes with a first dimension of samples, or `None`.
 
-        They are `(B, T, F)`, for a convolution `(B, F, …)`. `None` if the first dimension is
-        something else.
+        They are `(B, T, F)`, for a convolution `(B, F, …)`. The result is `None` if the first
+        dimension is something else.
         """
         if isinstance(self.module, _CONVOLUTIONS):
             return tensor if len(tensor) == samples and tensor.dim() > 2 else None

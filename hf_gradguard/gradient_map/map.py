@@ -1,4 +1,4 @@
-"""The function that the library is about: from a client's continuous input to its gradient.
+"""The map from a client's continuous input to its gradient, which this library is about.
 
     g(x) = ∇_θ L(f_θ(x), y) ∈ R^d,    J[a, i] = ∂g_i/∂x_a ∈ R^{m×d}
 

@@ -23,10 +23,10 @@ from .replay import Outer
 
 
 class ModuleState:
-    """The noted state of modules: buffers of any size, and, if asked for, more.
+    """A record of modules' state, by which later changes are found.
 
-    More are attributes, variables that methods use from around them, and what hooks and
-    `get_extra_state` add to a `state_dict`.
+    It holds buffers of any size. If asked for, it also holds attributes, variables that methods use
+    from around them, and what hooks and `get_extra_state` add to a `state_dict`.
 
     Args:
         model: The model with these modules.

@@ -158,10 +158,11 @@ def find_tables(
 
 
 def check_sharding(model: nn.Module, shards: Shards | None, second_order: bool) -> None:
-    """Refuse a map of a sharded model without its shards, and second derivatives of one.
+    """Check that a map can be made of a model that may be sharded.
 
     Raises:
-        NotImplementedError: If so; the message has the way out.
+        NotImplementedError: If a sharded model comes without its shards, or with `second_order`;
+            the message has the way out.
 
     Example:
         >>> check_sharding(nn.Linear(2, 2), None, second_order=True)

@@ -269,9 +269,10 @@ def step_size(gmap: ClientMap) -> float:
 
 
 def precision_root(gmap: ClientMap) -> float:
-    """Return √eps of what differences cancel in: the input's type, or a coarser one of the loss.
+    """Return √eps of the type in which differences are taken.
 
-    A float64 model's loss may be computed in float32.
+    That is the input's type, or the loss's if it is coarser: a float64 model's loss may be computed
+    in float32.
     """
     is_coarser = gmap.input.dtype == torch.float64 and gmap.loss.dtype != torch.float64
     return float(torch.finfo(torch.float32 if is_coarser else gmap.input.dtype).eps ** 0.5)

@@ -1,4 +1,4 @@
-"""Trials of evaluation networks: what one says decides what is shared, so it is tried first."""
+"""Trials of evaluation networks before they are used, since a network decides what is shared."""
 
 from __future__ import annotations
 

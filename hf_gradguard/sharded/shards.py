@@ -108,7 +108,7 @@ class Shards:
     def add_later_(
         self, later_sums: Tensor, contributions: Tensor, position: Tensor, sizes: Mapping[str, int]
     ) -> None:
-        """Add what stands later on other devices to sums over this device's later entries.
+        """Add other devices' later entries to sums over this device's later entries.
 
         The sums are changed in place. Parameters are in their order, and devices in theirs within a
         parameter.

@@ -140,10 +140,10 @@ class MatchedFilter:
         return (matched / samples - squares / (2 * samples**2)) / variance
 
     def regressed(self, message: int, prior: Tensor) -> Tensor:
-        """Return how sure it is that each candidate is in the message, beside all others, `(P,)`.
+        """Return the evidence that each candidate is in the message, `(P,)`.
 
-        It is the t-statistic in a ridge regression of the message on candidates. What else is in
-        the message may be of any size, and may point where candidates do.
+        It is the t-statistic in a ridge regression of the message on candidates. Other parts of the
+        message may be of any size, and may point where candidates do.
 
         Args:
             message: The number of the message.
@@ -180,10 +180,10 @@ class MatchedFilter:
         return self.products[:, message] / sizes
 
     def explains(self, message: int, prior: Tensor) -> bool:
-        """Return whether known noise explains what candidates leave of a message.
+        """Return whether the known noise explains a message's residual after its candidates.
 
-        If it does not explain a message of several samples, some of these are not candidates, and
-        are no such noise.
+        If it does not, some of the message's samples are not candidates, and the residual is no
+        such noise. A message of one sample always counts as explained.
         """
         whitened = self.messages[message]
         if whitened.samples == 1 or whitened.variance is None:

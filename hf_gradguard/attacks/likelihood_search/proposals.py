@@ -57,7 +57,7 @@ class PublicWords:
         self.learn({})
 
     def learn(self, scores: Mapping[Text, float]) -> None:
-        """Set how likely each word is proposed, by its frequency and the scores of its texts."""
+        """Set each word's proposal probability, by its frequency and its texts' scores."""
         mean = sum(scores.values()) / max(len(scores), 1)
         sums, counts = Counter[int](), Counter[int]()
         for text, score in scores.items():

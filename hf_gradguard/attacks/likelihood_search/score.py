@@ -430,7 +430,7 @@ def _eigenvectors(rows: Tensor, rank: int) -> Tensor:
 
 
 def linear_names(model: nn.Module) -> dict[str, bool]:
-    """Return the weights of linear layers, and whether they are stored as `(in, out)`.
+    """Return, by the name of each linear layer's weight, whether it is stored as `(in, out)`.
 
     Example:
         >>> linear_names(model)["classifier.weight"]

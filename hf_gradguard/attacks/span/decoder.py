@@ -61,9 +61,9 @@ def inputs_of_endings(
 
 
 def can_use_cache(observation: Observation, projections: Projections) -> bool:
-    """Return whether the model reads a text's end the same from its cache.
+    """Return whether the model gives a text's end the same layer inputs with its key-value cache.
 
-    It is tried out on a text of random words.
+    A text of one repeated word is tried.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_projections

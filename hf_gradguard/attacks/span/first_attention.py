@@ -96,9 +96,9 @@ class FirstAttention:
         candidates: Mapping[int, Tensor],
         clock: Clock = ENDLESS,
     ) -> list[Tensor]:
-        """Return for each place how its tokens weigh beside all known ones, which are 1.
+        """Return, for each place, its candidates' attention weights relative to all known tokens.
 
-        They are `(K, heads)`.
+        They are `(K, heads)`, in units of the known tokens' sum.
 
         Args:
             query: The place that looks, where a known token stands.

@@ -120,7 +120,7 @@ def worst_sample(summary: Summary) -> WorstSample | None:
 
 
 def strongest_attacks(summary: Summary) -> dict[str, AttackScores]:
-    """Return by defense the attack that recovers most.
+    """Return the attack that recovers most, by defense.
 
     Membership inference reconstructs nothing, so it counts only if no other attack was applicable.
     """

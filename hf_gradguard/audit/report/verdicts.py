@@ -184,7 +184,10 @@ class AttackScores:
         return "crashed" if self.crashes else "not applicable"
 
     def entry(self, score: str, messages: int) -> str:
-        """Return a score for a table, with how many of the messages it is of."""
+        """Return a score as a table's entry.
+
+        It names the number of messages behind it if it is not all of them.
+        """
         if not self.scores:
             return self.silence
         coverage = f" ({self.messages} of {messages})" if self.messages < messages else ""
@@ -296,7 +299,7 @@ def distinguishing_rate(pairs: Distinguishability, score: MainScore) -> str:
     """Return a sentence on the rate at which messages distinguish the two texts of a pair.
 
     Example:
-        >>> distinguishing_rate(Distinguishability(30, 32, 0.25, 160.0), MAIN_SCORES["text"])[-47:]
+        >>> distinguishing_rate(Distinguishability(30, 32, 0.25, 160.0), MAIN_SCORES["text"])[-44:]
         'word was sent for 94 % [79, 99] of 32 pairs.'
         >>> distinguishing_rate(Distinguishability(17, 32, 0.25, 0.5), MAIN_SCORES["image"])[-32:]
         'not distinguishable from chance.'
