@@ -20,8 +20,22 @@ import pytest
 import hf_gradguard
 
 PACKAGE = Path(hf_gradguard.__file__).parent
-TO_DO = ("gradient_map/per_sample", "training")
-"""Rooms whose docstrings are still to be rewritten. The list shrinks; no room comes back."""
+TO_DO = (
+    "gradient_map/per_sample",
+    "training/__init__",
+    "training/adapter",
+    "training/config",
+    "training/exchange/start",
+    "training/guards",
+    "training/learning_rate",
+    "training/logs",
+    "training/loop",
+    "training/metrics",
+    "training/mixin",
+    "training/privacy",
+    "training/requested_settings",
+)
+"""Files and rooms whose docstrings are still to be rewritten. The list shrinks; none comes back."""
 
 FILES = [
     file
@@ -31,16 +45,16 @@ FILES = [
 VERBS = """
 Add Agree Allow Answer Append Apply Ask Attack Average Begin Bound Bring Build Call Change Check
 Choose Clear Clip Collate Collect Combine Compare Compute Continue Convert Copy Correct Count
-Create Cut Decide Delete Descend Describe Differentiate Divide Draw Drop Encode End Estimate
-Evaluate Exchange Expect Explain Fill Find Follow Forget Free Gather Give Group Hide Hold Ignore
-Infer Initialize Insert Judge Keep Learn Leave Let Limit List Listen Load Log Look Make Map Mark
-Match Measure Merge Mix Move Multiply Name Note Notice Number Observe Open Pack Parse Pass Place
-Plan Prepare Print Project Protect Prune Push Put Quantize Raise Read Reconstruct Record Recover
-Reduce Refuse Register Release Remember Remove Repeat Replace Report Require Reserve Reset
-Resize Restore Resume Return Reverse Rewrite Round Run Save Say Scale Score Search Seed Select
-Send Serve Set Share Show Shuffle Skip Solve Split Stack Start Stop Store Subtract Sum Swap
-Switch Take Tell Train Transform Truncate Try Turn Undo Update Use Wait Warn Widen Wrap Write
-Yield
+Create Cut Decide Delete Descend Describe Differentiate Divide Do Draw Drop Encode End Estimate
+Evaluate Exchange Expect Explain Fill Find Follow Forget Free Freeze Gather Give Group Hide Hold
+Ignore Infer Initialize Insert Judge Keep Learn Leave Let Limit List Listen Load Log Look Make
+Map Mark Match Measure Merge Mix Move Multiply Name Note Notice Number Observe Open Pack Pad
+Parse Pass Place Plan Prepare Print Project Protect Prune Push Put Quantize Raise Read
+Reconstruct Record Recover Reduce Refuse Register Release Remember Remove Repeat Replace Report
+Require Reserve Reset Resize Restore Resume Return Reverse Rewrite Round Run Save Say Scale
+Score Search Seed Select Send Serve Set Share Show Shuffle Skip Solve Split Stack Start Stop
+Store Subtract Sum Swap Switch Take Tell Train Transform Truncate Try Turn Undo Update Use Wait
+Warn Widen Wrap Write Yield
 """
 """Verbs that a function's docstring begins with. A verb that is missing may be added; a noun, a
 preposition or a participle may not.

@@ -1,4 +1,4 @@
-"""The Trainer's accelerator, for a rank that shares nothing but protected gradients."""
+"""The Trainer's accelerator for a rank that shares nothing but protected gradients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from .guards.watch import INSTEAD, Ledger
 
 
 class GuardedAccelerator(Accelerator):
-    """An accelerator that wraps no model in DDP, differentiates nothing, clips only what was
-    exchanged, and sends no rank's own counts.
+    """An accelerator that exchanges nothing of a rank but what is protected.
+
+    It wraps no model in DDP, differentiates nothing, clips only exchanged gradients, and sends no
+    rank's own counts.
 
     Args:
-        accelerator: The Trainer's, whose state this one takes over.
-        ledger: Of the gradients that may be clipped.
-        average: Replaces a number by its mean over ranks, in place.
+        accelerator: The Trainer's accelerator, whose state this one takes over.
+        ledger: The ledger of the gradients that may be clipped.
+        average: The function that replaces a number by its mean over ranks, in place.
 
     Example:
         >>> guarded = GuardedAccelerator(Accelerator(cpu=True), Ledger(), lambda number: None)
@@ -40,22 +42,23 @@ class GuardedAccelerator(Accelerator):
 
     @property
     def num_senders(self) -> int:
-        """How many send gradients that were protected apart from each other: here each process."""
+        """The number of senders whose gradients are protected separately: here each process."""
         return self.num_processes
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = True
     ) -> Any:
-        """As in Accelerate. "Evaluation mode" is its word for preparing a model (device, autocast)
-        without wrapping it in DDP.
+        """Prepare a model as Accelerate does, without wrapping it in DDP.
+
+        "Evaluation mode" is Accelerate's word for that (device and autocast alone).
         """
         return super().prepare_model(model, device_placement, evaluation_mode=True)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Refused.
+        """Raise RuntimeError: nothing else may differentiate a loss.
 
         Raises:
-            RuntimeError: With what to do instead.
+            RuntimeError: Always; the message says what to do instead.
         """
         raise RuntimeError(
             "GradGuardTrainer differentiates and protects a batch by itself: "
@@ -64,30 +67,32 @@ class GuardedAccelerator(Accelerator):
         )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Nothing: gradients were unscaled before they were protected."""
+        """Do nothing: gradients were unscaled before they were protected."""
 
     def clip_grad_norm_(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Accelerate, of what was exchanged."""
+        """Clip exchanged gradients by norm, as Accelerate does."""
         with self._ledger.clipping(parameters) as checked:
             return super().clip_grad_norm_(checked, *args, **kwargs)
 
     def clip_grad_value_(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Accelerate, of what was exchanged."""
+        """Clip exchanged gradients by value, as Accelerate does."""
         with self._ledger.clipping(parameters) as checked:
             return super().clip_grad_value_(checked, *args, **kwargs)
 
     def note_stepped(self, model: nn.Module, optimizer: Any, folder: str | Path) -> None:
-        """When an optimizer's state is saved to a checkpoint: here nothing is to be done."""
+        """Do nothing when an optimizer's state is saved to a checkpoint; subclasses note it."""
 
     def loading_optimizer(
         self, model: nn.Module, folder: str | Path
     ) -> AbstractContextManager[None]:
-        """While an optimizer's state is loaded from a checkpoint: here nothing is to be done."""
+        """Do nothing while an optimizer's state is loaded; subclasses prepare it."""
         return nullcontext()
 
     def gather(self, tensor: Any) -> Any:
-        """As in Accelerate. A count, which the Trainer gathers to add it up, is added up on the
-        way: the sum of all ranks', followed by zeros, so that nobody sees another rank's.
+        """Gather tensors as Accelerate does, but counts as their sum.
+
+        A count, which the Trainer gathers to add it up, is added up on the way: the result is the
+        sum of all ranks', followed by zeros, so that nobody sees another rank's.
         """
         if self._is_kept("gather") or self.num_processes == 1:
             return tensor
@@ -99,28 +104,28 @@ class GuardedAccelerator(Accelerator):
         return torch.cat([total, total.new_zeros(self.num_processes - 1)])
 
     def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Accelerate."""
+        """Gather data for metrics, as Accelerate does."""
         if self._is_kept("gather_for_metrics"):
             return input_data
         return super().gather_for_metrics(input_data, *args, **kwargs)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Accelerate."""
+        """Reduce a tensor over ranks, as Accelerate does."""
         return tensor if self._is_kept("reduce") else super().reduce(tensor, *args, **kwargs)
 
     def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Accelerate, which exchanges sizes."""
+        """Pad a tensor across processes, as Accelerate does, which exchanges sizes."""
         if self._is_kept("pad_across_processes"):
             return tensor
         return super().pad_across_processes(tensor, *args, **kwargs)
 
     @contextmanager
     def in_loss(self, keeps_own: bool) -> Iterator[None]:
-        """While a loss runs, nothing is exchanged.
+        """Let nothing be exchanged while a loss runs.
 
         Args:
-            keeps_own: Whether what the loss gathers is for its log alone, where this rank's own
-                does. Else gathering is refused: the loss would be another one.
+            keeps_own: Whether a loss gathers for its log alone, and gets this rank's own values.
+                Else gathering is refused, because the loss would be another one.
         """
         self._keeps_own = keeps_own
         try:

@@ -24,8 +24,10 @@ from .privacy.private_rows import CLIENT_LEVEL, is_client_level
 
 
 def complete_card(trainer: TrainerAdapter) -> None:
-    """Append `privacy_section` to the card in the Trainer's output folder, and say what the model
-    was made of: a tag, the figures of its last evaluation, and the model that it started from.
+    """Append `privacy_section` to the card in the Trainer's output folder, and complete its data.
+
+    The card's data then has a tag, the figures of the last evaluation, and the model that training
+    started from.
 
     Example:
         >>> from hf_gradguard import GradGuardTrainer
@@ -89,8 +91,10 @@ def _title(text: str) -> str:
 
 
 def privacy_section(trainer: TrainerAdapter) -> str:
-    """Markdown that names the defenses that messages were shared behind, their settings, what was
-    withheld, and what is not protected. Before the first message it is of what was asked for.
+    """Return the privacy section as Markdown.
+
+    It names the defenses of the shared messages, their settings, what was withheld, and what is not
+    protected. Before the first message it describes what was asked for.
 
     Example:
         >>> from hf_gradguard import GradGuardTrainer
@@ -121,7 +125,7 @@ def privacy_section(trainer: TrainerAdapter) -> str:
 
 
 def sharing(trainer: Any) -> dict[str, str]:
-    """What the card says of a message that is shared now.
+    """Return what the card says of a message that is shared now.
 
     Example:
         >>> from hf_gradguard import GradGuardTrainer

@@ -1,4 +1,4 @@
-"""One client's batch becomes one protected message, which is added to `.grad`."""
+"""Messages: one client's batch becomes one protected gradient, which is added to `.grad`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,16 @@ logger = logging.get_logger(__name__)
 
 
 class RandomStreams:
-    """Streams for every message: of its noise, of the leakage meter's probes, since measuring a
-    message must not change its noise, and of its dropout.
+    """The random streams of every message: of its noise, its probes and its dropout.
+
+    The leakage meter's probes have their own stream, since measuring a message must not change its
+    noise.
 
     Args:
-        seed: Makes all draws reproducible, which is unsafe. `None`: every message has a new key
-            from the operating system, so that what is found out about one says nothing of another.
-        rank: So that ranks draw differently under one seed.
+        seed: A seed that makes all draws reproducible, which is unsafe. `None`: every message has a
+            new key from the operating system, so that a key that becomes known says nothing of
+            other messages.
+        rank: The rank, so that ranks draw differently under one seed.
         private_dropout: Whether dropout has a stream; if not, it follows torch's generators.
 
     Example:
@@ -60,13 +63,14 @@ class RandomStreams:
 
     @classmethod
     def of_arguments(cls, args: TrainingArguments, rank: int) -> RandomStreams:
-        """As training arguments say."""
+        """Return the streams that training arguments ask for."""
         seed, private = setting(args, "noise_seed"), setting(args, "private_dropout")
         return cls(seed, rank, private)
 
     def next_message(self, step: int) -> tuple[Stream, Stream, Stream | None]:
-        """For the next message of an optimizer step. A seed gives the same ones at the same step,
-        also to a run that is resumed.
+        """Return the streams of the next message of an optimizer step.
+
+        A seed gives the same ones at the same step, also to a run that is resumed.
         """
         if self._seed is None:
             return Stream(), Stream(), Stream() if self._private_dropout else None
@@ -79,12 +83,12 @@ class RandomStreams:
 
 @dataclass(eq=False)
 class Client:
-    """One client that lives on this rank.
+    """A client that lives on this rank.
 
     Args:
-        defense: Protects its messages. Clients share it.
-        state: What the defense remembers of this client.
-        parameters: What stands for the parameters that its last message was of; `"-"` before the
+        defense: The defense of its messages. Clients share it.
+        state: The defense's state of this client.
+        parameters: A short name of the parameters that its last message was of; `"-"` before the
             first.
 
     Example:
@@ -98,15 +102,16 @@ class Client:
 
 
 class ClientBatch(NamedTuple):
-    """What one client computes a message of.
+    """The batch that one client computes a message of.
 
     Args:
-        client: Whose message it is.
+        client: The client.
         batch: Its rows.
-        weight: Of its mean loss in the loss of the step; 0 if nothing in the batch counts.
-        rows: Which rows of the data set they are, `(B,)`, if the batch says so.
-        noise_key: Of the message's noise, where it was written down before; `None`: noise is from
-            the rank's streams.
+        weight: The weight of its mean loss in the loss of the step; 0 if nothing in the batch
+            counts.
+        rows: The numbers of its rows in the data set, `(B,)`, if the batch has them.
+        noise_key: The key of the message's noise, where it was written down before; `None`: noise
+            is from the rank's streams.
     """
 
     client: Client
@@ -117,22 +122,22 @@ class ClientBatch(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether none of its batch is to count: rows stand there for their shapes alone."""
+        """Whether nothing of its batch counts: rows stand there for their shapes alone."""
         return self.rows is not None and not len(self.rows)
 
 
 class MessageMaker:
-    """Differentiates, protects, measures and accumulates, one client at a time.
+    """A maker of messages: it differentiates, protects, measures and accumulates, client by client.
 
     Args:
-        streams: Of the noise.
-        meter: Says which messages may be shared; `None` where none is measured.
-        ledger: Of what was written to `.grad`.
-        share_input_embeddings: As for `GradientMap`.
-        withhold: As for `GradientMap`.
+        streams: The streams of the noise.
+        meter: The meter that decides which messages may be shared; `None` if none is measured.
+        ledger: The ledger of what was written to `.grad`.
+        share_input_embeddings: Whether to share tables, as for `GradientMap`.
+        withhold: Patterns of withheld names, as for `GradientMap`.
 
     Attributes:
-        state_guard: Looks after what the model's modules hold.
+        state_guard: The guard of what the model's modules hold.
 
     Example:
         >>> from transformers import TrainingArguments
@@ -172,17 +177,19 @@ class MessageMaker:
         step: int,
         runner: Any = None,
     ) -> Tensor:
-        """Add a client's protected gradient, times its weight, to `.grad`. Return its mean loss, 0
-        of an empty batch.
+        """Add a client's protected gradient, times its weight, to `.grad`.
 
         Args:
             module: The bare model.
-            turn: Whose message it is, and of what.
-            loss_fn: `(model, batch)`, the client's mean loss.
-            step: Optimizer steps before this one.
-            runner: The compiled model, if it is: runs in the place of `module` where a message asks
-                for nothing but the gradient. Compiled code runs no hooks, and has no second
-                derivatives.
+            turn: The client and its batch.
+            loss_fn: The client's mean loss, `(model, batch) -> loss`.
+            step: The number of optimizer steps before this one.
+            runner: The compiled model, if there is one. It runs in place of `module` where a
+                message asks for nothing but the gradient. Compiled code runs no hooks, and has no
+                second derivatives.
+
+        Returns:
+            The client's mean loss, 0 for an empty batch.
 
         Raises:
             FloatingPointError: If the true or the protected gradient is not finite.
@@ -233,8 +240,10 @@ class MessageMaker:
     def share_noise(
         self, parameters: Mapping[str, nn.Parameter], client: Client, weight: float, step: int
     ) -> None:
-        """Add a message of noise alone, times a weight, to `.grad`: of a client in whose batch
-        nothing counts. It is not measured, since it says nothing of any data.
+        """Add a message of noise alone, times a weight, to `.grad`.
+
+        It stands for a client in whose batch nothing counts. It is not measured, since it says
+        nothing of any data.
 
         Raises:
             RuntimeError: If the defense asks for the batch.
@@ -257,7 +266,7 @@ class MessageMaker:
         self._ledger.write(parameters.values())
 
     def pop_metrics(self) -> dict[str, float]:
-        """What the defense did to messages since this was asked last: means over them."""
+        """Return the defense's metrics, as means over the messages since the last call."""
         means = {name: sum(values) / len(values) for name, values in self._metrics.items()}
         self._metrics.clear()
         return means
@@ -300,7 +309,7 @@ def _run_by(
 
 
 def name_of(parameters: Iterable[str]) -> str:
-    """A short name of a list of names.
+    """Return a short name of a list of names.
 
     Example:
         >>> name_of(["a", "b"]) == name_of(["a", "b"]) != name_of(["ab"])
@@ -318,13 +327,15 @@ _STATE_WORDS = 624  # of a Mersenne Twister
 
 @contextmanager
 def private_draws(stream: Stream, device: torch.device | str) -> Iterator[None]:
-    """Let torch's global generators follow `stream`. Afterwards they are as before, so that
-    whatever else draws from them (the order of data, checkpoints of their state) never sees it.
+    """Let torch's global generators follow `stream` meanwhile.
+
+    Afterwards they are as before, so that whatever else draws from them (the order of data,
+    checkpoints of their state) never sees it.
 
     Args:
-        stream: With a key of its own.
-        device: Of the model. On the CPU the generator's whole state is drawn; an accelerator's has
-            a key of 64 bits.
+        stream: A stream with a key of its own.
+        device: The device of the model. On the CPU the generator's whole state is drawn; an
+            accelerator's has a key of 64 bits.
 
     Example:
         >>> with private_draws(Stream(), "cpu"):
@@ -354,14 +365,15 @@ def _state(stream: Stream) -> torch.Tensor:
 
 
 class SharedMessages:
-    """Counts a rank's messages by what the card says of them.
+    """The counts of a rank's messages, by what the card says of them.
 
-    There is one for each client and micro-batch, also where nothing counted in a batch or a limit
-    kept a message back, which others see as zeros. So counts follow from steps and settings alone,
-    and say nothing of the data.
+    There is one message for each client and micro-batch, also where nothing counted in a batch or a
+    limit kept a message back, which others see as zeros. So counts follow from steps and settings
+    alone, and say nothing of the data.
 
     Args:
-        how: Says how a message would be shared now, by names: `defense`, its `settings`, and more.
+        how: The function that says how a message would be shared now: `defense`, its `settings`,
+            and more.
 
     Attributes:
         complete: Whether all are counted: not after a checkpoint that holds no count.
@@ -380,34 +392,38 @@ class SharedMessages:
         self.complete = True
 
     def add(self, messages: int) -> None:
-        """So many were shared as the messages of this training are."""
+        """Count messages of this training as shared."""
         if self._how is None:  # with its first message, when its withheld tables are known
             self._how = json.dumps(self._describe())
         self._counts[self._how] += messages
 
     def begin_training(self) -> None:
-        """What follows may be shared in another way."""
+        """Forget how messages are shared, since the next training may share them in another way."""
         self._how = None
 
     @property
     def total(self) -> int:
-        """How many there are."""
+        """The number of all messages."""
         return self._counts.total()
 
     def by(self, name: str) -> Counter[str]:
-        """How many there are for each of a name's values. Before the first, none for today's."""
+        """Return how many messages there are for each of a name's values.
+
+        Before the first message there are none for today's value.
+        """
         counts = Counter[str]()
         for how, count in (self._counts or {json.dumps(self._describe()): 0}).items():
             counts[json.loads(how).get(name, "")] += count
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, for a checkpoint: as JSON can hold it."""
+        """Return all counts for a checkpoint, in a form that JSON can hold."""
         return {"complete": self.complete, "messages": dict(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Take in what a checkpoint has, if it has any. What was counted beyond that stays: it was
-        shared, too.
+        """Load the counts of a checkpoint, if it has any.
+
+        Messages that were counted beyond them stay counted, because they were shared, too.
         """
         if state is None:
             self.complete = False

@@ -1,5 +1,6 @@
-"""What every message of this rank would give away, measured before it is shared. Figures stay on
-the rank.
+"""The measurement of a rank's messages before they are shared.
+
+Figures stay on the rank.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ EXACT_PROBES, PROBES, LABEL_PROBES = 10, 2, 2
 
 
 class MessageDFIL(NamedTuple):
-    """η̄² of every sample of a message, `(B,)`, its standard error, and η̄² of the whole message,
-    Tr J_F/m.
+    """The Fisher information η̄² of a message.
+
+    It has η̄² of every sample, `(B,)`, its standard error, and η̄² of the whole message, Tr J_F/m.
     """
 
     samples: DFIL
@@ -52,14 +54,15 @@ def message_dfil(
     num_probes: int | None = None,
     generator: Stream | torch.Generator | None = None,
 ) -> MessageDFIL:
-    """dFIL of a message under the noise that a defense added to it, and of that noise's own shape.
+    """Return dFIL of a message under its defense's noise, and of that noise's shape.
 
     Args:
         gmap: The message's gradient map, or what `by_differences` makes of it.
-        noise: What the message says of its noise.
-        num_probes: Of dFIL. By default 2 by differences, or 10 exact ones where those are not to be
-            had, or where coordinates have no noise: a difference cannot tell what is zero.
-        generator: Of the probes.
+        noise: The message's statement of its noise.
+        num_probes: The number of dFIL's probes. By default 2 by differences, or 10 exact ones where
+            differences are not to be had, or where coordinates have no noise: a difference cannot
+            tell what is zero.
+        generator: The source of the probes.
 
     Example:
         >>> noise = make_defense("gaussian_noise", scale=0.1)(gmap).noise
@@ -81,14 +84,15 @@ def message_dfil(
 
 
 class LeakageMeter:
-    """Measures messages, keeps the figures of a step for the log, and says which messages must not
-    be shared.
+    """A meter that measures messages, and says which messages must not be shared.
+
+    It keeps the figures of a step for the log.
 
     Args:
-        args: Training arguments; `leakage_*` of `GradGuardConfig` if they have them.
+        args: The training arguments; `leakage_*` of `GradGuardConfig` if they have them.
         defense: The defense of the messages.
-        accountant: Gets every example's dFIL at every message that is shared.
-        account: Where that is written down before.
+        accountant: The accountant, which gets every example's dFIL at every message that is shared.
+        account: The account in which that is written down before.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
@@ -127,12 +131,13 @@ class LeakageMeter:
 
     @property
     def stops(self) -> bool:
-        """Whether ranks have to agree at every step on going on."""
+        """Whether ranks have to agree at every step on whether to continue."""
         return self._stops
 
     def pop_stop(self) -> bool:
-        """Return whether a message was below the limit since this was asked last, and forget it:
-        the next training does not stop for it.
+        """Return whether a message was below the limit since the last call, and forget it.
+
+        So the next training does not stop for it.
         """
         due, self._stop_due = self._stop_due, False
         return due
@@ -143,11 +148,11 @@ class LeakageMeter:
         return bool(self._logging_steps) or self._binding
 
     def logs(self, step: int) -> bool:
-        """Whether the figures of the step that comes after `step` finished ones are logged."""
+        """Return whether the figures of a step are logged, given the number of finished steps."""
         return bool(self._logging_steps) and (step + 1) % self._logging_steps == 0
 
     def measures(self, step: int) -> bool:
-        """Whether messages of that step are measured at all."""
+        """Return whether messages of that step are measured at all."""
         return self.logs(step) or self._binding
 
     def admits(
@@ -158,19 +163,20 @@ class LeakageMeter:
         generator: Stream | torch.Generator,
         rows: Tensor | None = None,
     ) -> bool:
-        """Measure a message that is about to be shared. Returns whether it may be.
+        """Measure a message that is about to be shared, and return whether it may be.
 
         Args:
             gmap: The message's gradient map.
-            message: What is about to be shared.
-            step: Optimizer steps that are finished.
-            generator: Of the probes.
-            rows: `(B,)`, which rows of the data set the message is about; an accountant needs them.
+            message: The message.
+            step: The number of finished optimizer steps.
+            generator: The source of the probes.
+            rows: The numbers of the message's rows in the data set, `(B,)`; an accountant needs
+                them.
 
         Raises:
             ValueError: If a limit or an accountant needs a dFIL that cannot be computed, or an
                 accountant cannot tell whose it is. Nothing is shared then.
-            ArithmeticError: Likewise.
+            ArithmeticError: If dFIL cannot be computed; nothing is shared then.
         """
         # For the log two products are taken: of one pass at x they share the differences.
         probed = by_differences(gmap) if self.logs(step) else None
@@ -203,8 +209,10 @@ class LeakageMeter:
         return True
 
     def pop_metrics(self) -> dict[str, float]:
-        """The figures since they were taken last: means over messages, but the worst of `dfil_max`
-        and `mse_bound`, and the bound with a prior of mean information.
+        """Return the figures since the last call.
+
+        They are means over messages, except for the worst of `dfil_max` and `mse_bound`, and the
+        bound with a prior of mean information.
         """
         worst = {"leakage/dfil_max": max, "leakage/mse_bound": min}
         figures = {
@@ -221,7 +229,7 @@ class LeakageMeter:
         return figures
 
     def pop_skipped(self) -> dict[str, float]:
-        """With a limit, how many messages were not shared since it was asked last."""
+        """Return, with a limit, how many messages were not shared since the last call."""
         if self._limit is None:
             return {}
         skipped, self._skipped = self._skipped, 0

@@ -1,5 +1,7 @@
-"""Training in fp16: losses are scaled before they are differentiated, and gradients unscaled before
-they are protected, so that noise, bounds and thresholds mean what they say.
+"""Training in fp16: losses are scaled before they are differentiated.
+
+Gradients are unscaled before they are protected, so that noise, bounds and thresholds mean what
+they say.
 
 A gradient that overflows is not protected, and nothing leaves any rank in that step: ranks agree on
 one bit, and the scaler skips the step on all of them and lowers its scale.
@@ -23,14 +25,14 @@ from .message import Client, ClientBatch, MessageMaker, SharedMessages
 
 
 class ScaledMessages(MessageMaker):
-    """Messages of a training under a gradient scaler.
+    """The messages of a training under a gradient scaler.
 
     Args:
-        *args: As for `MessageMaker`.
-        scaler: Of the accelerator.
-        optimizer: Gives the optimizer whose gradients the scaler unscales.
-        counts: Of the messages that were shared.
-        **kwargs: As for `MessageMaker`.
+        *args: All arguments of `MessageMaker`.
+        scaler: The accelerator's scaler.
+        optimizer: The function that returns the optimizer whose gradients the scaler unscales.
+        counts: The counts of messages that were shared.
+        **kwargs: All keyword arguments of `MessageMaker`.
 
     Example:
         >>> from hf_gradguard.training.guards.watch import Ledger
@@ -58,7 +60,7 @@ class ScaledMessages(MessageMaker):
         self._states: list[tuple[Client, State]] = []  # clients' before this step
 
     def scale(self, device: torch.device) -> float:
-        """What losses are multiplied with now."""
+        """Return the factor that losses are multiplied with now."""
         return float(self._scaler.scale(torch.ones((), device=device)))
 
     def share(
@@ -69,7 +71,7 @@ class ScaledMessages(MessageMaker):
         step: int,
         runner: Any = None,
     ) -> Tensor:
-        """As in `MessageMaker`. Of a gradient that overflows nothing is added or drawn."""
+        """Share a message as `MessageMaker` does, but nothing of a gradient that overflows."""
         self._keep(turn.client)
         try:
             return super().share(module, turn, loss_fn, step, runner)
@@ -84,7 +86,7 @@ class ScaledMessages(MessageMaker):
     def share_noise(
         self, parameters: Mapping[str, nn.Parameter], client: Client, weight: float, step: int
     ) -> None:
-        """As in `MessageMaker`."""
+        """Share noise alone as `MessageMaker` does."""
         self._keep(client)
         super().share_noise(parameters, client, weight, step)
 
@@ -102,9 +104,10 @@ class ScaledMessages(MessageMaker):
         accelerator: Accelerator,
         secure: SecureSum | None = None,
     ) -> None:
-        """As in `MessageMaker`, unless anything overflowed on any rank. Then every gradient is
-        infinite, by which the scaler skips the step, clients remember what they did before it, and
-        no message of it counts.
+        """Average as `MessageMaker` does, unless a gradient overflowed on any rank.
+
+        Then every gradient becomes infinite, by which the scaler skips the step, clients get back
+        the state before it, and none of its messages counts.
         """
         if any_rank(self._has_overflow, accelerator, secure):
             for parameter in parameters:

@@ -1,10 +1,12 @@
-"""A client of several devices in a Trainer: Accelerate shards the model by FSDP2 over a client's
-devices alone, each device protects its part of the client's message, and messages cross clients.
+"""A client of several devices in a Trainer.
+
+Accelerate shards the model by FSDP2 over a client's devices alone, each device protects its part of
+the client's message, and messages cross clients.
 
 Accelerate's dimensions are `dp_replicate`, here the clients, and `dp_shard`, a client's devices. By
 itself it averages true gradients over both in the backward pass, and it knows no FSDP on CPUs. So
-it is given a state that says FSDP, and dimensions to shard over of which clients are none: all else
-is its own code.
+it is given a state that says FSDP, and dimensions to shard over that exclude clients. All else is
+its own code.
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ _STEPPED = "gradguard_stepped.json"
 
 
 class ClientParallelism(ParallelismConfig):
-    """Sizes, of which Accelerate is to shard over the devices of a client alone."""
+    """The sizes of dimensions, of which Accelerate shards over a client's devices alone."""
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """Without `dp_replicate`, over which FSDP would average true gradients."""
+        """The names without `dp_replicate`, over which FSDP would average true gradients."""
         return [name for name in super().fsdp_dim_names if name != "dp_replicate"]
 
 
@@ -63,10 +65,10 @@ class ShardedAccelerator(GuardedAccelerator):
     """An accelerator that shards each client's model over the client's devices.
 
     Args:
-        accelerator: As for `GuardedAccelerator`, of all devices of all clients.
-        ledger: As for `GuardedAccelerator`.
-        average: As for `GuardedAccelerator`.
-        args: Say how many clients there are, and how FSDP is to shard.
+        accelerator: The accelerator of all devices of all clients, as for `GuardedAccelerator`.
+        ledger: The ledger, as for `GuardedAccelerator`.
+        average: The function that averages, as for `GuardedAccelerator`.
+        args: The training arguments, which say how many clients there are, and how FSDP shards.
 
     Raises:
         ValueError: If there are not as many processes as devices.
@@ -102,11 +104,11 @@ class ShardedAccelerator(GuardedAccelerator):
 
     @property
     def num_senders(self) -> int:
-        """How many clients there are."""
+        """The number of clients."""
         return int(self.parallelism_config.dp_replicate_size)
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
-        """As in Accelerate. Devices start from one model, while each holds it whole."""
+        """Prepare objects as Accelerate does, from one model on all devices."""
         self._shards = self._clients = None
         for model in objects:
             if isinstance(model, nn.Module) and not is_sharded(model):
@@ -133,7 +135,7 @@ class ShardedAccelerator(GuardedAccelerator):
         plugin.transformer_cls_names_to_wrap = chosen
 
     def clip_grad_norm_(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Accelerate; the norm is a plain number."""
+        """Clip gradients as Accelerate does, and return the norm as a plain number."""
         total = super().clip_grad_norm_(parameters, *args, **kwargs)
         return total.full_tensor() if hasattr(total, "full_tensor") else total
 
@@ -146,8 +148,9 @@ class ShardedAccelerator(GuardedAccelerator):
 
     @contextmanager
     def loading_optimizer(self, model: nn.Module, folder: str | Path) -> Iterator[None]:
-        """What the saved optimizer never stepped is frozen in here: torch refuses to load what
-        holds no state of a parameter that is trained.
+        """Freeze, meanwhile, what the saved optimizer never stepped.
+
+        torch refuses to load a state that lacks a parameter that is trained.
         """
         path, names = Path(folder) / _STEPPED, [None]
         if self.is_main_process and path.is_file():  # not in a checkpoint of the stock Trainer
@@ -165,7 +168,10 @@ class ShardedAccelerator(GuardedAccelerator):
                 parameter.requires_grad_(True)
 
     def shards_of(self, model: nn.Module) -> Shards:
-        """This client's devices. The model holds its own shards alone afterwards."""
+        """Return this client's devices.
+
+        The model holds only its own shards afterwards.
+        """
         if self._shards is None or self._shards.model is not model:
             self._shards = Shards(model)
         self._shards.reshard()
@@ -173,13 +179,16 @@ class ShardedAccelerator(GuardedAccelerator):
 
     @property
     def shards(self) -> Shards:
-        """As `shards_of` gave them last."""
+        """The devices that `shards_of` returned last."""
         assert self._shards is not None  # a step begins by weighing batches, which asks for them
         return self._shards
 
     @property
     def clients(self) -> ClientRanks:
-        """One device of each client, all with the same shards. All devices must ask together."""
+        """The group of one device of each client, all with the same shards.
+
+        All devices must ask together.
+        """
         if self._clients is None:
             group = self.state.device_mesh["dp_replicate"].get_group()
             self._clients = ClientRanks(group, self.shards, self.device)
@@ -187,34 +196,37 @@ class ShardedAccelerator(GuardedAccelerator):
 
 
 def version_of_part(gradient: Tensor) -> int:
-    """How often this device's part was written to: the backward pass adds to it alone."""
+    """Return how often this device's part was written to, which the backward pass alone does."""
     return local(gradient)._version
 
 
 class ClientStreams(RandomStreams):
-    """One key a message for all devices of a client, from which each has a stream of its own.
+    """The streams of a client's devices, made from one key for each message.
 
     Args:
-        streams: Of this device.
-        accelerator: Knows the others.
+        streams: The streams of this device.
+        accelerator: The accelerator, which knows the other devices.
     """
 
     def __init__(self, streams: RandomStreams, accelerator: ShardedAccelerator) -> None:
         self._of_device, self._accelerator = streams, accelerator
 
     def next_message(self, step: int) -> tuple[Stream, Stream, Stream | None]:
-        """As before; all devices of a client must call it."""
+        """Return the streams of the next message.
+
+        All devices of a client must call it.
+        """
         noise, probes, dropout = self._of_device.next_message(step)
         return self._accelerator.shards.new_message(noise), probes, dropout
 
 
 class ShardedMessages(MessageMaker):
-    """Messages of clients of several devices: each makes its own part.
+    """The messages of clients of several devices, each of which makes its own part.
 
     Args:
-        streams: As for `MessageMaker`.
-        *args: As for `MessageMaker`.
-        accelerator: Knows the devices.
+        streams: The streams, as for `MessageMaker`.
+        *args: All other arguments of `MessageMaker`.
+        accelerator: The accelerator, which knows the devices.
     """
 
     def __init__(self, streams: RandomStreams, *args: Any, accelerator: ShardedAccelerator) -> None:
@@ -229,7 +241,10 @@ class ShardedMessages(MessageMaker):
         step: int,
         runner: Any = None,
     ) -> Tensor:
-        """As in `MessageMaker`. The loss is such that its mean over devices is the client's."""
+        """Share a message as `MessageMaker` does.
+
+        The mean of devices' losses is the client's loss.
+        """
         try:
             return super().share(module, turn, loss_fn, step)
         finally:
@@ -273,7 +288,7 @@ class ShardedMessages(MessageMaker):
         accelerator: Accelerator,
         secure: SecureSum | None = None,
     ) -> None:
-        """As in `MessageMaker`, over clients: each device with those that hold the same shards."""
+        """Average as `MessageMaker` does, but each device with those of the same shards."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -282,39 +297,40 @@ class ShardedMessages(MessageMaker):
 
 
 class ShardedTables(AgreedTables):
-    """Input-indexed tables of models that are cut over a client's devices."""
+    """The tables that the input indexes, of models that are cut over a client's devices."""
 
     _accelerator: ShardedAccelerator
 
     def agree(self, model: nn.Module, *args: Any, **kwargs: Any) -> bool:
-        """As in `AgreedTables`."""
+        """Agree on tables as `AgreedTables` does."""
         kwargs["shards"] = self._accelerator.shards_of(model)
         return super().agree(model, *args, **kwargs)
 
 
 @dataclass(frozen=True)
 class ShardedNormalization(Normalization):
-    """How a device's loss is taken, so that the mean over devices is the client's mean loss."""
+    """A normalization of devices' losses whose mean is the client's mean loss."""
 
     def mean_loss(
         self, loss: Loss, spread: Spread, module: nn.Module, batch: dict[str, Any]
     ) -> Tensor:
-        """As in `Normalization`, where `spread.items` are all items that the loss is given: a
-        device may have none itself.
+        """Return a device's loss as `Normalization` does.
+
+        `spread.items` are all items that the loss is given: a device may have none itself.
         """
         items = None if self.num_items is None else spread.items
         return loss(module, batch, items) / (self.rank_factor / spread.loss)
 
 
 class ShardedWeights(LossWeights):
-    """The weights that clients' losses would have, were each on one device.
+    """The weights that clients' losses would have, were each client on one device.
 
     FSDP averages gradients over the S devices of a client. Of C items, which have a loss A/n + B on
     each device, the client's mean loss is the mean over devices of S A/C + (N/C) B.
 
     Args:
-        loss: The Trainer's.
-        accelerator: Knows the devices.
+        loss: The Trainer's loss.
+        accelerator: The accelerator, which knows the devices.
     """
 
     def __init__(self, loss: Loss, accelerator: ShardedAccelerator) -> None:
@@ -324,7 +340,7 @@ class ShardedWeights(LossWeights):
     def __call__(
         self, module: nn.Module, batches: Sequence[dict[str, Any]], normalization: Normalization
     ) -> Weights:
-        """As in `LossWeights`, of the one client that this device is of. All its devices call it.
+        """Return the weights as `LossWeights` does, for the one client that this device is of.
 
         Raises:
             NotImplementedError: As in `LossWeights`.

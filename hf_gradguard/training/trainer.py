@@ -1,4 +1,4 @@
-"""`GradGuardTrainer`: the Trainer, sharing only protected gradients."""
+"""The Trainer that shares only protected gradients."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from .requested_settings import resolve_defense
 
 
 class GradGuardTrainer(GradGuardMixin):
-    """Drop-in `Trainer` in which each rank's local gradient is replaced by a protected one before
-    anything is exchanged.
+    """A drop-in `Trainer` that protects each rank's gradient before anything is exchanged.
 
     Args:
-        model: As for `Trainer`. May be left out, also by passing `args` first: then
+        model: The model, as for `Trainer`. It may be left out, also by passing `args` first: then
             `args.model_name_or_path` is loaded.
-        args: `GradGuardConfig` or plain `TrainingArguments`.
-        defense: As for `GradGuardMixin`, like `accountant`.
+        args: A `GradGuardConfig` or plain `TrainingArguments`.
+        defense: The defense, as for `GradGuardMixin`, like `accountant`.
         *positional: All other arguments of `Trainer`.
-        **kwargs: Likewise.
+        **kwargs: All other keyword arguments of `Trainer`.
 
     Raises:
         ValueError: If no defense is named, or one is named twice.
@@ -67,7 +66,7 @@ class GradGuardTrainer(GradGuardMixin):
 
 
 def load_model(args: TrainingArguments) -> PreTrainedModel:
-    """The model at `args.model_name_or_path`, of the class that its configuration names.
+    """Load the model at `args.model_name_or_path`, of the class that its configuration names.
 
     Raises:
         ValueError: If there is no such argument, or the class is unknown or has no loss.
@@ -102,7 +101,7 @@ def load_model(args: TrainingArguments) -> PreTrainedModel:
 
 
 def load_tokenizer(args: TrainingArguments) -> Any:
-    """The tokenizer at `args.model_name_or_path`, or `None`.
+    """Load the tokenizer at `args.model_name_or_path`, or return `None`.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig

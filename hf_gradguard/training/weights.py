@@ -1,7 +1,7 @@
-"""What the stock Trainer would have weighed a client's loss with.
+"""The weights that the stock Trainer would have given clients' losses.
 
-Noise scales and bounds speak of the gradient of a client's *mean* loss. So the weight is taken out
-before protection and applied after.
+Noise scales and bounds are stated for the gradient of a client's *mean* loss. So the weight is
+taken out before protection and applied after.
 
 A loss may change while it is trained: a penalty that is warmed up, a distillation that fades in. So
 weights are right for any A/n + B, whatever of it there is at a step, and no step looks for it. Only
@@ -29,12 +29,12 @@ Loss = Callable[[nn.Module, dict[str, Any], float | None], Tensor]
 
 
 class Spread(NamedTuple):
-    """How a client's mean loss is taken from the Trainer's loss.
+    """The factors that turn the Trainer's loss into a client's mean loss.
 
     Args:
         items: How many items count as one in `num_items_in_batch`.
-        loss: What the loss is multiplied with. A loss A/n + B of n items has the mean
-            `loss`/`items` · A/n + `loss` · B.
+        loss: The factor of the loss. A loss A/n + B of n items has the mean `loss`/`items` · A/n +
+            `loss` · B.
     """
 
     items: float = 1.0
@@ -43,14 +43,14 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Normalization:
-    """How the stock Trainer normalizes the losses of a micro-batch.
+    """The stock Trainer's normalization of a micro-batch's losses.
 
     Args:
-        num_items: Labels that count in the whole optimizer step, on all ranks; `None` if losses are
-            means over rows.
-        rank_factor: What `compute_loss` multiplies a loss with that is normalized over all ranks,
+        num_items: The number of labels that count in the whole optimizer step, on all ranks; `None`
+            if losses are means over rows.
+        rank_factor: The factor of `compute_loss` for a loss that is normalized over all ranks,
             since ranks are averaged later.
-        accumulation: Micro-batches of the optimizer step.
+        accumulation: The number of micro-batches of the optimizer step.
         accumulated: Whether the loss is normalized over those already.
         shifts_labels: Whether the first label of a row does not count.
 
@@ -68,8 +68,9 @@ class Normalization:
 
     @classmethod
     def of_trainer(cls, trainer: Trainer, is_counted: bool) -> Normalization:
-        """What holds for a whole training, of steps whose labels are counted, or of those whose
-        are not.
+        """Return the normalization of a whole training.
+
+        It is that of steps whose labels are counted, or of steps whose labels are not.
         """
         has_own_loss = trainer.compute_loss_func is not None
         accepts = trainer.model_accepts_loss_kwargs and is_counted
@@ -85,8 +86,9 @@ class Normalization:
         )
 
     def items(self, batch: dict[str, Any]) -> int | None:
-        """Labels of a batch that count toward the loss, as the Trainer counts them; `None` if the
-        loss is a mean over rows.
+        """Return the number of a batch's labels that count toward the loss.
+
+        They are counted as the Trainer counts them. It is `None` if the loss is a mean over rows.
         """
         if self.num_items is None:
             return None
@@ -98,8 +100,9 @@ class Normalization:
     def mean_loss(
         self, loss: Loss, spread: Spread, module: nn.Module, batch: dict[str, Any]
     ) -> Tensor:
-        """A client's mean loss: the Trainer's own, normalized by the client's items; see
-        `LossWeights`.
+        """Return a client's mean loss: the Trainer's own, normalized by the client's items.
+
+        See `LossWeights`.
         """
         items: float | None = self.items(batch)
         if items is not None and spread.items != 1:
@@ -108,10 +111,10 @@ class Normalization:
 
 
 class Weights(NamedTuple):
-    """How clients' mean losses enter the loss of a step.
+    """The weights of clients' mean losses in the loss of a step.
 
     Args:
-        factors: Of each client's mean loss; 0 for one in which nothing counts.
+        factors: The factor of each client's mean loss; 0 for one in which nothing counts.
         spread: How mean losses are taken.
     """
 
@@ -142,7 +145,7 @@ class LossWeights:
     def __call__(
         self, module: nn.Module, batches: Sequence[dict[str, Any]], normalization: Normalization
     ) -> Weights:
-        """The factor of each batch, and the spread of all.
+        """Return the factor of each batch, and the spread of all.
 
         Raises:
             NotImplementedError: If the loss depends on `num_items_in_batch` in another way.

@@ -1,1 +1,1 @@
-"""Which checkpoints are complete, and a rank's private file in them."""
+"""Completeness of checkpoints, and a rank's private file in them."""

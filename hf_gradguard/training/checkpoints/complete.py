@@ -1,4 +1,4 @@
-"""Which checkpoints are complete: a run that is killed while it saves leaves one that is not.
+"""Completeness of checkpoints: a run that is killed while it saves leaves an incomplete one.
 
 Once every rank has written its files, the first writes a list of what resuming will read, with
 sizes and checksums. The Trainer's own state comes last, before it deletes older checkpoints. A
@@ -34,7 +34,7 @@ _OF_RANKS = "gradguard_private_rank"  # says by itself what it means to lack one
 
 
 def begin_checkpoint(folder: Path) -> None:
-    """Before anything is written to it, also if it was complete: it no longer is.
+    """Mark a checkpoint as incomplete before anything is written to it.
 
     Example:
         >>> begin_checkpoint(tmp_path / "checkpoint-1")
@@ -44,7 +44,9 @@ def begin_checkpoint(folder: Path) -> None:
 
 
 def list_checkpoint(folder: Path) -> None:
-    """When all ranks have written theirs: what resuming will read, with sizes and checksums.
+    """Write the list of files that resuming will read, with sizes and checksums.
+
+    It is called when all ranks have written theirs.
 
     Example:
         >>> folder = tmp_path / "checkpoint-1"
@@ -61,10 +63,10 @@ def list_checkpoint(folder: Path) -> None:
 
 
 def missing_from(folder: Path, checks_content: bool = False) -> str:
-    """What keeps a checkpoint from being complete; nothing if it is.
+    """Return what a checkpoint lacks to be complete; an empty text if it is complete.
 
     Args:
-        folder: Of the checkpoint.
+        folder: The folder of the checkpoint.
         checks_content: Whether files are compared with their checksums, too, which takes about a
             second for each gigabyte. No kill explains a difference: the list comes after them.
 
@@ -101,10 +103,11 @@ def missing_from(folder: Path, checks_content: bool = False) -> str:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Refuse to resume from a checkpoint that is not complete, or not what was saved.
+    """Check that a checkpoint is complete, and what was saved, before a run resumes from it.
 
     Raises:
-        ValueError: With what it lacks, and the newest beside it that is complete.
+        ValueError: If it is not; the message says what it lacks, and names the newest complete one
+            beside it.
 
     Example:
         >>> check_checkpoint(tmp_path / "checkpoint-1")
@@ -127,7 +130,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints in an output folder.
+    """Return the steps of the complete checkpoints in an output folder.
 
     Example:
         >>> complete_steps(tmp_path)
@@ -137,10 +140,12 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def newest_complete(folder: Path, accelerator: Accelerator) -> str | None:
-    """The newest checkpoint of an output folder that is complete on every rank. All ranks must ask.
+    """Return the newest checkpoint that is complete on every rank.
 
-    Warns of newer ones that are not. `None`, with a warning, if there is none: a run that was
-    killed before its first checkpoint begins anew.
+    All ranks must call it.
+
+    It warns of newer ones that are not. The result is `None`, with a warning, if there is none: a
+    run that was killed before its first checkpoint begins anew.
 
     Example:
         >>> newest_complete(tmp_path, Accelerator(cpu=True))
@@ -166,8 +171,9 @@ def newest_complete(folder: Path, accelerator: Accelerator) -> str | None:
 
 @contextmanager
 def without_private_files() -> Iterator[None]:
-    """Whatever folder the Trainer uploads in here, checkpoints and private files stay. It leaves
-    out those at the top by itself, but not those of a search, in `run-*`.
+    """Keep checkpoints and private files out of any folder that the Trainer uploads meanwhile.
+
+    The Trainer leaves out those at the top by itself, but not those of a search, in `run-*`.
 
     Example:
         >>> from transformers import trainer

@@ -1,5 +1,7 @@
-"""A rank's private file in a checkpoint, under one checksum: what its defenses remember, what its
-examples have given away, whose run it is, and the settings that a resumed run must keep.
+"""A rank's private file in a checkpoint, under one checksum.
+
+It holds the states of defenses, the account of what examples have given away, the name of the run,
+and the settings that a resumed run must keep.
 """
 
 from __future__ import annotations
@@ -74,19 +76,19 @@ _OTHER_RANKS = (
 
 @dataclass
 class RunRecord:
-    """What a private file says of a run beside tensors.
+    """A record of a run in its private file, beside tensors.
 
     Args:
-        run: Its name, as in the account of what left.
+        run: The run's name, as in the account of what left.
         counted: How many records of that account the file counts, by attempt at the run.
-        privacy: (noise multiplier, sampling rate, messages) of `dp_sgd` with `per_sample`, also
-            of earlier trainings; `None` if the run never had it.
-        label_epsilon: Of randomized labels; `None` where labels are true.
-        data: The fingerprint of rows that are known by number, salted with `run`; `None` where
-            none are.
-        settings: By name, those under which defenses remember something.
+        privacy: The noise multiplier, sampling rate and messages of `dp_sgd` with `per_sample`,
+            also of earlier trainings; `None` if the run never had it.
+        label_epsilon: The ε of randomized labels; `None` where labels are true.
+        data: The fingerprint of rows that are known by number, salted with `run`; `None` where none
+            are.
+        settings: The settings, by name, under which defenses remember something.
         shared: How many messages were shared, by what the card says of them.
-        transcript: Of correlated noise: in which order rows are, and how many messages were shared.
+        transcript: With correlated noise, the order of rows, and how many messages were shared.
 
     Example:
         >>> RunRecord("run").label_epsilon is None
@@ -111,17 +113,19 @@ def save_private_state(
     label_key: LabelKey | None = None,
     record: RunRecord | None = None,
 ) -> None:
-    """Write the state of each client's defense, of the accountant, and the key of randomized
-    labels, to a file that only its owner can read: it depends on the client's data. It says of how
-    many clients and ranks it is, and of which run.
+    """Write a rank's private state to a file that only its owner can read.
+
+    That is the state of each client's defense, of the accountant, and the key of randomized labels,
+    which depend on the client's data. The file says of how many clients and ranks it is, and of
+    which run.
 
     Args:
-        folder: Of the checkpoint.
-        rank: Whose it is.
-        clients: Whose state it is.
-        accountant: The rank's, if it has one.
-        label_key: Of randomized labels, if there are any.
-        record: Of the run.
+        folder: The folder of the checkpoint.
+        rank: The rank that the file belongs to.
+        clients: The clients whose states are written.
+        accountant: The rank's accountant, if it has one.
+        label_key: The key of randomized labels, if there are any.
+        record: The record of the run.
 
     Example:
         >>> save_private_state(".", 0, [Client(make_defense("optimal_noise"))], accountant=None)
@@ -146,8 +150,9 @@ def save_private_state(
 
 
 def saved_record(folder: str, rank: int) -> RunRecord | None:
-    """What a checkpoint says of its run; `None` if it holds no private file of this rank, or one of
-    an older version.
+    """Return the record of the run in a checkpoint.
+
+    It is `None` if the checkpoint holds no private file of this rank, or one of an older version.
 
     Raises:
         ValueError: If the file is damaged.
@@ -166,16 +171,16 @@ def saved_record(folder: str, rank: int) -> RunRecord | None:
 def check_record(
     folder: str, saved: RunRecord | None, current: RunRecord, needs_epsilon: bool = False
 ) -> None:
-    """Refuse a checkpoint that this run must not go on with: what the same process would refuse.
+    """Check that this run may continue from a checkpoint, as the same process may.
 
     Args:
-        folder: Of the checkpoint.
-        saved: What its private file says.
-        current: What this run is asked for, its data's fingerprint salted as the saved one.
+        folder: The folder of the checkpoint.
+        saved: The record in its private file.
+        current: The record of this run, its data's fingerprint salted as the saved one.
         needs_epsilon: Whether this run counts messages for ε.
 
     Raises:
-        ValueError: With the reason and the way out.
+        ValueError: If it may not; the message has the reason and the way out.
 
     Example:
         >>> check_record("out", RunRecord("a", label_epsilon=1.0), RunRecord("a"))
@@ -206,11 +211,11 @@ def load_private_state(
     record: RunRecord | None = None,
     releases: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Restore them.
+    """Restore what `save_private_state` wrote.
 
     Without a file of this rank, or with one that another number of ranks saved or that was saved
     under other settings than `record` has, defenses forget what they remember, with a warning. The
-    accountant also counts `releases`, which the file was written too early for.
+    accountant also counts `releases`, for which the file was written too early.
 
     Raises:
         ValueError: If the file is of another number of clients, or damaged; or if there is an

@@ -1,1 +1,1 @@
-"""Whose rows are in a batch: clients of a rank, and federations in simulation."""
+"""Assignment of rows to clients: clients of a rank, and federations in simulation."""

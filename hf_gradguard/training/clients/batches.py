@@ -1,8 +1,10 @@
-"""Whose a batch is: clients of a rank, and a federation on one data set, of which some clients are
-drawn each round.
+"""Assignment of a batch's rows to clients.
 
-Weights by size as in McMahan et al., "Communication-Efficient Learning of Deep Networks from
-Decentralized Data" (2017).
+A rank hosts several clients, or a federation on one data set, of which some clients are drawn each
+round.
+
+Clients are weighted by size as in McMahan et al., "Communication-Efficient Learning of Deep
+Networks from Decentralized Data" (2017).
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ of the data set it is.
 
 
 class SampledRow(NamedTuple):
-    """One place of a batch: a row (`None` where the client has no more), its client, and that
-    client's share.
+    """A place of a batch: a row, its client, and that client's weight.
+
+    The row is `None` where the client has no more.
     """
 
     row: int | None
@@ -40,23 +43,24 @@ class SampledRow(NamedTuple):
 
 @dataclass
 class ClientSampler(Sampler[SampledRow]):
-    """Rounds of clients, drawn anew each round: the same on every rank for one seed and epoch.
+    """Rounds of clients, drawn anew each round, the same on every rank for one seed and epoch.
 
-    Client k lives on rank k modulo `ranks`, so that what it remembers stays in one place. In a
-    round every rank draws `per_rank` of its clients, and each of those `batch_size` of its own
-    rows, or all that it has if those are fewer. A client's share is its number of rows over that of
+    Client k lives on rank k modulo `ranks`, so that its state stays in one place. In a round every
+    rank draws `per_rank` of its clients, and each of those draws `batch_size` of its own rows, or
+    takes all that it has if those are fewer. A client's weight is its number of rows over that of
     all clients drawn in the round.
 
     Args:
-        parts: The rows of each client.
-        per_rank: Clients a rank and round.
-        batch_size: Rows a client and round.
-        ranks: How many ranks there are.
-        seed: Of all draws.
+        rows_of_clients: The rows of each client.
+        per_rank: The number of clients a rank draws in a round.
+        batch_size: The number of rows a client draws in a round.
+        ranks: The number of ranks.
+        seed: The seed of all draws.
+        epoch: The number of the epoch, which changes the draws.
 
     Yields:
         `ranks` × `per_rank` × `batch_size` places a round, rank by rank and client by client. An
-        epoch has as many rounds as it takes to draw as many rows as there are.
+            epoch has as many rounds as it takes to draw as many rows as there are.
 
     Example:
         >>> halves = [np.arange(0, 4), np.arange(4, 8)]
@@ -73,7 +77,7 @@ class ClientSampler(Sampler[SampledRow]):
 
     @property
     def rounds(self) -> int:
-        """Rounds an epoch, at least one."""
+        """The number of rounds in an epoch, at least one."""
         return max(
             1, sum(map(len, self.rows_of_clients)) // (self.ranks * self.per_rank * self.batch_size)
         )
@@ -82,8 +86,9 @@ class ClientSampler(Sampler[SampledRow]):
         return self.rounds * self.ranks * self.per_rank * self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the data loader, so that epochs differ and a resumed run goes on with the right
-        one.
+        """Set the epoch, as the data loader does, so that epochs differ.
+
+        A resumed run continues with the right one.
         """
         self.epoch = epoch
 
@@ -114,7 +119,7 @@ class ClientSampler(Sampler[SampledRow]):
 
 
 class ClientRows(Dataset):
-    """A data set read by `SampledRow`.
+    """A data set that is read by `SampledRow`.
 
     Example:
         >>> ClientRows(["zero", "one"])[SampledRow(row=1, client=5, share=0.5)][0]
@@ -131,7 +136,10 @@ class ClientRows(Dataset):
         return (None if place.row is None else self.data[place.row]), place
 
     def __getitems__(self, places: list[Any]) -> list[tuple[Any, SampledRow]]:
-        """A batch at once. Where sizes vary, the sampler draws it whole: a list of one list."""
+        """Return the rows of a batch, at once.
+
+        Where sizes vary, the sampler draws the batch whole.
+        """
         if isinstance(places[0], list):
             (places,) = places
         rows = iter(fetched(self.data, [place.row for place in places if place.row is not None]))
@@ -140,8 +148,9 @@ class ClientRows(Dataset):
 
 @dataclass
 class ClientCollator:
-    """Collates as `collate` does, leaves empty places out, and says whose the rows are. `check`
-    looks at the rows before.
+    """A collator that leaves empty places out, and adds whose the rows are.
+
+    It collates as `collate` does. `check` sees the rows before.
 
     Example:
         >>> places = [({"labels": 1}, SampledRow(3, 5, 0.5)), (None, SampledRow(None, 5, 0.5))]
@@ -165,8 +174,10 @@ class ClientCollator:
 
 @dataclass
 class WholeCollator:
-    """Collates as `collate` does, no more than one row of each example: else nothing would say
-    which rows belong together.
+    """A collator that refuses batches with more than one row of an example.
+
+    It collates as `collate` does. With several rows of one example nothing would say which rows
+    belong together.
 
     Example:
         >>> answers = WholeCollator(lambda rows: {"input_ids": torch.zeros(2 * len(rows), 3)})
@@ -191,7 +202,7 @@ class WholeCollator:
 
 
 class PlainRows(Dataset):
-    """The rows of a table of the library `datasets`, and no table.
+    """The rows of a table of the library `datasets`, without the table.
 
     Example:
         >>> PlainRows(["zero", "one"])[1]
@@ -234,7 +245,7 @@ class NumberedRows(Dataset):
 
 @dataclass
 class NumberedCollator:
-    """Collates as `collate` does, and says which rows of the data set they are, unless it did.
+    """A collator that adds the rows' numbers in the data set, unless `collate` added them.
 
     Example:
         >>> NumberedCollator(lambda rows: {"labels": rows})([("zero", 0), ("one", 1)])
@@ -250,10 +261,12 @@ class NumberedCollator:
 
 
 def divide(data: Any, args: TrainingArguments, ranks: int) -> list[Rows]:
-    """The rows of each of `args.num_clients` clients; nothing without that argument or data.
+    """Return the rows of each of `args.num_clients` clients.
+
+    The result is empty without that argument or without data.
 
     Raises:
-        ValueError: If the ranks cannot host them alike, or as for `make_partition`.
+        ValueError: If the ranks cannot host equally many clients, or as for `make_partition`.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
@@ -275,7 +288,7 @@ def divide(data: Any, args: TrainingArguments, ranks: int) -> list[Rows]:
 def round_sampler(
     rows_of_clients: Sequence[Rows], args: TrainingArguments, ranks: int
 ) -> ClientSampler:
-    """Draws rounds of the clients that `divide` made.
+    """Return the sampler of rounds of the clients that `divide` made.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
@@ -290,8 +303,9 @@ def round_sampler(
 
 
 def split(batch: dict[str, Any], num_clients: int) -> list[dict[str, Any]]:
-    """Cut a batch by rows into `parts` clients, the first ones larger by one row where it does not
-    divide.
+    """Cut a batch by rows into `num_clients` clients.
+
+    The first ones are larger by one row where the batch does not divide.
 
     Example:
         >>> [len(part["labels"]) for part in split(batch, 2)]
@@ -311,8 +325,10 @@ def split(batch: dict[str, Any], num_clients: int) -> list[dict[str, Any]]:
 def clients_in(
     batch: dict[str, Any],
 ) -> Iterator[tuple[int, float, Tensor | None, dict[str, Any]]]:
-    """The clients of a batch of `ClientCollator`: number, share of the round, which rows of the
-    data set it has in the batch, and those.
+    """Return the clients of a batch of `ClientCollator`.
+
+    Each has its number, its weight in the round, the numbers of its rows in the data set, and its
+    rows.
 
     Example:
         >>> whose = {CLIENT: torch.tensor([5, 0]), SHARE: torch.tensor([0.25, 0.75])}

@@ -1,4 +1,4 @@
-"""Clients in whose batch nothing counts, since it has no rows for them or no labels.
+"""Clients with nothing that counts in their batch: no rows, or no labels.
 
 They share noise alone where its strength is stated. Zeros would say that nothing counted, and would
 leave a sum with less noise than was stated for it.
@@ -21,8 +21,10 @@ from ..message import Client, ClientBatch, MessageMaker
 
 
 def is_summed(defense: Defense, args: TrainingArguments) -> bool:
-    """Whether a `scale` is of the sum of messages. Of a noise multiplier `PrivateRows` gives each
-    message its share.
+    """Return whether a `scale` is stated for the sum of messages.
+
+    A noise multiplier is stated for the sum too, but `PrivateRows` gives each message its part of
+    it.
 
     Example:
         >>> is_summed(make_defense("gaussian_noise"), TrainingArguments("out"))
@@ -33,14 +35,14 @@ def is_summed(defense: Defense, args: TrainingArguments) -> bool:
 
 
 class EmptyClients:
-    """What a rank's empty clients share.
+    """The messages of a rank's empty clients.
 
     A message of noise alone counts as much as one of equal weights would. With `summed` it counts
-    as much as those that do count on average, on all ranks: a sum of n messages then has all of
-    its noise, however few of them count. That is known when a step is due.
+    as much as those that do count on average, on all ranks: a sum of n messages then has all of its
+    noise, however few of them count. Their average is known when a step is due.
 
     Args:
-        shared: Gives the shared parameters of a module, by name.
+        shared: The function that returns a module's shared parameters, by name.
         summed: Whether noise is stated for the sum of messages.
 
     Example:
@@ -69,15 +71,14 @@ class EmptyClients:
         self, messages: MessageMaker, module: nn.Module, turns: Sequence[ClientBatch],
         accumulation: int, step: int,
     ) -> None:  # fmt: skip
-        """Add the noise of those of a micro-batch's clients that are empty, or keep it for
-        `share_sum`.
+        """Add the noise of a micro-batch's empty clients, or keep it for `share_sum`.
 
         Args:
-            messages: Makes them.
-            module: Whose parameters are shared.
-            turns: All clients' of the micro-batch.
-            accumulation: Micro-batches of the optimizer step.
-            step: Optimizer steps that are finished.
+            messages: The maker of messages.
+            module: The module whose parameters are shared.
+            turns: The batches of all clients in the micro-batch.
+            accumulation: The number of micro-batches in the optimizer step.
+            step: The number of finished optimizer steps.
         """
         self._weight += sum(turn.weight for turn in turns)
         self._count += sum(bool(turn.weight) for turn in turns)
@@ -94,14 +95,17 @@ class EmptyClients:
         self, messages: MessageMaker, module: nn.Module, step: int, accelerator: Accelerator,
         secure: SecureSum | None = None,
     ) -> None:  # fmt: skip
-        """Add what was kept, before a step's gradients are exchanged. All ranks must call it.
+        """Add the noise that was kept, before a step's gradients are exchanged.
+
+        All ranks must call it.
 
         Args:
-            messages: As for `share`.
-            module: As for `share`.
-            step: As for `share`.
-            accelerator: Carries the weights and the number of messages that count.
-            secure: Hides each rank's.
+            messages: The maker of messages, as for `share`.
+            module: The module, as for `share`.
+            step: The number of finished steps, as for `share`.
+            accelerator: The accelerator that carries the weights and the number of messages that
+                count.
+            secure: The secure aggregation that hides each rank's.
         """
         weight_and_count = [self._weight, self._count]
         means = torch.tensor(weight_and_count, dtype=torch.float64, device=accelerator.device)

@@ -1,4 +1,4 @@
-"""The rows of one data set divided among clients.
+"""Partitions of one data set's rows among clients.
 
 Reference: Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for
 Federated Visual Classification" (2019).
@@ -17,7 +17,9 @@ Rows = np.ndarray
 
 
 def is_of_datasets(data: Any, *kinds: str) -> bool:
-    """Whether data is of these classes of the library `datasets`, which need not be installed.
+    """Return whether data is of these classes of the library `datasets`.
+
+    The library need not be installed.
 
     Example:
         >>> is_of_datasets([1, 2], "Dataset")
@@ -28,12 +30,12 @@ def is_of_datasets(data: Any, *kinds: str) -> bool:
 
 
 def partition_iid(rows: int, num_clients: int, generator: np.random.Generator) -> list[Rows]:
-    """Rows in random order, cut into parts that differ by one at most.
+    """Return rows in random order, cut into parts whose sizes differ by one at most.
 
     Args:
-        rows: How many there are.
-        num_clients: How many parts.
-        generator: Source of all randomness.
+        rows: The number of rows.
+        num_clients: The number of parts.
+        generator: The source of all randomness.
 
     Returns:
         The numbers of each client's rows, sorted.
@@ -51,14 +53,16 @@ def partition_iid(rows: int, num_clients: int, generator: np.random.Generator) -
 def partition_dirichlet(
     labels: Sequence[int] | Rows, num_clients: int, alpha: float, generator: np.random.Generator
 ) -> list[Rows]:
-    """The rows of each class divided among clients in proportions p ~ Dirichlet(α, …, α), drawn for
-    every class anew.
+    """Divide the rows of each class among clients in proportions p ~ Dirichlet(α, …, α).
+
+    The proportions are drawn for every class anew.
 
     Args:
-        labels: `(n,)` class ids.
-        num_clients: How many parts.
-        alpha: α > 0. Small: a class is on few clients. Large: as good as equal parts.
-        generator: Source of all randomness.
+        labels: The class ids, `(n,)`.
+        num_clients: The number of parts.
+        alpha: The concentration α > 0. If it is small, a class is on few clients. If it is large,
+            parts are as good as equal.
+        generator: The source of all randomness.
 
     Returns:
         The numbers of each client's rows, sorted. Clients differ in size; some can be empty.
@@ -83,11 +87,11 @@ def partition_dirichlet(
 def make_partition(
     data: Any, num_clients: int, partition: str, alpha: float, seed: int
 ) -> list[Rows]:
-    """The rows of each client of a data set.
+    """Return the rows of each client of a data set.
 
     Raises:
-        ValueError: If it has no length, no class labels where those are needed, or a client would
-            have no rows.
+        ValueError: If the data set has no length, no class labels where those are needed, or a
+            client would have no rows.
 
     Example:
         >>> data = [{"labels": row % 2} for row in range(8)]
@@ -114,7 +118,7 @@ def make_partition(
 
 
 def class_labels(data: Any) -> Rows:
-    """The class ids of a data set's rows, from its column `labels` or `label`.
+    """Return the class ids of a data set's rows, from its column `labels` or `label`.
 
     Raises:
         ValueError: If there is no such column, or it holds no whole numbers.
@@ -149,8 +153,9 @@ def class_labels(data: Any) -> Rows:
 
 
 def fetched(data: Any, rows: list[int]) -> Sequence[Any]:
-    """Rows of a data set, at once where it can; of a negative one, which stands for the shapes of
-    an empty batch, the last.
+    """Return rows of a data set, all at once where the data set can.
+
+    A negative number stands for the shapes of an empty batch, and gives the last row.
 
     Example:
         >>> fetched(["zero", "one", "two"], [2, 0])

@@ -1,1 +1,1 @@
-"""What ranks send each other: averages of what is protected, and what they agree on before."""
+"""Exchanges between ranks: averages of protected gradients, and the agreement before training."""

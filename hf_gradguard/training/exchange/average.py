@@ -1,4 +1,4 @@
-"""What ranks tell each other at every step: averages, and when to stop."""
+"""Averages over ranks at every step, and the agreement when to stop."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ Bits = Literal[32, 64]
 
 
 class SecureSum(Protocol):
-    """What hides each rank's part of an average: `hf_gradguard.secure.SecureAggregation`, which is
-    imported where it is asked for.
+    """The interface of an aggregation that hides each rank's part of an average.
+
+    `hf_gradguard.secure.SecureAggregation` has it, and is imported where it is asked for.
     """
 
     def agreed(
         self, tensors: Sequence[Tensor], bits: Bits, add_up: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor], Tensor]:
-        """Takes means of tensors' entries, once all ranks are ready for them."""
+        """Return a function that averages tensors, once all ranks are ready for this exchange."""
 
     def check_carrier(self, accelerator: object) -> None:
-        """Refuse another accelerator than its own."""
+        """Raise an error for another accelerator than its own."""
 
 
 def secure_sum_of(args: TrainingArguments, accelerator: Accelerator) -> SecureSum | None:
-    """What training arguments ask for.
+    """Return the secure aggregation that training arguments ask for, or `None`.
 
     Example:
         >>> secure_sum_of(TrainingArguments("out"), Accelerator(cpu=True)) is None
@@ -52,14 +53,16 @@ def average(
     secure: SecureSum | None = None,
     bits: Bits = 64,
 ) -> None:
-    """Replace tensors by their means over ranks, in place. All ranks must give the same ones in the
-    same order.
+    """Replace tensors by their means over ranks, in place.
+
+    All ranks must give the same tensors in the same order.
 
     Args:
-        tensors: Floating-point ones.
-        accelerator: Carries them.
-        secure: Hides each rank's from the others and from who carries them, all but their mean.
-        bits: Of a word that an entry becomes there: 32 for gradients, 64 for figures.
+        tensors: The floating-point tensors.
+        accelerator: The accelerator that carries them.
+        secure: The secure aggregation, which shows nobody more than the mean; `None` for none.
+        bits: The number of bits of a word that an entry becomes there: 32 for gradients, 64 for
+            figures.
 
     Raises:
         OverflowError: On all ranks, before anything is exchanged, if `secure` has no room for an
@@ -96,8 +99,9 @@ def _reduced(tensor: Tensor, accelerator: Accelerator, reduction: str) -> Tensor
 
 
 def buckets(tensors: Sequence[Tensor], entries: int = 2**23) -> Iterator[list[Tensor]]:
-    """Runs of tensors of one type with about `entries` entries: few, large collectives in bounded
-    memory.
+    """Yield runs of tensors of one type with about `entries` entries.
+
+    They make few, large collectives in bounded memory.
 
     Example:
         >>> [len(bucket) for bucket in buckets([torch.ones(3)] * 4, entries=6)]
@@ -121,8 +125,9 @@ def average_gradients(
     accelerator: Accelerator,
     secure: SecureSum | None = None,
 ) -> None:
-    """Replace parameters' `.grad` by its mean over ranks: the only exchange of gradients there
-    is.
+    """Replace parameters' `.grad` by its mean over ranks.
+
+    This is the only exchange of gradients that there is.
 
     Raises:
         OverflowError, RuntimeError: As for `average`.
@@ -138,7 +143,9 @@ def average_gradients(
 
 
 def any_rank(due: bool, accelerator: Accelerator, secure: SecureSum | None = None) -> bool:
-    """Whether something is due on any rank. All ranks must ask.
+    """Return whether something is due on any rank.
+
+    All ranks must call it.
 
     Example:
         >>> any_rank(True, Accelerator(cpu=True))

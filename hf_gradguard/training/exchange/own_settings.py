@@ -1,4 +1,6 @@
-"""Which settings a rank may choose for itself. Ranks compare all others before they train.
+"""The settings that a rank may choose for itself.
+
+Ranks compare all others before they train.
 
 A setting that a newer version of Transformers adds is compared until it is listed here. A rank that
 waits for a message which no other rank sends waits for ever.

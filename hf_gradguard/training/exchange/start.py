@@ -1,4 +1,4 @@
-"""Ranks begin alike: with the same settings and parameters, from the same weights."""
+"""The agreement of ranks before training, on settings, parameters and weights."""
 
 from __future__ import annotations
 
@@ -30,16 +30,20 @@ logger = logging.get_logger(__name__)
 
 
 def check_agreed(settings: Mapping[str, Any], device: torch.device | str) -> None:
-    """Refuse to train where ranks differ, on all of them: their exchanges would not fit together,
-    wait for each other, or mix up what is whose. All ranks must call it.
+    """Check on all ranks that they agree on settings.
+
+    All ranks must call it.
+
+    Exchanges of ranks that differ would not fit together, wait for each other, or mix up what is
+    whose.
 
     Args:
-        found: As `agreed_upon` says. Ranks send 8 bytes of a hash of each entry: that hides no
-            small number.
-        device: That ranks exchange from.
+        settings: The settings that `agreed_upon` lists. Ranks send 8 bytes of a hash of each entry,
+            which hides no small number.
+        device: The device that ranks exchange from.
 
     Raises:
-        ValueError: With what differs.
+        ValueError: If ranks differ; the message names the settings.
 
     Example:
         >>> check_agreed({"max_steps": 3}, "cpu")
@@ -73,7 +77,7 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def say_received(model: nn.Module) -> None:
-    """Warn of what in a received model makes gradients leak.
+    """Warn of properties of a received model that make gradients leak.
 
     Example:
         >>> say_received(model)
@@ -221,7 +225,9 @@ def agreed_upon(
 
 
 def differences(names: Iterable[str]) -> str:
-    """Entries of `agreed_upon` that differ, without what follows from others, and what to do.
+    """Return the entries of `agreed_upon` that differ, and what to do.
+
+    Entries that follow from others are left out.
 
     Example:
         >>> differences(["learning_rate", OPTIMIZER])
