@@ -69,14 +69,14 @@ _CHANGED = (
 
 
 class AccountFile:
-    """One rank's records of messages, each line under a checksum that covers all lines before it.
+    """The file of one rank's records, each line under a checksum that covers all lines before it.
 
     Args:
         folder: The run's output folder.
-        rank: Whose messages.
+        rank: The rank whose messages are recorded.
 
     Attributes:
-        run: Names the run that a record counts for. A run that is resumed keeps its name.
+        run: The name of the run that a record counts for. A run that is resumed keeps its name.
 
     Example:
         >>> account = AccountFile(tmp_path, rank=0)
@@ -99,7 +99,7 @@ class AccountFile:
 
     @property
     def counted(self) -> dict[str, int]:
-        """How many records of each attempt at this run the accounts hold: for a checkpoint."""
+        """Return how many records of each attempt at this run the accounts hold."""
         return dict(self._counted)
 
     @property
@@ -108,19 +108,23 @@ class AccountFile:
         return bool(self._counted.get(self._attempt))
 
     def write_to(self, folder: str | os.PathLike[str]) -> None:
-        """What follows is written to that output folder."""
+        """Write what follows to another output folder."""
         if Path(folder) != self._path.parent:
             self._path, self._attempt = Path(folder) / self._name, secrets.token_hex(4)
             self._counted, self._began_at = {}, None
 
     def write(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Write down that a message is about to leave. Returns once the disk has it, with what
-        other runs have said since that began at this one's checkpoints.
+        """Write down that a message is about to leave, and return once the disk has it.
+
+        Other runs may have begun at this run's checkpoints since.
+
+        Returns:
+            The records of those other runs.
 
         Raises:
-            OSError: If it cannot be written. Then the message must stay.
+            OSError: If the record cannot be written. Then the message must stay.
             ValueError: If the file was changed since.
-            RuntimeError: If another process goes on with the run.
+            RuntimeError: If another process continues the run.
         """
         number = self._counted.get(self._attempt, 0)
         about = {"run": self.run, "attempt": self._attempt, "number": number}
@@ -134,8 +138,10 @@ class AccountFile:
         self._origin = Path(folder) / self._name
 
     def tell_origin(self, figures: Mapping[str, Any]) -> None:
-        """Write to the account that the run comes from, if it is another one, that this one goes on
-        elsewhere and is to share messages of these figures.
+        """Write to the accounts that the run comes from that it continues elsewhere.
+
+        The record says that messages of these figures are to be shared. Nothing is written if the
+        run comes from this account.
         """
         account_path, origin = self._path.resolve(), self._origin and self._origin.resolve()
         self._origin = None
@@ -161,12 +167,13 @@ class AccountFile:
         return ancestors
 
     def is_untouched(self, transcript: str | None = None) -> bool:
-        """Whether the file is where this run wrote it last, and as it was then: not copied, not
-        restored, and on the same machine.
+        """Return whether the file is where this run wrote it last, and as it was then.
+
+        Then it was not copied or restored, and is on the same machine.
 
         Args:
-            transcript: Look at all records of that transcript, of which there has to be one. What
-                was written after a copy was made says nothing of who goes on with what was copied.
+            transcript: A transcript whose records alone are looked at; there has to be one. What
+                was written after a copy was made says nothing of who continues what was copied.
         """
         records, _, _ = _read_records(self._path)
         written = [record for record in records if record["run"] == self.run]
@@ -182,12 +189,13 @@ class AccountFile:
     def records(
         self, folders: Iterable[str | os.PathLike[str]], counted: Mapping[str, int]
     ) -> list[dict[str, Any]]:
-        """What this run shared beyond what a checkpoint counted, oldest first. All of it counts as
-        counted from then on.
+        """Return what this run shared beyond the records that a checkpoint counted, oldest first.
+
+        All of it counts as counted from then on.
 
         Args:
-            folders: Output folders that the run may have written to.
-            counted: As a checkpoint has it.
+            folders: The output folders that the run may have written to.
+            counted: The counts in the checkpoint.
 
         Raises:
             ValueError: If a file was changed, or lacks records that the checkpoint counted.
@@ -217,7 +225,7 @@ class AccountFile:
         return [record for record in _read_records(path)[0] if record["run"] == self.run]
 
     def go_on_with(self, run: str) -> None:
-        """Take another run's name: what follows counts as its own.
+        """Take another run's name, so that what follows counts as its own.
 
         Raises:
             ValueError: If this process has shared messages under another name.
@@ -228,7 +236,7 @@ class AccountFile:
             self.run, self._counted = run, {}
 
     def last_run(self) -> str | None:
-        """The run that wrote to the output folder last; `None` if there is none."""
+        """Return the name of the run that wrote to the output folder last, or `None`."""
         records, _, _ = _read_records(self._path)
         return records[-1]["run"] if records else None
 

@@ -1,5 +1,7 @@
-"""Whether a data set's rows are those that a run knows by number: an account adds up by row, a
-label is randomized by row, and a client has rows.
+"""A fingerprint of a data set's rows, which a run knows by number.
+
+An account adds up by row, a label is randomized by row, and a client has rows. So a resumed run
+checks that they are the same rows.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _TRIED = 8  # rows that are read twice: a field that differs is drawn anew at ev
 
 
 def seed_all(seed: int) -> None:
-    """Seed all three, inside `draws_restored`.
+    """Seed all three global generators, inside `draws_restored`.
 
     Example:
         >>> with draws_restored():
@@ -35,14 +37,14 @@ def seed_all(seed: int) -> None:
 
 
 def data_fingerprint(data: Any, salt: str) -> str | None:
-    """A checksum of a data set's rows in their order; `None` where rows have no number.
+    """Return a checksum of a data set's rows in their order; `None` where rows have no number.
 
     Fields that a data set draws at random are left out, if the three global generators do not
     decide them. All generators stay as they are.
 
     Args:
         data: The training data.
-        salt: Of a run, so that nobody can compare it with guesses of the data beforehand.
+        salt: The salt of a run, so that nobody can compare the checksum with guesses of the data.
 
     Example:
         >>> rows = [{"text": "a", "label": 0}, {"text": "b", "label": 1}]
@@ -70,7 +72,7 @@ def data_fingerprint(data: Any, salt: str) -> str | None:
 
 
 class Fingerprints:
-    """Computes `data_fingerprint` once for all checkpoints of a run.
+    """A cache that computes `data_fingerprint` once for all checkpoints of a run.
 
     Example:
         >>> fingerprints, rows = Fingerprints(), [{"text": "a"}]
@@ -82,7 +84,7 @@ class Fingerprints:
         self._last: tuple[Any, str, str | None] = None, "", None
 
     def __call__(self, data: Any, salt: str) -> str | None:
-        """As `data_fingerprint`."""
+        """Return `data_fingerprint` of the data."""
         if self._last[0] is not data or self._last[1] != salt:
             self._last = data, salt, data_fingerprint(data, salt)
         return self._last[2]

@@ -1,10 +1,10 @@
 """Labels that are randomized before anything is computed from them.
 
-Randomized response (Warner, 1965; for K classes Kairouz, Oh and Viswanath, "Extremal Mechanisms for
-Local Differential Privacy", 2014): a label is kept with probability e^ε / (e^ε + K - 1), and else
-becomes one of the other classes, each as likely. Whatever is computed from the result is ε-label
-differentially private: for no message, whatever it is protected by, do odds of two labels of a row
-differ by more than e^ε.
+By randomized response (Warner, 1965; for K classes Kairouz, Oh and Viswanath, "Extremal Mechanisms
+for Local Differential Privacy", 2014) a label is kept with probability e^ε / (e^ε + K - 1), and
+else becomes one of the other classes, each equally likely. Whatever is computed from the result is
+ε-label differentially private: no message, whatever protects it, changes the odds of two labels of
+a row by more than a factor e^ε.
 
 The unit is a row. A text that is in the data k times has k draws, whose ε add up: at ε = 1 an
 attacker finds 73.1 % of the labels of single texts, and 93.5 % of those that are there nine times.
@@ -33,8 +33,9 @@ _NAMES = ("labels", "label", "label_ids")
 
 
 def keep_probability(epsilon: float, classes: int) -> float:
-    """How likely a label stays: also the most that any attack finds of labels that were equally
-    likely before.
+    """Return the probability that a label is kept.
+
+    It is also the largest fraction that any attack finds of labels that were equally likely before.
 
     Example:
         >>> round(keep_probability(1.0, classes=2), 3)
@@ -46,7 +47,7 @@ def keep_probability(epsilon: float, classes: int) -> float:
 
 
 def randomized_response(label: int, epsilon: float, classes: int, stream: Stream) -> int:
-    """One release of one label.
+    """Return a label, randomized once.
 
     Raises:
         ValueError: If the label is no class.
@@ -64,14 +65,17 @@ def randomized_response(label: int, epsilon: float, classes: int, stream: Stream
 
 
 class LabelKey:
-    """What a rank's randomized labels are drawn by: the same for one row at every epoch, so that it
-    is released once. Private to the rank, and checkpointed with it.
+    """The key of a rank's randomized labels, which is private to the rank.
+
+    Draws are the same for one row at every epoch, so that its label is released once. The key is
+    stored in checkpoints.
 
     Args:
-        seed: Makes draws reproducible, by anybody, so that they hide nothing from who knows it.
+        seed: A seed that makes draws reproducible, so that they hide nothing from anybody who knows
+            it.
 
     Attributes:
-        is_from_seed: Whether there is one.
+        is_from_seed: Whether there is a seed.
 
     Example:
         >>> key = LabelKey()
@@ -84,27 +88,29 @@ class LabelKey:
         self._key = stream.bytes(32)
 
     def of(self, row: int) -> Stream:
-        """For a row of the data set."""
+        """Return the stream of a row of the data set."""
         return Stream.from_seeds(int.from_bytes(self._key, "big"), row)
 
     def tensor(self) -> Tensor:
-        """To be saved."""
+        """Return the key as a tensor, for a checkpoint."""
         return torch.tensor(list(self._key), dtype=torch.uint8)
 
     def load(self, saved: Tensor) -> None:
-        """What was saved."""
+        """Load the key that `tensor` returned."""
         self._key = bytes(saved.tolist())
 
 
 class RandomizedLabels(Dataset):
-    """A data set with labels that randomized response made, each once and for all. ε is of one row:
-    where a text stands in several, each has a draw of its own, and their ε add up.
+    """A data set whose labels randomized response drew, once for each row.
+
+    ε is stated for one row: where a text stands in several, each has a draw of its own, and their ε
+    add up.
 
     Args:
-        data: Rows by number, each a mapping with a class id called `labels` or `label`.
-        epsilon: ε, above 0.
-        classes: K.
-        key: Of the draws.
+        data: The rows by number, each a mapping with a class id called `labels` or `label`.
+        epsilon: The ε of a label, above 0.
+        classes: The number K of classes.
+        key: The key of the draws.
 
     Raises:
         NotImplementedError: If rows have no number, or a row's label is no class id.
@@ -162,13 +168,13 @@ class RandomizedLabels(Dataset):
 def protect_labels(
     data: Any, args: Any, model: nn.Module, key: LabelKey, own_batches: bool
 ) -> RandomizedLabels | None:
-    """Training data with randomized labels; those that have them already, as they are.
+    """Return training data with randomized labels; data that has them already stays as it is.
 
     Args:
-        data: The Trainer's, if it has any.
-        args: Training arguments with `label_epsilon`.
-        model: Whose classes the labels are.
-        key: Of the draws.
+        data: The Trainer's data, if it has any.
+        args: The training arguments with `label_epsilon`.
+        model: The model whose classes the labels are.
+        key: The key of the draws.
         own_batches: Whether the Trainer's class reads its batches in a way of its own.
 
     Raises:
@@ -234,11 +240,12 @@ UNIT_OF_LABELS = (
 
 
 class Randomizer:
-    """Randomizes a Trainer's labels: every data set by a key of its own, which is the same whenever
-    the data set comes back.
+    """A randomizer of a Trainer's labels, with a key for every data set.
+
+    A data set that comes back has the same key.
 
     Attributes:
-        key: Of the data set that came last; `None` if its labels are true.
+        key: The key of the last data set; `None` if its labels are true.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
@@ -253,7 +260,7 @@ class Randomizer:
         self._randomized: list[RandomizedLabels] = []
 
     def __call__(self, data: Any, args: Any, model: nn.Module, own_batches: bool) -> Any:
-        """Training data, with randomized labels where `args.protect_labels` says so."""
+        """Return training data, with randomized labels if `args.protect_labels` is set."""
         if setting(args, "protect_labels") is None and not self._randomized:
             return data
         seed = setting(args, "noise_seed")
@@ -271,7 +278,7 @@ class Randomizer:
 
 
 def number_of_classes(model: nn.Module) -> int:
-    """K of a model with a class for each label.
+    """Return the number K of classes of a model that has one for each label.
 
     Raises:
         NotImplementedError: If labels are no classes.

@@ -1,4 +1,4 @@
-"""What a schedule of learning rates says before a training: whether it is public, and how it ends.
+"""Properties of a schedule of learning rates before a training: whether it is public, and its end.
 
 Both follow from the scheduler itself, and not from its name, so that a new one is judged as well.
 """
@@ -16,10 +16,10 @@ _POINTS = 1001  # at which a long schedule is looked at
 
 
 def follows_evaluation(scheduler: Any) -> bool:
-    """Tell whether a scheduler's rates follow a metric, so that nobody knows them beforehand.
+    """Return whether a scheduler's rates follow a metric, so that nobody knows them beforehand.
 
     Args:
-        scheduler: The Trainer's; `None` where rates stay.
+        scheduler: The Trainer's scheduler; `None` where rates stay.
 
     Example:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -31,15 +31,15 @@ def follows_evaluation(scheduler: Any) -> bool:
 
 
 def falls_to_zero(scheduler: Any, steps: int) -> bool:
-    """Tell whether rates end at zero and do not rise again once they have fallen.
+    """Return whether rates end at zero and do not rise again once they have fallen.
 
     Schedules that are no `LambdaLR`, as a user may pass one, cannot be asked about a later step.
-    For them the answer is no, and noise is planned for rates that stay: right for any, and the
-    least for some.
+    For them the answer is no, and noise is planned for rates that stay, which is right for any
+    schedule.
 
     Args:
-        scheduler: The Trainer's.
-        steps: Optimizer steps of the training.
+        scheduler: The Trainer's scheduler.
+        steps: The number of optimizer steps of the training.
 
     Example:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""What a training tells an attacker that does not know in which messages a row was put."""
+"""The privacy of rows against an attacker that does not know which messages they are in."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ logger = logging.get_logger(__name__)
 
 
 class SecretPositions(NamedTuple):
-    """What holds for an attacker that does not know in which messages a row is.
+    """The figures against an attacker that does not know in which messages a row is.
 
     Args:
-        epsilon: At the defense's δ; `None` without one.
-        power: The share of members that it finds at 1 % FPR, at most; of rows that are in one.
+        epsilon: The ε at the defense's δ; `None` without a δ.
+        power: The most members, as a fraction, that it finds at 1 % false positives, where a row is
+            in one message.
     """
 
     epsilon: float | None
@@ -35,10 +36,10 @@ def positions_unknown(
     factor: Factor, messages: int, noise_multiplier: float, bins: int, scale: float,
     delta: float | None,
 ) -> SecretPositions:  # fmt: skip
-    """Bounds what a plan tells of a row that was put into a message in secret.
+    """Bound what a plan reveals of a row that was put into a message in secret.
 
-    Draws take seconds, a minute for thousands of messages: once a plan. No attacker knows less
-    than one that knows the place.
+    Draws take seconds, or a minute for thousands of messages, once for each plan. No attacker knows
+    less than one that knows the place.
     """
     mechanism = factor.column(messages), noise_multiplier, bins
     power = balls_in_bins_power(*mechanism, scale=scale)
