@@ -177,6 +177,8 @@ def _fields(node: ast.ClassDef) -> tuple[list[str], list[str]]:
         for child in cls.body:
             if isinstance(child, ast.FunctionDef) and child.name in ("__init__", "__new__"):
                 names = _parameters(child)
+                if child.name == "__new__" and "**__" in names:
+                    continue  # it only chooses the class
                 return names, names if cls is node else []
     fields = [
         (cls is node, child.target.id, child)

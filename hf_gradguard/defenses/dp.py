@@ -131,7 +131,7 @@ class DPSGD(NoiseDefense):
     sampling: Literal["shuffle", "balls_in_bins"] | None = None
 
     def __new__(cls, *_: Any, correlated: bool = False, **__: Any) -> DPSGD:
-        """Make a `DPFTRL` where noise is to be correlated: a mechanism of its own."""
+        """Make a `DPFTRL`, a mechanism of its own, if noise is to be correlated."""
         return object.__new__(DPFTRL if correlated and cls is DPSGD else cls)
 
     def __post_init__(self) -> None:
@@ -154,7 +154,7 @@ class DPSGD(NoiseDefense):
         self._check_private()
 
     def _check_noise(self) -> None:
-        """Refuse settings of correlated noise."""
+        """Raise ValueError for settings of correlated noise."""
         if self.correlated:
             raise TypeError(f"{type(self).__name__} with correlated=True: derive it from DPFTRL.")
         if unusable := [name for name in CORRELATED if getattr(self, name) is not None]:
@@ -310,7 +310,7 @@ class DPSGD(NoiseDefense):
 
 @dataclass
 class DPFTRL(DPSGD):
-    """`dp_sgd` with `correlated=True`: noise that is correlated over a client's messages.
+    """Adds noise that is correlated over a client's messages: `dp_sgd` with `correlated=True`.
 
     Reference: Kairouz et al., "Practical and Private (Deep) Learning Without Sampling or Shuffling"
     (2021); factors in `factorization.py`.

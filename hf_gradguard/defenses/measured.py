@@ -64,7 +64,10 @@ _FIGURES: dict[str, Any] = json.loads(
 
 
 def _rows(family: str, sign: int = 1, weakest: float | None = 0.0) -> dict[float, Recovered]:
-    """What was recovered behind a family of defenses, by strength, which grows with `sign`."""
+    """Return what was recovered behind a family of defenses, by strength.
+
+    It grows with `sign`.
+    """
     undefended = {} if weakest is None else {weakest: UNDEFENDED}
     measured = _FIGURES["strengths"][family]
     return undefended | {sign * float(key): Recovered(*found) for key, found in measured.items()}

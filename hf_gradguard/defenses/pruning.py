@@ -119,11 +119,11 @@ class PruningDefense(BiasedDefense):
 
 @dataclass
 class Pruning(PruningDefense):
-    """The smallest |g_i| over all tensors together are zeroed.
+    """Zeroes the smallest |g_i| over all tensors together.
 
-    Named alone it is at a ratio of 0.99 with error feedback: a candidate-set attacker found 56 % of
-    the sentences in a message of 16, and span 26 % of the words (docs/findings/text.md).
-    At 0.9 without feedback it found all, and 91 % of the words (docs/findings/text.md).
+    Without settings it has a ratio of 0.99 with error feedback: a candidate-set attacker found 56 %
+    of the sentences in a message of 16, and span 26 % of the words (docs/findings/text.md). At 0.9
+    without feedback it found all, and 91 % of the words (docs/findings/text.md).
     """
 
     name: ClassVar[str] = "pruning"
@@ -193,12 +193,12 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
 
 @dataclass
 class OptimalPruningPublished(OptimalPruning):
-    """Optimal pruning to the letter of its paper: the largest s_i/|g_i| of this very batch are
-    zeroed, s from k = 10 random directions, without error feedback.
+    """Zeroes the largest s_i/|g_i| of this very batch, exactly as the paper describes.
 
-    `ratio` is 0.8, the paper's own comparison (80 % optimal against 90 % plain pruning). What is
-    left is exact, so that a candidate-set attacker finds every batch member
-    (docs/findings/text.md). `optimal_pruning` is the form to train with.
+    s comes from k = 10 random directions, without error feedback. `ratio` is 0.8, the paper's own
+    comparison (80 % optimal against 90 % plain pruning). What is left is exact, so that a
+    candidate-set attacker finds every batch member (docs/findings/text.md). `optimal_pruning` is
+    the form to train with.
 
     Reference: Chen, Gürsoy, Lei (2025), Theorem 3.6, Eq. 11, Algorithm 1, Figure 3, Appendix C.
 

@@ -24,11 +24,11 @@ class Quantization(BiasedDefense):
 
     Args:
         bits: 1 to 32. Default: 1, behind which least was recovered, which still was 73 % of a
-            sentence's words (docs/findings/text.md); of 4 bits 91 %.
-        stochastic: Round up or down at random so that the mean is kept, instead of to the nearest
-            level.
-        sign_only: Share only signs, times the tensor's mean |g| so that its size stays usable.
-            Excludes `bits`.
+            sentence's words (docs/findings/text.md); with 4 bits 91 %.
+        stochastic: Whether to round up or down at random so that the mean is kept, instead of to
+            the nearest level.
+        sign_only: Whether to share only signs, times the tensor's mean |g| so that its size stays
+            usable. It excludes `bits`.
     """
 
     name: ClassVar[str] = "quantization"

@@ -29,28 +29,28 @@ Slope = Callable[[Tensor], Tensor]
 
 @dataclass
 class GradientSketch(BiasedDefense):
-    """The gradient's nearest point in the span of the gradients of random samples.
+    """Shares the gradient's nearest point in the span of random samples' gradients.
 
     `samples` random texts or images with random labels are drawn for each message, and share
     nothing with the batch but its shape. Their gradients are added up with the factors that bring
     the sum nearest to the client's. What the sum leaves out, later messages make up for. No sample
     is refined (`refiner` does), and no evaluation network is needed.
 
-    The defaults are the strength that docs/choose.md recommends: of four texts training on SST-2
+    The defaults are the strength that docs/choose.md recommends: with four texts training on SST-2
     lost 3.6 points [2.1, 5.1], and a candidate-set attacker found 11 of 144 batch members at its
-    end; of 16 texts 2.0 [0.9, 3.1] and 31 (docs/findings/text.md).
+    end; with 16 texts 2.0 [0.9, 3.1] and 31 (docs/findings/text.md).
 
     Args:
-        samples: How many are drawn, a whole number of at least 1. Default: 4 texts, or 16 images.
-        factors: How many are fitted: one per `"message"`, per `"sample"`, per sample and
+        samples: The number of samples drawn, at least 1. Default: 4 texts, or 16 images.
+        factors: How many factors are fitted: one per `"message"`, per `"sample"`, per sample and
             `"parameter"`, or per `"token"` and linear weight.
-        error_feedback: As for all biased defenses; on by default.
+        error_feedback: Whether to use error feedback, as for all biased defenses; on by default.
         min_batches: k in 1 to 255. With error feedback a message is made of the sum of k batches'
             gradients or more, so a client's first k-1 messages are empty. With 1 the first one is
             fitted to one batch's own gradient.
 
     Raises:
-        ValueError: For a value out of range.
+        ValueError: If a value is out of range.
 
     Example:
         >>> message = make_defense("gradient_sketch", samples=4, min_batches=1)(gmap)

@@ -383,13 +383,13 @@ class Refiner(BiasedDefense):
 
 @dataclass
 class RefinerPublished(Refiner):
-    """Refiner to the letter of its paper: α = 0.5, β = 1, τ = 0.95, UM as printed, and ι = 10 steps
-    of gradient descent at a rate of 1, without error feedback.
+    """Refines exactly as the paper describes.
 
-    The paper varies its strength by ε (0.01 to 0.9; 0.1 in its ablations) and names no default, so
-    `epsilon` is left to you. It needs an evaluation network. Attackers recovered 15 dB of an image
-    at these α, β and τ (docs/findings/refiner.md), and on text it hardly learns
-    (docs/findings/refiner.md). `refiner` is the form to train with.
+    It has α = 0.5, β = 1, τ = 0.95, UM as printed, and ι = 10 steps of gradient descent at a rate
+    of 1, without error feedback. The paper varies its strength by ε (0.01 to 0.9; 0.1 in its
+    ablations) and names no default, so `epsilon` is left to you. It needs an evaluation network.
+    Attackers recovered 15 dB of an image at these α, β and τ (docs/findings/refiner.md), and on
+    text it hardly learns (docs/findings/refiner.md). `refiner` is the form to train with.
 
     Reference: "Refiner" (2025), Eq. 2 to 5, Section 5.1, Figure 5 (rate), Appendix J.
 
