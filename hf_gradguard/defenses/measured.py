@@ -82,29 +82,29 @@ OPTIMAL_PRUNING_OF_EIGHT = _rows("optimal_pruning_of_eight")  # min_batches=8
 BITS = _rows("bits", -1, -32.0)  # by -bits, as more of them protect less
 SKETCH = _rows("sketch", -1, None)  # by -samples
 
-_SAID: dict[str, str] = _FIGURES["said"]
+_SENTENCES: dict[str, str] = _FIGURES["said"]
 _SHAPE = "the noise's own shape named the message's sentence (docs/findings/shapes.md)"
 _NOTHING = "nothing was measured at this strength: run `gradguard audit`"
 _UNPROTECTED = "every word and image came back (docs/findings/attacks_text.md)"
 _LAYER = (
     "an attacker who leaves the defended layer out found {soteria_words} of a sentence's words and "
     "more (docs/findings/attacks_text.md)"
-).format_map(_SAID)
+).format_map(_SENTENCES)
 _NOT_TRAINED = (
     "of samples=16, at the start, span found no word of 10 sentences that were sent alone, and "
     "{refiner_members} of them were found among 200 (docs/findings/membership.md). No training was "
     "attacked yet. Of random samples that stay (gradient_sketch) of the same number: "
-).format_map(_SAID)
+).format_map(_SENTENCES)
 _WEIGHTED = (
     "of α = 0.6, span found {weighted_words} of a sentence's words, and a candidate-set attacker "
     "{weighted_members} of the sentences in a message of 16 (docs/findings/text.md); of α = 0.5 "
     "images came back at {weighted_image} dB (docs/findings/refiner.md)"
-).format_map(_SAID)
+).format_map(_SENTENCES)
 _PUBLISHED_PRUNING = (
     "what is left is exact: attackers who know the defense found {published_pruning_words} of a "
     "sentence's words at a ratio of 0.9 (docs/findings/attacks_text.md), and all sentences in a "
     "message (docs/findings/text.md)"
-).format_map(_SAID)
+).format_map(_SENTENCES)
 _PROVED = "every row's share is bounded by proof (docs/differential_privacy.md)"
 
 

@@ -104,19 +104,21 @@ class ClientGuard(Guard):
         It is ahead after a context was restored. The messages between have left, and later noise
         cancels theirs. Two courses that part would be two transcripts, of which ε would count one.
         """
-        kept, folder = self.remembered(), self.settings.state_folder
-        if not folder or not position_in(kept):
+        of_context, folder = self.remembered(), self.settings.state_folder
+        if not folder or not position_in(of_context):
             return
         if not self.load_state(folder, f"node-{self._context.node_id}"):
             return
-        there = self.remembered()
-        ahead = position_in(there) - position_in(kept)
+        of_folder = self.remembered()
+        ahead = position_in(of_folder) - position_in(of_context)
         if ahead > 0:
             logger.warning(_AHEAD.format(folder, ahead))
             return
-        if ahead == 0 and any(not torch.equal(kept[name], there[name]) for name in kept):
-            raise ValueError(_PARTED.format(folder, position_in(kept)))
-        self.defense.load_state_dict(kept)
+        if ahead == 0 and any(
+            not torch.equal(of_context[name], of_folder[name]) for name in of_context
+        ):
+            raise ValueError(_PARTED.format(folder, position_in(of_context)))
+        self.defense.load_state_dict(of_context)
 
 
 _AHEAD = (

@@ -38,7 +38,7 @@ from hf_gradguard.audit.run import make_defenses
 from hf_gradguard.audit.settings import AuditSettings
 from hf_gradguard.cli import main
 from hf_gradguard.defenses import Defense
-from hf_gradguard.defenses.dp import DPSGD
+from hf_gradguard.defenses.dp import DPSGD, PrivacyPlan
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.flags import FlagParser, fill
 from hf_gradguard.recommend import Choice, recommend
@@ -226,13 +226,13 @@ def test_attacks_meet_the_noise_that_a_trainer_finds(
     terms, split = TrialSettings(steps=3, batch_size=8), Split.draw(TEXTS, 16, batch_size=8)
     trials = Trials(model, tokenizer, modality, split, terms, tmp_path)
     asked, found = make_defenses(PRIVATE)[PRIVATE], []
-    calibrate = DPSGD.calibrate
+    planned = DPSGD.planned
 
-    def told(defense: DPSGD, *figures: float) -> None:
-        found.append(figures[0])
-        calibrate(defense, *figures)
+    def watched(defense: DPSGD, plan: PrivacyPlan) -> DPSGD:
+        found.append(plan.noise_multiplier)
+        return planned(defense, plan)
 
-    monkeypatch.setattr(DPSGD, "calibrate", told)
+    monkeypatch.setattr(DPSGD, "planned", watched)
     trials.judging(PRIVATE, asked, 1e-4)
     calibrated: Any = trials.calibrated(asked)
     assert found == [calibrated.noise_multiplier]

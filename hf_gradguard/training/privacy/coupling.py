@@ -159,10 +159,10 @@ def collate_watched(
         >>> collate_watched(lambda rows: {"x": rows}, [1])[::2]
         ({'x': [1]}, False)
     """
-    before, states_before = DrawState.now().plain(), _states(collate)
+    start, states_at_start = DrawState.now().plain(), _states(collate)
     batch = collate(rows)
     end, states = DrawState.now().plain(), _states(collate)
-    return batch, (end, states), end != before or states != states_before
+    return batch, (end, states), end != start or states != states_at_start
 
 
 def different(
