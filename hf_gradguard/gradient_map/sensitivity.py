@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..randomness import Stream, normal
+from .changes import Change
 from .kinks import OtherKinks, Sides
-from .layers import Change, Layer, Pass, layers_of
+from .layers import Layer, Pass, layers_of
 from .parameters import DifferencePlan, cache_of
 from .replay import nodes_of
 from .types import ClientMap, Tensors

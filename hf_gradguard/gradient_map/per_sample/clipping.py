@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..domain import count_rows
+from ..layers import Contribution, Listener, NotApartError, listen
 from ..map import GradientMap
 from ..types import Tensors
 from .lengths import refuse_other_lengths, row_shapes
-from .listener import Listener, NotApartError, listen
 from .plan import (
     is_padded,
     known_plan,
@@ -34,7 +34,6 @@ from .plan import (
     shorter,
     total_of,
 )
-from .shares import Share
 
 logger = logging.get_logger(__name__)
 
@@ -106,30 +105,35 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
         total = _zeros(gmap)
         return _summed(gmap, total, [_add_clipped(total, gmap.gradient(), clip)])
     # Before a model is tried out again, whose passes may write to what this pass has saved.
-    shares, scale = (gmap.shares, gmap.scale) if isinstance(gmap, SampleMap) else (None, 0.0)
+    contributions, scale = (
+        (gmap.contributions, gmap.scale) if isinstance(gmap, SampleMap) else (None, 0.0)
+    )
     plan, items = plan_of(gmap, samples, clip)
     if plan.reason:
         return _one_by_one(gmap, samples, clip)
     count = float(items.sum().clamp(min=1))
     try:
-        if shares is None:
+        if contributions is None:
             scale = count
             with gmap.replay.run():
-                shares = listen(gmap, gmap.batch, samples, scale)
+                contributions = listen(gmap, gmap.batch, samples, scale)
     except NotApartError:  # samples lie otherwise than when the model was tried out
         return _one_by_one(gmap, samples, clip)
-    if not shares or shares.keys() - plan.modules:
+    if not contributions or contributions.keys() - plan.modules:
         return _one_by_one(gmap, samples, clip)
     # What a sample adds is n_b g_b, unless the rule was found out after the pass.
     inverse = torch.where(items > 0, count / scale / items, 0.0)
     inverse = inverse.to(next(iter(gmap.parameters.values())).device)
-    norms = inverse * norms_of(shares)
+    norms = inverse * norms_of(contributions)
     is_usable = _usable(norms, clip)
     if not bool(is_usable.all()):
         logger.warning_once(LEFT_OUT)
-        shares = {name: share.without(~is_usable) for name, share in shares.items()}
+        contributions = {
+            name: contribution.with_zeros(~is_usable)
+            for name, contribution in contributions.items()
+        }
     factors = (inverse * _factors(norms, clip)).where(is_usable, 0.0)
-    return ClippedSum(total_of(gmap.parameters, shares, factors), norms)
+    return ClippedSum(total_of(gmap.parameters, contributions, factors), norms)
 
 
 def _factors(norms: Tensor, clip: float) -> Tensor:
@@ -208,7 +212,7 @@ class SampleMap(GradientMap):
         >>> from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
         >>> _ = clipped_sum(GradientMap(model, batch), clip=0.1)  # tries the model out
         >>> seen = SampleMap(model, batch, second_order=False, needs_input=False)
-        >>> seen.shares is not None
+        >>> seen.contributions is not None
         True
     """
 
@@ -220,7 +224,7 @@ class SampleMap(GradientMap):
     _gradient_versions: dict[str, int] | None = None
 
     @cached_property
-    def shares(self) -> Mapping[str, Share] | None:
+    def contributions(self) -> Mapping[str, Contribution] | None:
         """What samples add, by module; `None` if this pass does not tell: where a module did not
         run when the model was tried out, or samples lie in it otherwise than then.
         """
@@ -228,12 +232,14 @@ class SampleMap(GradientMap):
             return None
         try:
             with self.replay.kernels():
-                shares = self._listener.shares(self._loss, self.scale)
+                contributions = self._listener.contributions(self._loss, self.scale)
         except NotApartError:
             return None
         plan = known_plan(self)
-        is_known = plan is not None and shares.keys() <= plan.modules
-        return shares if is_known and shares else None  # none where all layers were dropped
+        is_known = plan is not None and contributions.keys() <= plan.modules
+        return (
+            contributions if is_known and contributions else None
+        )  # none where all layers were dropped
 
     def versions(self) -> dict[str, int]:
         """As in `GradientMap`, without asking for the gradient: of that, writes since it was
@@ -256,12 +262,12 @@ class SampleMap(GradientMap):
     def _own_gradient(self) -> Tensors:
         if self._listener is None:
             return super()._own_gradient()
-        if self.shares is None:
+        if self.contributions is None:
             with self.replay.run():
                 gradient = plain_gradient(self, self._batch)
         else:
             factors = torch.full((count_rows(self._batch),), 1 / self.scale)
-            gradient = total_of(self.parameters, self.shares, factors.to(self._loss.device))
+            gradient = total_of(self.parameters, self.contributions, factors.to(self._loss.device))
         gradient = {name: gradient[name].to(p.dtype) for name, p in self._parameters.items()}
         self._gradient_versions = {name: g._version for name, g in gradient.items()}
         return gradient

@@ -13,16 +13,14 @@ from transformers.utils import logging
 
 from ..domain import count_rows, ends_of, is_of_targets
 from ..inputs import NOT_FINITE
+from ..layers import ROW_ROUNDING, Contribution, NotApartError, listen
 from ..map import GradientMap
 from ..parameters import SamplePlan, cache_of
 from ..replay import differentiate, modes_kept
 from ..sensitivity import code_of
 from ..types import Tensors
 from .lengths import row_shapes
-from .listener import NotApartError, listen
 from .precision import coarse_arithmetic
-from .shares import Share
-from .sums import ROW_ROUNDING
 
 logger = logging.get_logger(__name__)
 
@@ -161,14 +159,14 @@ def _try_out(
             )
         weights = sample_weights(fitting[0], batch)
         try:
-            shares = listen(gmap, batch, len(chosen))
-            reason = _wrong(gmap, shares, single, weights, tolerance, clip)
+            contributions = listen(gmap, batch, len(chosen))
+            reason = _wrong(gmap, contributions, single, weights, tolerance, clip)
         except NotApartError as error:
             return SamplePlan(tuple(fitting), str(error))
         except RuntimeError as error:  # a module that takes no copies, or is not vectorized
             why = str(error).splitlines()[0]
             return SamplePlan(tuple(fitting), f"a module is not differentiated by rows ({why})")
-    return SamplePlan(tuple(fitting), reason, frozenset(shares), labels)
+    return SamplePlan(tuple(fitting), reason, frozenset(contributions), labels)
 
 
 def _try_padding(gmap: GradientMap, samples: int, plan: SamplePlan) -> frozenset[int]:
@@ -257,19 +255,19 @@ def _has_untried(plan: SamplePlan, batch: Mapping[str, Any]) -> bool:
 
 def _wrong(
     gmap: GradientMap,
-    shares: Mapping[str, Share],
+    contributions: Mapping[str, Contribution],
     single: list[Tensors],
     weights: Tensor,
     tolerance: float,
     clip: float,
 ) -> str:
-    """Where samples' shares are not what they are by themselves, or how; nothing if they are."""
-    norms = norms_of(shares)
+    """Say where what samples add is not what they add by themselves, or how; nothing if it is."""
+    norms = norms_of(contributions)
     for row, (sample_gradient, weight) in enumerate(zip(single, weights.tolist(), strict=True)):
         alone = torch.zeros_like(norms)
         alone[row] = 1
-        share = total_of(gmap.parameters, shares, alone)
-        off = {name: share[name] - weight * g for name, g in sample_gradient.items()}
+        added = total_of(gmap.parameters, contributions, alone)
+        off = {name: added[name] - weight * g for name, g in sample_gradient.items()}
         size, away = weight * float(_norm(sample_gradient)), float(_norm(off))
         if max(away, abs(float(norms[row]) - size)) > tolerance * float(weights.max()):
             worst = max(off, key=lambda name: float(off[name].norm()))
@@ -314,17 +312,17 @@ def _is_of_a_library(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] in ("torch", "transformers", "peft")
 
 
-def norms_of(shares: Mapping[str, Share]) -> Tensor:
-    return torch.stack([share.squares() for share in shares.values()]).sum(0).sqrt()
+def norms_of(contributions: Mapping[str, Contribution]) -> Tensor:
+    return torch.stack([entry.squared_norms() for entry in contributions.values()]).sum(0).sqrt()
 
 
 def total_of(
-    parameters: Mapping[str, Tensor], shares: Mapping[str, Share], factors: Tensor
+    parameters: Mapping[str, Tensor], contributions: Mapping[str, Contribution], factors: Tensor
 ) -> Tensors:
     """Σ_b factor_b · (what b adds): zeros for parameters that no sample adds to."""
     totals: Tensors = {}
-    for share in shares.values():
-        for name, tensor in share.total(factors).items():
+    for contribution in contributions.values():
+        for name, tensor in contribution.weighted_sum(factors).items():
             totals[name] = tensor
     for name, parameter in parameters.items():
         if name not in totals:

@@ -13,22 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..layers import is_coarse
 from ..map import GradientMap
 from ..replay import differentiate
-
-
-def is_coarse(tensor: Any) -> bool:
-    """Tells whether numbers of a tensor have fewer digits than those of float32.
-
-    Example:
-        >>> is_coarse(torch.zeros(1, dtype=torch.bfloat16)), is_coarse(torch.zeros(1))
-        (True, False)
-    """
-    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.itemsize < 4
 
 
 class _Operations(TorchDispatchMode):
