@@ -53,6 +53,10 @@ class GradientMap:
         shards: The client's devices, if `fully_shard` has cut the model over them. The map is then
             this device's part of it, and figures of a whole gradient are asked of `shards`.
 
+    Attributes:
+        batch: The batch as it was given.
+        parameters: The parameters whose gradient is shared, by name.
+
     Raises:
         ValueError: If there is no usable continuous input, nothing to share, or no loss.
 
@@ -92,7 +96,8 @@ class GradientMap:
     ) -> None:
         check_sharding(model, shards, second_order)
         self.model, self.loss_fn, self.shards = model, loss_fn or model_loss, shards
-        self._batch, self._needs_input = batch, needs_input or second_order
+        self.batch: Batch = batch
+        self._needs_input = needs_input or second_order
         self._share, self._withhold = share_input_embeddings, withhold
         # First-order defenses take batches of any kind, also without text or image.
         self._source = find_input(model, batch) if self._needs_input else None
@@ -100,7 +105,9 @@ class GradientMap:
         with torch.enable_grad(), self.replay.kernels():
             if not self._share:
                 find_tables(model, batch, self.loss_fn, shards)
-            self._parameters = shared_parameters(model, self._share, withhold)
+            self.parameters: dict[str, nn.Parameter] = shared_parameters(
+                model, self._share, withhold
+            )
             self._x, self._loss = self._first_pass()
         # The graph of this pass is kept: the gradient comes of it without another one.
         check_loss(self._loss)
@@ -110,11 +117,6 @@ class GradientMap:
         """The continuous input x, detached: `(B, T, H)` embeddings or `(B, C, H, W)` pixels."""
         assert self._input_source  # raises if nothing asked for it
         return self._x.detach()
-
-    @property
-    def batch(self) -> Batch:
-        """The batch as it was given."""
-        return self._batch
 
     @property
     def domain(self) -> Domain:
@@ -140,11 +142,6 @@ class GradientMap:
         """The batch-mean loss L(f_θ(x), y), a detached scalar."""
         return self._loss.detach()
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters whose gradient is shared, by name."""
-        return dict(self._parameters)
-
     def evaluate(self, x: Tensor, entries: Mapping[str, Any] | None = None) -> Tensor:
         """The loss at another input, with its graph; to be called inside `replay.run()`.
 
@@ -152,7 +149,7 @@ class GradientMap:
             x: Input of the same shape as `input`.
             entries: Entries of the batch to put in the place of its own.
         """
-        return self._run({**self._batch, **(entries or {})}, x)[1]
+        return self._run({**self.batch, **(entries or {})}, x)[1]
 
     def slope_with(self, parameters: Tensors, x: Tensor) -> Tensor:
         """∇_x L at an input, with other values of parameters; the model is not written to."""
@@ -181,7 +178,7 @@ class GradientMap:
         return self._input_source.evaluate(self.loss_fn, self.model, batch, x)
 
     def _first_pass(self) -> tuple[Tensor, Tensor]:
-        return self._run(self._batch)
+        return self._run(self.batch)
 
     def versions(self) -> dict[str, int]:
         """Counts of in-place writes to the map and its model: equal after whatever only reads."""
@@ -191,7 +188,7 @@ class GradientMap:
                 for name, g in self.gradient().items()
             }
         version = (lambda p: p._version) if self.shards is None else self.shards.version
-        named = self._parameters.items()
+        named = self.parameters.items()
         return {
             "the continuous input": self._x._version,
             **{f"the true gradient of {n!r}": g._version for n, g in self.form().items()},
@@ -242,8 +239,8 @@ class GradientMap:
 
     def _differentiate(self, loss: Tensor, **graph: bool) -> Tensors:
         if self.shards is not None:
-            return self.shards.gradient(loss, self._parameters)
-        return differentiate(loss, self._parameters, **graph)
+            return self.shards.gradient(loss, self.parameters)
+        return differentiate(loss, self.parameters, **graph)
 
     def slopes_at(
         self,
@@ -378,7 +375,7 @@ class GradientMap:
     def _jacobian(self) -> Jacobian:
         if self._base is not None:  # its graphs are kept once
             return self._base._jacobian
-        return Jacobian(self._loss, self._x, self._parameters, self.replay)
+        return Jacobian(self._loss, self._x, self.parameters, self.replay)
 
     def of_batch(self, batch: Batch, second_order: bool = False) -> GradientMap:
         """The same model, loss and random draws on another batch. Nothing is left changed."""
@@ -390,7 +387,7 @@ class GradientMap:
         by a pass with draws of its own.
         """
         is_able = self._source is not None and self.replay.held_state is not None
-        return self if is_able else self._on(self._batch, second_order=False)
+        return self if is_able else self._on(self.batch, second_order=False)
 
     def _on(self, batch: Batch, **needed: bool) -> GradientMap:
         return GradientMap(
@@ -400,11 +397,11 @@ class GradientMap:
 
     def on_other_data(self, replaced: Callable[[Batch], Batch]) -> GradientMap:
         """`of_batch` of what stands in the place of its batch; of local training, of every one."""
-        return self.of_batch(replaced(self._batch))
+        return self.of_batch(replaced(self.batch))
 
     def twice(self) -> GradientMap:
         """This map with `second_order=True`."""
-        return self if self.replay.second_order else self.of_batch(self._batch, second_order=True)
+        return self if self.replay.second_order else self.of_batch(self.batch, second_order=True)
 
     @property
     def undefended(self) -> GradientMap:

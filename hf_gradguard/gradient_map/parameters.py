@@ -7,7 +7,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -331,7 +331,7 @@ class DifferencePlan(NamedTuple):
 
 
 class SamplePlan(NamedTuple):
-    """How a model's samples are told apart; see `per_sample.plan.plan_samples`.
+    """How a model's samples are told apart; see `per_sample.clipping`.
 
     Args:
         rules: The rules that give samples' weights in the loss; all of them agreed so far.
@@ -394,6 +394,19 @@ def cache_of(model: nn.Module) -> ModelCache:
     if model not in _CACHES:
         _CACHES[model] = ModelCache()
     return _CACHES[model]
+
+
+def code_of(loss_fn: Any) -> object:
+    """Return what identifies a loss function: lambdas and partial functions are made anew for every
+    step, of the same code.
+
+    Example:
+        >>> code_of(lambda model, batch: 0) is code_of(print)
+        False
+    """
+    while hasattr(loss_fn, "func"):
+        loss_fn = loss_fn.func
+    return getattr(loss_fn, "__code__", type(loss_fn))
 
 
 def forget(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from ..randomness import Stream, normal
 from .changes import Change
 from .kinks import OtherKinks, Sides
 from .layers import Layer, Pass, layers_of
-from .parameters import DifferencePlan, cache_of
+from .parameters import DifferencePlan, cache_of, code_of
 from .replay import nodes_of
 from .types import ClientMap, Tensors
 
@@ -92,13 +92,6 @@ def _key(gmap: ClientMap) -> Hashable:
         gmap.replay.kind,
         code_of(gmap.loss_fn),
     )
-
-
-def code_of(loss_fn: Any) -> object:
-    """What a loss function is by, since lambdas and partial functions are made anew every time."""
-    while hasattr(loss_fn, "func"):
-        loss_fn = loss_fn.func
-    return getattr(loss_fn, "__code__", type(loss_fn))
 
 
 def _try_out(gmap: ClientMap) -> DifferencePlan:

@@ -20,7 +20,7 @@ from ..layers import Contribution, Listener, NotApartError
 from ..replay import Replay
 from ..types import Tensors
 from ..vectorized import ManyGradients, batch_shape, has_draws
-from .plan import WEIGHT_RULES, sample_weights
+from .clipping import WEIGHT_RULES, sample_weights
 
 logger = logging.get_logger(__name__)
 
