@@ -134,9 +134,9 @@ def _patches(features: Tensor, convolution: nn.Conv2d) -> Tensor:
 
 def layers_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Layer]:
     """The layers with shared parameters that no other module holds, by the modules' names."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    names = {parameter: name for name, parameter in parameters.items()}
     modules = dict(model.named_modules())
-    holders = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
+    holders = Counter(p for m in modules.values() for p in m.parameters(recurse=False))
     layers = {}
     for name, module in modules.items():
         if type(module) not in (*LINEAR, *CONVOLUTIONS, nn.LayerNorm):
@@ -147,7 +147,7 @@ def layers_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, L
         if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
             continue
         weight, bias = (
-            names.get(id(p)) if p is not None and holders[id(p)] == 1 else None
+            names.get(p) if p is not None and holders[p] == 1 else None
             for p in (module.weight, module.bias)
         )
         if weight or bias:
@@ -717,17 +717,17 @@ class Listener:
     _copies: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        names = {parameter: name for name, parameter in self.parameters.items()}
         modules = dict(self.model.named_modules())
-        holders = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
+        holders = Counter(p for m in modules.values() for p in m.parameters(recurse=False))
         # A tied tensor's gradient is a sum over modules, of which each sees its own part alone.
-        if tied := [name for key, name in names.items() if holders[key] > 1]:
+        if tied := [name for parameter, name in names.items() if holders[parameter] > 1]:
             raise NotApartError(f"{tied[0]} is used by several modules")
         self._layers: dict[str, Layer] = layers_of(self.model, self.parameters)
         self._shared_names: dict[str, dict[str, str]] = {}
         for name, module in modules.items():
-            shared_names = {n: names[id(p)] for n, p in module.named_parameters(recurse=False)
-                   if id(p) in names}  # fmt: skip
+            own = module.named_parameters(recurse=False)
+            shared_names = {local_name: names[p] for local_name, p in own if p in names}
             if shared_names:
                 self._shared_names[name] = shared_names
         self._modules = modules

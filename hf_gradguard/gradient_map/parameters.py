@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from .domain import domain_of_model
 from .lookups import scan
-from .module_state import ModuleState
+from .replay import ModuleState
 from .types import Batch, LossFunction, Shards
 
 logger = logging.get_logger(__name__)
@@ -41,15 +41,15 @@ def shared_parameters(
         ValueError: If nothing is left to share, or a pattern is of no parameter.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    ids = tuple((name, id(p)) for name, p in trainable.items())
     cache = cache_of(model)
     # Of a step's messages all but the first have the same answer. Whoever freezes or swaps a
-    # parameter in between changes the signature.
-    signature = share_input_embeddings, tuple(withhold), cache.tables.names, ids
-    if cache.shared_parameters is None or cache.shared_parameters[0] != signature:
+    # parameter in between asks something else.
+    question = share_input_embeddings, tuple(withhold), cache.tables.names, tuple(trainable)
+    known_question, asked_of, shared = cache.shared_parameters or (None, {}, {})
+    if question != known_question or any(asked_of[n] is not p for n, p in trainable.items()):
         shared = _find_shared(model, trainable, share_input_embeddings, withhold)
-        cache.shared_parameters = signature, trainable, shared
-    return dict(cache.shared_parameters[2])
+        cache.shared_parameters = question, trainable, shared
+    return dict(shared)
 
 
 def _find_shared(
@@ -73,7 +73,7 @@ def _find_shared(
         )
     if _is_first_rank():
         embeddings = _token_embeddings(model)
-        _say_withheld(tables, {name for name in tables if id(trainable[name]) in embeddings})
+        _say_withheld(tables, {name for name in tables if trainable[name] in embeddings})
         if chosen:
             logger.warning_once(f"Withheld as told: {', '.join(chosen)}.")
     return shared
@@ -89,17 +89,17 @@ def withheld_parameters(model: nn.Module) -> dict[str, list[str]]:
     tables = _token_embeddings(model)
     modules = dict(model.named_modules())
     for name in known_tables(model):
-        tables.add(id(model.get_parameter(name)))
+        tables.add(model.get_parameter(name))
         owner = name.rpartition(".")[0]
         path = owner.split(".")
         for length in range(1, len(path) + 1):
             wrapper = modules[".".join(path[:length])]
             if hasattr(wrapper, "base_layer"):  # as PEFT calls what an adapter is put around
-                tables |= {id(parameter) for parameter in wrapper.parameters()}
-    aliases: dict[int, list[str]] = {}
+                tables |= set(wrapper.parameters())
+    aliases: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in tables and parameter.requires_grad:
-            aliases.setdefault(id(parameter), []).append(name)
+        if parameter in tables and parameter.requires_grad:
+            aliases.setdefault(parameter, []).append(name)
     return {names[0]: names for names in aliases.values()}
 
 
@@ -261,10 +261,10 @@ def _block(name: str) -> str:
     return ""
 
 
-def _token_embeddings(model: nn.Module) -> set[int]:
-    """The parameters of the modules that a model calls its token embeddings, by identity."""
+def _token_embeddings(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of the modules that a model calls its token embeddings."""
     modules = domain_of_model(model).token_embeddings(model)
-    return {id(p) for module in modules for p in module.parameters()}
+    return {p for module in modules for p in module.parameters()}
 
 
 def _say_withheld(tables: Mapping[str, list[str]], embeddings: set[str]) -> None:
@@ -360,8 +360,8 @@ class ModelCache:
         tables: Which parameters the input indexes.
         difference_plans: By kind of batch, with how often each was used.
         sample_plans: By kind of batch.
-        shared_parameters: What they were found of last, those that are trainable (held, so that no
-            other tensor gets their identity), and those that are shared.
+        shared_parameters: What was asked of them last, those that are trainable, and those that
+            are shared.
         is_underway: Whether messages left before anything was found out here, as of a run that is
             gone on with: a refusal would tell of a row.
     """

@@ -66,8 +66,8 @@ class GradientProducts:
     def __init__(self, dense: ManyGradients) -> None:
         self.model, self.parameters, self._dense = dense.model, dense.parameters, dense
         modules = list(self.model.modules())
-        holders = Counter(id(p) for m in modules for p in m.parameters(recurse=False))
-        self._apart = {n: p for n, p in self.parameters.items() if holders[id(p)] == 1}
+        holders = Counter(p for m in modules for p in m.parameters(recurse=False))
+        self._apart = {n: p for n, p in self.parameters.items() if holders[p] == 1}
         self._plans: dict[tuple[Any, ...], _Plan] = {}
 
     def __call__(
