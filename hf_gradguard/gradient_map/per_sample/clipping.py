@@ -36,7 +36,6 @@ from ..map import GradientMap
 from ..parameters import SamplePlan, cache_of, code_of
 from ..replay import differentiate, modes_kept
 from ..types import Tensors
-from .lengths import refuse_other_lengths, row_shapes
 
 logger = logging.get_logger(__name__)
 
@@ -59,6 +58,12 @@ READS_PADDING = (
     "others add, and no clipping bounds that. Pad on the right (tokenizer.padding_side = 'right'), "
     "with an attention_mask, and labels with -100; or pass position_ids that count from the start "
     "of each text."
+)
+OTHER_LENGTHS = (
+    "{name!r} has rows of {shape} in this batch and of {known_shape} in the first, and no "
+    "attention_mask says what of them is padding. Where a row is filled up to the longest of its "
+    "batch, that one changes what all others add, and no clipping bounds it. Pad all rows to one "
+    "length (padding='max_length'), or pass an attention_mask, `(rows, length)`."
 )
 TRIED = 4
 """Samples of a batch on which a model is tried out."""
@@ -865,3 +870,52 @@ def most_padded(real: Tensor, rows: Tensor) -> int | None:
     length = (last_place - first_place + 1).where(rows.to(real.device), real.shape[1])
     row = int(length.argmin())
     return row if length[row] < real.shape[1] else None
+
+
+def row_shapes(batch: Mapping[str, Any], real: Tensor | None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of rows that no mask tells apart from their padding.
+
+    Speech and pictures are often filled up with zeros. A model that takes the zeros for sound gives
+    a row another gradient where a longer one stands beside it, and no clipping bounds that. With a
+    mask, or the padding's id, rows are compared with themselves without padding. Without either
+    nobody can tell what is padding, but rows that are all filled up to one length are the same in
+    every batch.
+
+    Args:
+        batch: Whose entries but the labels count.
+        real: Which tokens are no padding, `(B, T)`, as `real_tokens` says.
+
+    Example:
+        >>> row_shapes({"input_values": torch.zeros(2, 5), "labels": torch.zeros(2, 3)}, None)
+        {'input_values': (5,)}
+    """
+    return {
+        name: tuple(entry.shape[1:])
+        for name, entry in batch.items()
+        if isinstance(entry, Tensor)
+        and entry.dim() > 1
+        and not name.endswith("labels")
+        and (real is None or (entry.is_floating_point() and entry.shape[1] != real.shape[1]))
+    }
+
+
+def refuse_other_lengths(
+    tried_shapes: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse rows of another shape than those that a model was tried out on.
+
+    Args:
+        tried_shapes: What `row_shapes` gave then.
+        shapes: What it gives now.
+
+    Raises:
+        NotImplementedError: With the entry, and what to do.
+
+    Example:
+        >>> refuse_other_lengths({"input_values": (400,)}, {"input_values": (400,)})
+    """
+    for name, shape in shapes.items():
+        if tried_shapes.get(name, shape) != shape:
+            raise NotImplementedError(
+                OTHER_LENGTHS.format(name=name, shape=shape, known_shape=tried_shapes[name])
+            )
