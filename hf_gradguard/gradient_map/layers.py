@@ -28,7 +28,7 @@ from torch.func import grad as gradient_function
 from torch.nn import grad as layer_gradients
 from transformers.pytorch_utils import Conv1D
 
-from .kinks import Sides
+from .nonsmooth import ActivationPattern
 from .replay import differentiate, hooked
 from .types import ClientMap, Tensors
 
@@ -168,7 +168,7 @@ class Pass:
     unsplit: Tensors = field(default_factory=dict)
     loss: Tensor | None = None
     slope: Tensor | None = None
-    sides: Sides | None = None
+    pattern: ActivationPattern | None = None
 
     @classmethod
     def evaluate(
@@ -176,15 +176,15 @@ class Pass:
         gmap: ClientMap,
         x: Tensor,
         layers: Mapping[str, Layer],
-        sides: Sides | None = None,
+        pattern: ActivationPattern | None = None,
         needs_slope: bool = True,
     ) -> Pass:
         """At an input x, with the map's own random draws and, if given, on these sides of kinks.
         Without its slope the backward pass ends at the layers' outputs.
         """
-        evaluated = cls(layers, sides=sides)
+        evaluated = cls(layers, pattern=pattern)
         if not layers:
-            with gmap.replay.full_precision(), evaluated.kept_sides():
+            with gmap.replay.full_precision(), evaluated.pattern_kept():
                 evaluated.unsplit = gmap.gradient_at(x.detach())
             return evaluated
         split = {name for layer in layers.values() for name in (layer.weight, layer.bias)}
@@ -192,18 +192,18 @@ class Pass:
         outputs: list[GradientEdge] = []
         with gmap.replay.run(), gmap.replay.full_precision():
             x = x.detach().requires_grad_()
-            with evaluated.listening(outputs), evaluated.kept_sides():
+            with evaluated.listening(outputs), evaluated.pattern_kept():
                 loss = gmap.evaluate(x)
             leaves = {**unsplit, "": x} if needs_slope or not outputs else unsplit
             evaluated.unsplit = differentiate(loss, leaves, outputs)
         evaluated.loss, evaluated.slope = loss.detach(), evaluated.unsplit.pop("", None)
         return evaluated
 
-    def kept_sides(self) -> AbstractContextManager[None]:
+    def pattern_kept(self) -> AbstractContextManager[None]:
         """Within, units stay on the sides that they have in this pass; the first time, these are
         noted.
         """
-        return nullcontext() if self.sides is None else self.sides.kept()
+        return nullcontext() if self.pattern is None else self.pattern.kept()
 
     def rows(
         self, name: str, samples: int, calls: Collection[int] | None = None

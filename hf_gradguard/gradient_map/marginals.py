@@ -76,7 +76,7 @@ def heard(gmap: GradientMap, batch: Batch) -> tuple[GradientMap, Pass | None]:
     """
     plan = known_plan(gmap)
     # Making a map may take several passes, of which sides cannot be those of one.
-    is_unknown = plan is None or not plan.error <= TOLERANCE or plan.keeps_sides
+    is_unknown = plan is None or not plan.error <= TOLERANCE or plan.keeps_pattern
     if gmap.shards is not None:  # all devices listen, or none
         is_unknown = gmap.shards.any(is_unknown)
     if is_unknown or plan is None:

@@ -320,14 +320,14 @@ class DifferencePlan(NamedTuple):
         error: How much differences over two steps differ, relative to them.
         shrink: Of the step.
         shift_error: As `error`, of steps in the parameters; `None` if not tried yet.
-        keeps_sides: Whether derivatives jump, and passes keep every unit on its side.
+        keeps_pattern: Whether derivatives jump, and passes keep every unit on its side.
     """
 
     split_layers: frozenset[str]
     error: float
     shrink: float = 1.0
     shift_error: float | None = None
-    keeps_sides: bool = False
+    keeps_pattern: bool = False
 
 
 class SamplePlan(NamedTuple):
