@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..randomness import Stream, normal
 from .inputs import check_names
-from .kinks import Sides
 from .layers import Pass
 from .map import GradientMap, View
+from .nonsmooth import ActivationPattern
 from .parameters import DifferencePlan
 from .sensitivity import (
     TOLERANCE,
@@ -92,10 +92,10 @@ class DifferencedMap(View):
         if layers:
             start = first_pass(self.base, layers, self.plan)
         else:
-            start = Pass({}, sides=Sides() if self.plan.keeps_sides else None)
+            start = Pass({}, pattern=ActivationPattern() if self.plan.keeps_pattern else None)
         if start.slope is None:
             weights = {name: p.detach() for name, p in self.parameters.items()}
-            with start.kept_sides():
+            with start.pattern_kept():
                 start.slope = self.base.slope_with(weights, self.input)
         return start
 
@@ -135,7 +135,7 @@ class DifferencedMap(View):
         if not length:
             return {name: torch.zeros_like(p) for name, p in self._from.items()}
         step = self.plan.shrink * step_size(self.base) / (2 * length)
-        with self.replay.full_precision(), self.start.kept_sides():
+        with self.replay.full_precision(), self.start.pattern_kept():
             product = self.base.gradient_at(x + step * v)
         for name, start_gradient in self._from.items():
             product[name].sub_(start_gradient).div_(step)
@@ -168,7 +168,7 @@ class DifferencedMap(View):
         }
         start = self.start
         assert start.slope is not None
-        with start.kept_sides():
+        with start.pattern_kept():
             shifted_slope = self.base.slope_with(moved, self.input)
         return shifted_slope.sub_(start.slope)
 

@@ -36,21 +36,25 @@ class GradientMap:
 
     Args:
         model: Any Hugging Face model that takes `input_ids` or `pixel_values` and returns a loss,
-            or a similar module. It must not be a distributed wrapper: pass the module inside it.
+            or a module alike. Not a distributed wrapper: pass the module inside it.
         batch: What a collator returns, labels included, on the model's device.
-        loss_fn: The batch-mean loss `(model, batch) -> scalar`. Default: the loss that the model
+        loss_fn: `(model, batch) -> scalar`, the batch-mean loss. Default: the loss that the model
             returns.
         share_input_embeddings: Share token embeddings and other tables that the input indexes (see
             `shared_parameters`). To find these, a model's first map runs it two times more.
         withhold: Patterns of parameters' names that are not shared in any case.
         second_order: `False` leaves the model's own attention kernels in use and refuses what
             differentiates twice. By default attention runs in plain mathematics, the only form with
-            second derivatives, while this object computes; the model's setting is restored after
+            second derivatives, while this object computes; the model's setting stands again after
             every call.
         needs_input: `False`, with `second_order=False`, asks for no continuous input.
         reruns: `False` notes nothing that another pass needs: a gradient is all that can be asked.
         shards: The client's devices, if `fully_shard` has cut the model over them. The map is then
             this device's part of it, and figures of a whole gradient are asked of `shards`.
+
+    Attributes:
+        batch: The batch as it was given.
+        parameters: The parameters whose gradient is shared, by name.
 
     Raises:
         ValueError: If there is no usable continuous input, nothing to share, or no loss.
@@ -91,7 +95,8 @@ class GradientMap:
     ) -> None:
         check_sharding(model, shards, second_order)
         self.model, self.loss_fn, self.shards = model, loss_fn or model_loss, shards
-        self._batch, self._needs_input = batch, needs_input or second_order
+        self.batch: Batch = batch
+        self._needs_input = needs_input or second_order
         self._share, self._withhold = share_input_embeddings, withhold
         # First-order defenses take batches of any kind, also without text or image.
         self._source = find_input(model, batch) if self._needs_input else None
@@ -99,7 +104,9 @@ class GradientMap:
         with torch.enable_grad(), self.replay.kernels():
             if not self._share:
                 find_tables(model, batch, self.loss_fn, shards)
-            self._parameters = shared_parameters(model, self._share, withhold)
+            self.parameters: dict[str, nn.Parameter] = shared_parameters(
+                model, self._share, withhold
+            )
             self._x, self._loss = self._first_pass()
         # The graph of this pass is kept: the gradient comes of it without another one.
         check_loss(self._loss)
@@ -109,11 +116,6 @@ class GradientMap:
         """The continuous input x, detached: `(B, T, H)` embeddings or `(B, C, H, W)` pixels."""
         assert self._input_source  # raises if nothing asked for it
         return self._x.detach()
-
-    @property
-    def batch(self) -> Batch:
-        """The batch as it was given."""
-        return self._batch
 
     @property
     def domain(self) -> Domain:
@@ -139,11 +141,6 @@ class GradientMap:
         """The batch-mean loss L(f_θ(x), y), a detached scalar."""
         return self._loss.detach()
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters whose gradient is shared, by name."""
-        return dict(self._parameters)
-
     def evaluate(self, x: Tensor, entries: Mapping[str, Any] | None = None) -> Tensor:
         """Return the loss at another input, with its graph; call it inside `replay.run()`.
 
@@ -151,7 +148,7 @@ class GradientMap:
             x: An input of the same shape as `input`.
             entries: Entries of the batch to replace.
         """
-        return self._run({**self._batch, **(entries or {})}, x)[1]
+        return self._run({**self.batch, **(entries or {})}, x)[1]
 
     def slope_with(self, parameters: Tensors, x: Tensor) -> Tensor:
         """Return ∇_x L at an input, with other values of parameters, which are not written."""
@@ -180,7 +177,7 @@ class GradientMap:
         return self._input_source.evaluate(self.loss_fn, self.model, batch, x)
 
     def _first_pass(self) -> tuple[Tensor, Tensor]:
-        return self._run(self._batch)
+        return self._run(self.batch)
 
     def versions(self) -> dict[str, int]:
         """Return counts of in-place writes to the map and its model; reading leaves them equal."""
@@ -190,7 +187,7 @@ class GradientMap:
                 for name, g in self.gradient().items()
             }
         version = (lambda p: p._version) if self.shards is None else self.shards.version
-        named = self._parameters.items()
+        named = self.parameters.items()
         return {
             "the continuous input": self._x._version,
             **{f"the true gradient of {n!r}": g._version for n, g in self.form().items()},
@@ -242,8 +239,8 @@ class GradientMap:
 
     def _differentiate(self, loss: Tensor, **graph: bool) -> Tensors:
         if self.shards is not None:
-            return self.shards.gradient(loss, self._parameters)
-        return differentiate(loss, self._parameters, **graph)
+            return self.shards.gradient(loss, self.parameters)
+        return differentiate(loss, self.parameters, **graph)
 
     def slopes_at(
         self,
@@ -378,7 +375,7 @@ class GradientMap:
     def _jacobian(self) -> Jacobian:
         if self._base is not None:  # its graphs are kept once
             return self._base._jacobian
-        return Jacobian(self._loss, self._x, self._parameters, self.replay)
+        return Jacobian(self._loss, self._x, self.parameters, self.replay)
 
     def of_batch(self, batch: Batch, second_order: bool = False) -> GradientMap:
         """Return the map of the same model, loss and random draws on another batch.
@@ -394,7 +391,7 @@ class GradientMap:
         The other one is of its batch, by a pass with draws of its own.
         """
         is_able = self._source is not None and self.replay.held_state is not None
-        return self if is_able else self._on(self._batch, second_order=False)
+        return self if is_able else self._on(self.batch, second_order=False)
 
     def _on(self, batch: Batch, **needed: bool) -> GradientMap:
         return GradientMap(
@@ -404,11 +401,11 @@ class GradientMap:
 
     def on_other_data(self, replaced: Callable[[Batch], Batch]) -> GradientMap:
         """Return `of_batch` of what replaces its batch; of local training, of every one."""
-        return self.of_batch(replaced(self._batch))
+        return self.of_batch(replaced(self.batch))
 
     def twice(self) -> GradientMap:
         """Return this map with `second_order=True`."""
-        return self if self.replay.second_order else self.of_batch(self._batch, second_order=True)
+        return self if self.replay.second_order else self.of_batch(self.batch, second_order=True)
 
     @property
     def undefended(self) -> GradientMap:

@@ -1,8 +1,8 @@
 """Row and column sums of s² and of g², of which averages are made, without s² itself.
 
-For a sample's gradient of a linear layer, LᵀR with few rows, the squares' row sums are the diagonal
-of Lᵀ(R Rᵀ)L: products as large as the sample is long, where there are as many squares as the weight
-has entries.
+A sample adds LᵀR to the gradient of a linear layer, with few rows. The row sums of its squares are
+the diagonal of Lᵀ(R Rᵀ)L: products as large as the sample is long, where squares are as many as the
+weight has entries.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..randomness import Stream
-from .layers import LINEAR, Change, Layer, Pass
+from .changes import Change
+from .layers import LINEAR, Layer, LayerContribution, Pass
 from .map import GradientMap
-from .per_sample.shares import OfLayer
 from .sensitivity import (
     TOLERANCE,
     first_pass,
@@ -78,7 +78,7 @@ def heard(gmap: GradientMap, batch: Batch) -> tuple[GradientMap, Pass | None]:
     """
     plan = known_plan(gmap)
     # Making a map may take several passes, of which sides cannot be those of one.
-    is_unknown = plan is None or not plan.error <= TOLERANCE or plan.keeps_sides
+    is_unknown = plan is None or not plan.error <= TOLERANCE or plan.keeps_pattern
     if gmap.shards is not None:  # all devices listen, or none
         is_unknown = gmap.shards.any(is_unknown)
     if is_unknown or plan is None:
@@ -109,15 +109,15 @@ def power_sums(
 ) -> Iterator[tuple[str, Sums]]:
     """Yield the sums of E g_i², as far as one batch tells it.
 
-    Samples that are drawn independently have gradients g_bi of which only the means add up: E g_i²
-    = Σ_b E g_bi² + what their means have in common. Where layers separate samples, Σ_b g_bi²
-    estimates the first, from as many squares as there are samples; g_i², of a single one, errs by
-    as much as it is large.
+    Samples that are drawn independently add g_bi, of which only the means add up:
+    E g_i² = Σ_b E g_bi² + what their means have in common. Where layers know samples apart, Σ_b
+    g_bi² estimates the first, from as many squares as there are samples; g_i², of a single one,
+    errs by as much as it is large.
 
     Args:
         gradient: g.
         samples: B.
-        start: A pass at the batch; `None` if samples are not separated.
+        start: A pass at the batch; `None` if samples are not known apart.
     """
     unsplit = dict(gradient)
     if start is not None:
@@ -133,8 +133,8 @@ def power_sums(
 def _sample_sums(layer: Layer, rows: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[str, Sums]]:
     """Of Σ_b g_b² of a layer's parameters."""
     if layer.bias is not None:
-        shares = torch.stack([layer.bias_gradients(slopes) for slopes, _ in rows]).sum(0)
-        yield layer.bias, sums_of(shares.square().sum(0))
+        gradients = torch.stack([layer.bias_gradients(slopes) for slopes, _ in rows]).sum(0)
+        yield layer.bias, sums_of(gradients.square().sum(0))
     if layer.weight is None:
         return
     sums = None
@@ -142,7 +142,9 @@ def _sample_sums(layer: Layer, rows: Sequence[tuple[Tensor, Tensor]]) -> Iterato
         left_factors, right_factors = zip(*(layer.factors(*pair) for pair in rows), strict=True)
         sums = _sums_of_products(torch.cat(left_factors, 1), torch.cat(right_factors, 1))
     if sums is None:
-        sample_gradients = (gradients[layer.weight] for gradients in OfLayer(layer, rows).written())
+        sample_gradients = (
+            gradients[layer.weight] for gradients in LayerContribution(layer, rows).written()
+        )
         sums = sums_of(
             torch.stack([gradients.square().sum(0) for gradients in sample_gradients]).sum(0)
         )

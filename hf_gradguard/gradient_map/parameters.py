@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from .domain import domain_of_model
 from .lookups import scan
-from .module_state import ModuleState
+from .replay import ModuleState
 from .types import Batch, LossFunction, Shards
 
 logger = logging.get_logger(__name__)
@@ -39,15 +39,15 @@ def shared_parameters(
         ValueError: If nothing is left to share, or a pattern is of no parameter.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    ids = tuple((name, id(p)) for name, p in trainable.items())
     cache = cache_of(model)
     # Of a step's messages all but the first have the same answer. Whoever freezes or swaps a
-    # parameter in between changes the signature.
-    signature = share_input_embeddings, tuple(withhold), cache.tables.names, ids
-    if cache.shared_parameters is None or cache.shared_parameters[0] != signature:
+    # parameter in between asks something else.
+    question = share_input_embeddings, tuple(withhold), cache.tables.names, tuple(trainable)
+    known_question, asked_of, shared = cache.shared_parameters or (None, {}, {})
+    if question != known_question or any(asked_of[n] is not p for n, p in trainable.items()):
         shared = _find_shared(model, trainable, share_input_embeddings, withhold)
-        cache.shared_parameters = signature, trainable, shared
-    return dict(cache.shared_parameters[2])
+        cache.shared_parameters = question, trainable, shared
+    return dict(shared)
 
 
 def _find_shared(
@@ -71,7 +71,7 @@ def _find_shared(
         )
     if _is_first_rank():
         embeddings = _token_embeddings(model)
-        _say_withheld(tables, {name for name in tables if id(trainable[name]) in embeddings})
+        _say_withheld(tables, {name for name in tables if trainable[name] in embeddings})
         if chosen:
             logger.warning_once(f"Withheld as told: {', '.join(chosen)}.")
     return shared
@@ -86,17 +86,17 @@ def withheld_parameters(model: nn.Module) -> dict[str, list[str]]:
     tables = _token_embeddings(model)
     modules = dict(model.named_modules())
     for name in known_tables(model):
-        tables.add(id(model.get_parameter(name)))
+        tables.add(model.get_parameter(name))
         owner = name.rpartition(".")[0]
         path = owner.split(".")
         for length in range(1, len(path) + 1):
             wrapper = modules[".".join(path[:length])]
             if hasattr(wrapper, "base_layer"):  # as PEFT calls what an adapter is put around
-                tables |= {id(parameter) for parameter in wrapper.parameters()}
-    aliases: dict[int, list[str]] = {}
+                tables |= set(wrapper.parameters())
+    aliases: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in tables and parameter.requires_grad:
-            aliases.setdefault(id(parameter), []).append(name)
+        if parameter in tables and parameter.requires_grad:
+            aliases.setdefault(parameter, []).append(name)
     return {names[0]: names for names in aliases.values()}
 
 
@@ -259,10 +259,10 @@ def _block(name: str) -> str:
     return ""
 
 
-def _token_embeddings(model: nn.Module) -> set[int]:
-    """The parameters of the modules that a model calls its token embeddings, by identity."""
+def _token_embeddings(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of the modules that a model calls its token embeddings."""
     modules = domain_of_model(model).token_embeddings(model)
-    return {id(p) for module in modules for p in module.parameters()}
+    return {p for module in modules for p in module.parameters()}
 
 
 def _say_withheld(tables: Mapping[str, list[str]], embeddings: set[str]) -> None:
@@ -312,35 +312,35 @@ class KnownTables:
 
 
 class DifferencePlan(NamedTuple):
-    """The plan of differences of two passes in place of derivatives; see `plan_differences`.
+    """A plan by which derivatives are taken as differences of two passes.
+
+    `sensitivity.plan_differences` makes it.
 
     Args:
-        split_layers: The layers that separate samples.
+        split_layers: The layers whose samples are known apart.
         error: How much differences over two steps differ, relative to them.
-        shrink: The factor of the step.
-        shift_error: The same as `error`, for steps in the parameters; `None` if not tried yet.
-        keeps_sides: Whether derivatives jump, and passes keep the activation pattern.
+        shrink: Of the step.
+        shift_error: As `error`, of steps in the parameters; `None` if not tried yet.
+        keeps_pattern: Whether derivatives jump, and passes keep every unit on its side.
     """
 
     split_layers: frozenset[str]
     error: float
     shrink: float = 1.0
     shift_error: float | None = None
-    keeps_sides: bool = False
+    keeps_pattern: bool = False
 
 
 class SamplePlan(NamedTuple):
-    """The plan of computing a model's per-sample gradients; see `per_sample.plan.plan_samples`.
+    """A plan by which a model's samples are told apart; see `per_sample.clipping`.
 
     Args:
         rules: The rules that give samples' weights in the loss; all of them agreed so far.
-        reason: Why samples are differentiated one by one; empty if they are differentiated
-            together.
-        modules: The modules that ran in the trial. Others (an expert without tokens) were not
-            tried.
-        labels: The label values that were tried beside each other.
-        padded: The checksums of padded texts that were compared with themselves without padding.
-        shapes: The shapes of rows in the first batch whose padding no mask marks.
+        reason: Why samples are differentiated one by one; empty if together.
+        modules: Those that ran in the trial. Others (an expert without tokens) were not tried.
+        labels: Label values that were tried beside each other.
+        padded: Checksums of padded texts that were compared with themselves without padding.
+        shapes: Of rows that no mask tells apart from their padding, in the first batch.
         coarse: Why numbers have fewer digits than those of float32; empty if they do not.
     """
 
@@ -355,14 +355,14 @@ class SamplePlan(NamedTuple):
 
 @dataclass
 class ModelCache:
-    """The cache of what is known of one model.
+    """A cache holds what is known of one model.
 
     Args:
         tables: Which parameters the input indexes.
-        difference_plans: Plans by kind of batch, with how often each was used.
-        sample_plans: Plans by kind of batch.
-        shared_parameters: What they were found of last, those that are trainable (held, so that no
-            other tensor gets their identity), and those that are shared.
+        difference_plans: By kind of batch, with how often each was used.
+        sample_plans: By kind of batch.
+        shared_parameters: What was asked of them last, those that are trainable, and those that
+            are shared.
         is_underway: Whether messages left before anything was found out here, as of a run that is
             gone on with: a refusal would tell of a row.
     """
@@ -395,6 +395,20 @@ def cache_of(model: nn.Module) -> ModelCache:
     if model not in _CACHES:
         _CACHES[model] = ModelCache()
     return _CACHES[model]
+
+
+def code_of(loss_fn: Any) -> object:
+    """Return what identifies a loss function.
+
+    Lambdas and partial functions are made anew for every step, of the same code.
+
+    Example:
+        >>> code_of(lambda model, batch: 0) is code_of(print)
+        False
+    """
+    while hasattr(loss_fn, "func"):
+        loss_fn = loss_fn.func
+    return getattr(loss_fn, "__code__", type(loss_fn))
 
 
 def forget(model: nn.Module) -> None:

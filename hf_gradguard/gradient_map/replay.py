@@ -6,10 +6,12 @@ import copy
 import pickle
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import is_dataclass
-from types import FunctionType, SimpleNamespace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, is_dataclass
+from functools import lru_cache
+from operator import is_not
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .forward_hooks import attributes_of, forward_hooks_of, function_of, global_forward_hooks
 
@@ -71,20 +73,24 @@ def draws_restored() -> Iterator[DrawState]:
         state.restore()
 
 
-class HeldState:
-    """The state that a pass may change beside parameters and global generators.
+class PassState:
+    """A note of what a pass may change beside parameters and global generators.
 
-    It is numbers, lists, tensors and generators that somebody holds, such as a module that counts
-    its passes.
+    These are numbers, lists, tensors and generators that somebody holds, such as a module that
+    counts its passes.
+
+    Variables that functions use from around them, in closures and globals, are read and never set:
+    lists, dictionaries and sets among them get back what they held. A function that sets such a
+    variable is refused, since its next pass would be another one.
 
     Args:
-        owners: The owners: `vars` of an object, a module's buffers, or `Outer`, which map names to
-            values.
+        owners: Who holds them, by name: `vars` of an object, a module's buffers.
+        functions: What runs in a pass, such as a loss or hooks.
         skipped: Names that nobody changes.
 
     Example:
         >>> counter = SimpleNamespace(passes=[1], draw=random.Random(0))
-        >>> state = HeldState([vars(counter)])
+        >>> state = PassState([vars(counter)])
         >>> with state.replayed():
         ...     counter.passes.append(counter.draw.random())
         >>> counter.passes, counter.draw.random() == random.Random(0).random()
@@ -92,32 +98,22 @@ class HeldState:
     """
 
     def __init__(
-        self, owners: Iterable[MutableMapping[str, Any]], skipped: frozenset[str] = frozenset()
+        self,
+        owners: Iterable[MutableMapping[str, Any]],
+        functions: Iterable[Any] = (),
+        skipped: frozenset[str] = frozenset(),
     ) -> None:
-        self._owners, self._generators = list(owners), dict[int, tuple[Any, Any]]()
+        self._owners, self._generators = list(owners), dict[Any, Any]()
         self._skipped = skipped | _MODULES_OWN
         self._values = [self._copied(owner) for owner in self._owners]
+        self._variables = [v for function in functions for v in variables_of(function)]
+        self._noted = [self._note(variable.value()) for variable in self._variables]
 
-    @staticmethod
-    def owners_of(modules: Iterable[nn.Module]) -> list[MutableMapping[str, Any]]:
-        """Return modules' attributes and buffers, and variables around `forward` and hooks."""
-        owners, kinds, hooks = list[MutableMapping[str, Any]](), set[type](), list[Any]()
-        for module in modules:
-            attributes = vars(module)
-            if module._buffers:
-                owners.append(module._buffers)
-            if len(attributes) > len(_MODULES_OWN):
-                owners.append(attributes)
-                owners += [vars(v) for v in attributes.values() if _is_record(v)]
-            if module._forward_hooks or module._forward_pre_hooks:
-                hooks += forward_hooks_of(module)
-            kinds.add(type(module))
-        for kind in kinds:
-            if kind.__module__.split(".")[0] not in ("torch", "transformers", "peft"):
-                owners += Outer.of(getattr(kind, "forward", None))
-        for hook in [*hooks, *(global_forward_hooks() if _has_any_global_hook() else ())]:
-            owners += [*Outer.of(function_of(hook)), *attributes_of(hook)]
-        return owners
+    @classmethod
+    def of_modules(cls, modules: Iterable[nn.Module], *losses: Any) -> PassState:
+        """Note what modules hold, and what they and losses use from around them."""
+        owners, functions = holders_in(modules)
+        return cls(owners, [*functions, *losses])
 
     def _copied(self, owner: Mapping[str, Any]) -> dict[str, Any]:
         return {n: self._copy(v) for n, v in owner.items() if n not in self._skipped}
@@ -128,9 +124,9 @@ class HeldState:
             return value
         if isinstance(value, Tensor):
             return value.detach().clone() if value.numel() <= _LARGEST else value
-        if isinstance(value, tuple(_GENERATORS)):
-            self._generators.setdefault(id(value), (value, _state_of(value)))
-        elif isinstance(value, dict | list | set | deque) and len(value) <= _LONGEST:
+        if isinstance(value, _GENERATOR_TYPES):
+            self._generators.setdefault(value, _state_of(value))
+        elif isinstance(value, _CONTAINERS) and len(value) <= _LONGEST:
             copied: Any = copy.copy(value)
             if isinstance(value, dict):
                 copied.update({key: self._copy(entry) for key, entry in value.items()})
@@ -140,20 +136,43 @@ class HeldState:
             return copied
         return value
 
+    def _note(self, value: Any) -> _Note:
+        if isinstance(value, _GENERATOR_TYPES):
+            self._generators.setdefault(value, _state_of(value))
+        elif isinstance(value, _CONTAINERS) and len(value) <= _LONGEST:
+            self._copy(value)  # for the generators in it
+        return _variable_note(value)
+
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Restore the first state inside the context, and the present one afterwards."""
+        """Let all of it be as it was when this was made; afterwards it is as it is now.
+
+        Raises:
+            NotImplementedError: If a function sets a variable from around it.
+        """
+        self._refuse_variables_set(self._noted)
         held = [{n: v for n, v in o.items() if n not in self._skipped} for o in self._owners]
-        generators = [(g, _state_of(g)) for g, _ in self._generators.values()]
+        held_notes = [_variable_note(note.value) for note in self._noted]
+        generators = {generator: _state_of(generator) for generator in self._generators}
         try:
-            _set_states(self._generators.values())
+            _set_states(self._generators)
+            for note in self._noted:
+                note.put_back()
             for owner, values in zip(self._owners, self._values, strict=True):
                 self._put(owner, {name: self._copy(value) for name, value in values.items()})
             yield
         finally:
             for owner, values in zip(self._owners, held, strict=True):
                 self._put(owner, values)
+            for note in held_notes:
+                note.put_back()
             _set_states(generators)
+        self._refuse_variables_set(held_notes)
+
+    def _refuse_variables_set(self, notes: Iterable[_Note]) -> None:
+        for variable, note in zip(self._variables, notes, strict=True):
+            if not note.is_of(variable.value()):
+                raise NotImplementedError(VARIABLE_SET.format(variable.name))
 
     def _put(self, owner: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
         for name in [name for name in owner if name not in values and name not in self._skipped]:
@@ -163,59 +182,96 @@ class HeldState:
                 owner[name] = value
 
 
-class Outer(MutableMapping[str, Any]):
-    """The variables that a function uses from around it: its closure and globals.
+def holders_in(modules: Iterable[nn.Module]) -> tuple[list[MutableMapping[str, Any]], list[Any]]:
+    """Find what a pass through modules may change, and the functions that run in it.
+
+    The first are attributes and buffers, also of what the modules' hooks are methods of. Functions
+    may use variables from around them.
+
+    Example:
+        >>> owners, functions = holders_in([nn.BatchNorm1d(2)])
+        >>> [sorted(owner) for owner in owners if "running_mean" in owner], functions
+        ([['num_batches_tracked', 'running_mean', 'running_var']], [])
+    """
+    owners, kinds, hooks = list[MutableMapping[str, Any]](), set[type](), list[Any]()
+    for module in modules:
+        attributes = vars(module)
+        if module._buffers:
+            owners.append(module._buffers)
+        if len(attributes) > len(_MODULES_OWN):
+            owners.append(attributes)
+            owners += [vars(v) for v in attributes.values() if _is_record(v)]
+        if module._forward_hooks or module._forward_pre_hooks:
+            hooks += forward_hooks_of(module)
+        kinds.add(type(module))
+    functions = [
+        getattr(kind, "forward", None)
+        for kind in kinds
+        if kind.__module__.split(".")[0] not in ("torch", "transformers", "peft")
+    ]
+    for hook in [*hooks, *(global_forward_hooks() if _has_any_global_hook() else ())]:
+        functions.append(function_of(hook))
+        owners += attributes_of(hook)
+    return owners, functions
+
+
+class Variable(NamedTuple):
+    """A variable that a function uses from around it.
 
     Args:
-        function: A function written in Python.
+        name: What it is called there.
+        source: The function's cell, or its module's globals.
+    """
+
+    name: str
+    source: Any
+
+    def value(self) -> Any:
+        """Return what it holds now."""
+        if isinstance(self.source, dict):
+            return self.source.get(self.name, _MISSING)
+        try:
+            return self.source.cell_contents
+        except ValueError:  # a cell without content
+            return _MISSING
+
+
+def variables_of(function: Any) -> list[Variable]:
+    """Find the variables from around a function that a pass may change.
+
+    They are of its closure, and globals other than modules, classes and functions.
 
     Example:
         >>> passes = [0]
-        >>> [dict(outer) for outer in Outer.of(lambda: passes)]
-        [{'passes': [0]}]
+        >>> [(variable.name, variable.value()) for variable in variables_of(lambda: passes)]
+        [('passes', [0])]
     """
+    plain = getattr(function, "func", function)  # of functools.partial
+    plain = getattr(plain, "__func__", plain)
+    if not isinstance(plain, FunctionType):
+        return []
+    code, around = plain.__code__, plain.__globals__
+    variables = [
+        Variable(name, cell)
+        for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True)
+    ]
+    chosen = [n for n in _names_used(code) if n in around and not isinstance(around[n], _FIXED)]
+    return variables + [Variable(name, around) for name in chosen]
 
-    def __init__(self, function: FunctionType) -> None:
-        code, self._globals = function.__code__, function.__globals__
-        self._cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-        self._names = list[str]()
-        for name in dict.fromkeys((*code.co_freevars, *code.co_names)):
-            with suppress(KeyError, ValueError):  # an attribute's name, a cell without content
-                self[name]
-                self._names.append(name)
 
-    @classmethod
-    def of(cls, function: Any) -> list[MutableMapping[str, Any]]:
-        """Return the variables around a function, or around what is called like one."""
-        plain = getattr(function, "func", function)  # of functools.partial
-        plain = getattr(plain, "__func__", plain)
-        return [cls(plain)] if isinstance(plain, FunctionType) else []
-
-    def __getitem__(self, name: str) -> Any:
-        return self._cells[name].cell_contents if name in self._cells else self._globals[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._cells:
-            self._cells[name].cell_contents = value
-        else:
-            self._globals[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        """Ignore the deletion: variables stay."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+@lru_cache(maxsize=1024)
+def _names_used(code: CodeType) -> tuple[str, ...]:
+    """Return the names of globals and attributes that a function uses, or one inside it."""
+    inner = [_names_used(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return tuple(dict.fromkeys((*code.co_names, *(name for names in inner for name in names))))
 
 
 def _state_of(generator: Any) -> Any:
     return _access(generator)[0](generator)
 
 
-def _set_states(states: Iterable[tuple[Any, Any]]) -> None:
-    for generator, state in states:
+def _set_states(states: Mapping[Any, Any]) -> None:
+    for generator, state in states.items():
         _access(generator)[1](generator, state)
 
 
@@ -239,6 +295,15 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]
     ),
 }  # fmt: skip
 """How the state of a generator that somebody holds is read and written, by its type."""
+_GENERATOR_TYPES = tuple(_GENERATORS)
+_CONTAINERS = (dict, list, set, deque)
+_FIXED = (ModuleType, type, FunctionType, BuiltinFunctionType)
+VARIABLE_SET = (
+    "A loss, a hook or a forward sets {!r}, a variable from around it, as it runs. The model runs "
+    "more than once here, and another pass would be another function: variables around a function "
+    "are not written to, to put them back. Hold it in a list, in an attribute of a module, or in "
+    "one of the object that is called."
+)
 _MODULES_OWN = frozenset(vars(nn.Module()))
 _LARGEST = 1 << 20
 _LONGEST = 1 << 16
@@ -265,7 +330,7 @@ class Replay:
 
     kind: str = ""
     """Of maps that are tried out together: how well differences do on one says it of the others."""
-    held_state: HeldState | None = None
+    held_state: PassState | None = None
     """Of model and loss, for another run; `None` where there is none."""
 
     def __init__(
@@ -281,7 +346,7 @@ class Replay:
         if reruns:
             self._state, self._devices = DrawState.now(), devices_that_draw(model)
             self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
-            self.held_state = HeldState([*HeldState.owners_of(self.modules), *Outer.of(loss)])
+            self.held_state = PassState.of_modules(self.modules, loss)
 
     @contextmanager
     def draws(self) -> Iterator[None]:
@@ -310,11 +375,13 @@ class Replay:
 
     @contextmanager
     def _plain_attention(self) -> Iterator[None]:
-        configs = {id(m.config): m.config for m in self.modules if isinstance(m, PreTrainedModel)}
-        plain = (None, "eager", "sdpa")
-        fused = [
-            c for c in configs.values() if getattr(c, "_attn_implementation", None) not in plain
-        ]
+        plain, fused = (None, "eager", "sdpa"), list[Any]()
+        for module in self.modules:
+            config = module.config if isinstance(module, PreTrainedModel) else None
+            if getattr(config, "_attn_implementation", None) in plain:
+                continue
+            if not any(config is known_config for known_config in fused):
+                fused.append(config)
         settings = [config._attn_implementation for config in fused]
         try:
             for config in fused:
@@ -391,7 +458,7 @@ def draws_kept(model: nn.Module) -> Iterator[None]:
         >>> torch.equal(before, torch.get_rng_state())
         True
     """
-    held = HeldState(HeldState.owners_of(model.modules()))
+    held = PassState.of_modules(model.modules())
     devices = devices_that_draw(model)
     with draws_restored(), torch.random.fork_rng(devices=devices), held.replayed():
         yield
@@ -512,3 +579,379 @@ def check_whole(derivatives: Iterable[Tensor]) -> None:
             "without it second derivatives would be wrong. Run the model without that kernel, or "
             "ask for nothing that differentiates twice (method='difference', second_order=False)."
         )
+
+
+class ModuleState:
+    """A note of what modules hold, to put it back after a pass.
+
+    It has buffers of any size, and, if asked for, attributes, variables that methods use from
+    around them, and what hooks and `get_extra_state` add to a `state_dict`.
+
+    A running mean in a buffer, a count in an attribute, a list around a method: any pass may write
+    there what it made of its batch. `PassState` lets one pass run again as it did; here a pass is
+    to leave nothing behind.
+
+    Args:
+        model: Whose modules.
+        only_buffers: Whether nothing but buffers is noted.
+
+    Example:
+        >>> layer = nn.BatchNorm1d(2)
+        >>> state = ModuleState(layer)
+        >>> _ = layer(torch.rand(4, 2))
+        >>> state.restore()
+        ['running_mean', 'running_var', 'num_batches_tracked']
+        >>> layer.running_mean
+        tensor([0., 0.])
+    """
+
+    def __init__(self, model: nn.Module, only_buffers: bool = False) -> None:
+        self._model = model
+        self._owners = [_Owner(*owner) for owner in _owners(model, only_buffers)]
+        methods = [] if only_buffers else _methods_of_users(model)
+        self._variables = [v for method in methods for v in variables_of(method)]
+        self._notes = [_noted(variable.value()) for variable in self._variables]
+        self._extras = None if only_buffers else _extras(model)
+
+    def restore(self, spared: Container[str] = ()) -> list[str]:
+        """Restore the noted state.
+
+        Args:
+            spared: Names that stay as they are now.
+
+        Returns:
+            The names of what differed, such as `encoder.running_mean`.
+        """
+        restored = [name for owner in self._owners for name in owner.restore(spared)]
+        for variable, note in zip(self._variables, self._notes, strict=True):
+            value = variable.value()
+            if variable.name not in spared and note.is_of(value) and not note.equals(value):
+                note.put_back()
+                restored.append(variable.name)
+        return restored
+
+    def variables_set(self) -> list[str]:
+        """Return names of variables around methods that were set: those are not put back."""
+        pairs = zip(self._variables, self._notes, strict=True)
+        return sorted({v.name for v, note in pairs if not note.is_of(v.value())})
+
+    def changed_extras(self) -> list[str]:
+        """Return names in the model's `state_dict` that no module holds, and that changed."""
+        noted, present = self._extras, _extras(self._model)
+        if noted is None:
+            return []
+        names = noted.keys() | present.keys()
+        return sorted(name for name in names if noted.get(name) != present.get(name))
+
+
+class WeightState:
+    """The noted weights of a model, without a copy: no pass may write to them.
+
+    Args:
+        model: The model with these parameters.
+        sums: Whether to add up their bits as well: a write through `.data` is counted nowhere.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> state = WeightState(layer, sums=True)
+        >>> layer.bias.data.add_(1.0)
+        tensor(...)
+        >>> state.changed()
+        ['bias']
+    """
+
+    def __init__(self, model: nn.Module, sums: bool) -> None:
+        self._model, self._sums = model, sums
+        self._noted = self._all()
+
+    def changed(self) -> list[str]:
+        """Return names of the weights that changed."""
+        present = self._all()
+        return [
+            name
+            for name, (parameter, *noted) in self._noted.items()
+            if name not in present
+            or present[name][0] is not parameter
+            or [*present[name][1:]] != noted
+        ]
+
+    def _all(self) -> dict[str, tuple[nn.Parameter, int, int]]:
+        return {
+            name: (p, p._version, _sum_of_bits(p) if self._sums else 0)
+            for name, p in self._model.named_parameters()
+            if not hasattr(p, "quant_state")  # bitsandbytes packs them in the first pass
+        }
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    plain = tensor.detach().contiguous().reshape(-1)
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(plain.element_size(), torch.uint8)
+    return int(plain.view(kind).sum(dtype=torch.int64))
+
+
+def _owners(model: nn.Module, only_buffers: bool) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
+    objects = list[Any]()
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        yield prefix, module._buffers
+        if only_buffers:
+            continue
+        yield prefix, vars(module)
+        for attribute, value in vars(module).items():
+            if attribute in _MODULES_OWN or not _is_plain(value):
+                continue
+            if not any(value is known_object for known_object in objects):
+                objects.append(value)
+                yield f"{prefix}{attribute}.", vars(value)
+
+
+def _methods_of_users(model: nn.Module) -> Iterator[Any]:
+    """The methods of modules' classes, and of their attributes', that are not a library's."""
+    kinds = set[type]()
+    for module in model.modules():
+        kinds.update(type(module).__mro__)
+        kinds.update(
+            type(value)
+            for attribute, value in vars(module).items()
+            if attribute not in _MODULES_OWN and _is_plain(value)
+        )
+    for kind in kinds:
+        if _library(kind) not in _LIBRARIES:
+            yield from vars(kind).values()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an object's attributes are a user's, or a configuration's, which is saved."""
+    if isinstance(value, type | nn.Module | Tensor) or not hasattr(value, "__dict__"):
+        return False
+    return isinstance(value, PreTrainedConfig) or _library(type(value)) not in _LIBRARIES
+
+
+def _library(kind: type) -> str:
+    return kind.__module__.split(".")[0]
+
+
+class _Owner:
+    """What one mapping of names holds."""
+
+    def __init__(self, prefix: str, mapping: MutableMapping[str, Any]) -> None:
+        self.prefix, self._mapping = prefix, mapping
+        self.notes = {n: _noted(v) for n, v in mapping.items() if n not in _MODULES_OWN}
+
+    def restore(self, spared: Container[str]) -> Iterator[str]:
+        present = [name for name in self._mapping if name not in _MODULES_OWN]
+        for name in [n for n in present if n not in self.notes]:
+            if self.prefix + name not in spared:
+                del self._mapping[name]
+                yield self.prefix + name
+        for name, note in self.notes.items():
+            if self.prefix + name in spared:
+                continue
+            current = self._mapping.get(name, _MISSING)
+            differs = not note.equals(current)
+            note.put_back()
+            if current is not note.value:
+                self._mapping[name] = note.value
+            if differs:
+                yield self.prefix + name
+
+
+_MISSING = object()
+
+
+@dataclass
+class _Note:
+    """A value, which is put back as the object that it is."""
+
+    value: Any
+
+    def equals(self, current: Any) -> bool:
+        if self.value is current:
+            return True
+        try:
+            return bool(type(self.value) is type(current) and self.value == current)
+        except Exception:  # a comparison of anybody's
+            return False
+
+    def is_of(self, current: Any) -> bool:
+        """Whether a variable that had this value still has it, whatever the value holds now."""
+        return self.value is current or (type(self) is _Note and self.equals(current))
+
+    def put_back(self) -> None:
+        """Give it the content that it had."""
+
+
+@dataclass
+class _VersionNote(_Note):
+    """A tensor that a replay does not write to, and how often it had been written to."""
+
+    version: int
+
+    def is_of(self, current: Any) -> bool:
+        return self.value is current and current._version == self.version
+
+
+class _TensorNote(_Note):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__(value)
+        self._content = value.detach().clone()
+
+    def equals(self, current: Any) -> bool:
+        return isinstance(current, Tensor) and _same(self._content, current)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        if not _same(self._content, self.value):
+            if self.value.shape != self._content.shape:
+                self.value.resize_(self._content.shape)
+            self.value.copy_(self._content)
+
+
+class _ListNote(_Note):
+    def __init__(self, value: Any, noted: Callable[[Any], _Note]) -> None:
+        super().__init__(value)
+        self._entries = [noted(entry) for entry in value]
+
+    def equals(self, current: Any) -> bool:
+        if type(current) is not type(self.value) or len(current) != len(self._entries):
+            return False
+        return all(n.equals(entry) for n, entry in zip(self._entries, current, strict=True))
+
+    def is_of(self, current: Any) -> bool:
+        return self.value is current and all(note.is_of(note.value) for note in self._entries)
+
+    def put_back(self) -> None:
+        for note in self._entries:
+            note.put_back()
+        entries = [note.value for note in self._entries]
+        if len(self.value) != len(entries) or any(map(is_not, self.value, entries)):
+            self.value.clear()
+            self.value.extend(entries)
+
+
+class _DictNote(_Note):
+    def __init__(self, value: Any, noted: Callable[[Any], _Note]) -> None:
+        super().__init__(value)
+        self._entries = {key: noted(entry) for key, entry in value.items()}
+
+    def equals(self, current: Any) -> bool:
+        if type(current) is not type(self.value) or current.keys() != self._entries.keys():
+            return False
+        return all(note.equals(current[key]) for key, note in self._entries.items())
+
+    def is_of(self, current: Any) -> bool:
+        entries = self._entries.values()
+        return self.value is current and all(note.is_of(note.value) for note in entries)
+
+    def put_back(self) -> None:
+        for note in self._entries.values():
+            note.put_back()
+        entries = {key: note.value for key, note in self._entries.items()}
+        if list(self.value) != list(entries) or any(
+            self.value[key] is not entry for key, entry in entries.items()
+        ):
+            self.value.clear()
+            self.value.update(entries)
+
+
+class _ArrayNote(_Note):
+    def __init__(self, value: np.ndarray) -> None:
+        super().__init__(value)
+        self._content = value.copy()
+
+    def equals(self, current: Any) -> bool:
+        if not isinstance(current, np.ndarray) or current.dtype != self._content.dtype:
+            return False
+        return self._content.shape == current.shape and self._content.tobytes() == current.tobytes()
+
+    def put_back(self) -> None:
+        if not self.equals(self.value):
+            np.copyto(self.value, self._content)
+
+
+class _SetNote(_Note):
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._entries = frozenset(value)
+
+    def equals(self, current: Any) -> bool:
+        return isinstance(current, set) and self._entries == current
+
+    def put_back(self) -> None:
+        if self.value != self._entries:
+            self.value.clear()
+            self.value.update(self._entries)
+
+
+def _variable_note(value: Any) -> _Note:
+    """Note the value of a variable around a function for a replay, which writes to no tensor."""
+    if isinstance(value, Tensor) and not (isinstance(value, nn.Parameter) or value.is_inference()):
+        return _VersionNote(value, value._version)
+    if isinstance(value, _CONTAINERS) and len(value) <= _LONGEST:
+        return _container_note(value, _variable_note)
+    return _Note(value)
+
+
+def _noted(value: Any) -> _Note:
+    """Note any value with its content."""
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return _TensorNote(value)
+    if isinstance(value, np.ndarray):
+        return _ArrayNote(value)
+    if isinstance(value, _CONTAINERS):
+        return _container_note(value, _noted if len(value) <= _NOTED_ENTRIES else _Note)
+    return _Note(value)
+
+
+def _container_note(value: Any, noted: Callable[[Any], _Note]) -> _Note:
+    if isinstance(value, set):
+        return _SetNote(value)
+    return _DictNote(value, noted) if isinstance(value, dict) else _ListNote(value, noted)
+
+
+def _same(tensor: Tensor, current: Tensor) -> bool:
+    """Whether two tensors hold the same; not-a-number equals itself."""
+    if tensor.dtype != current.dtype or tensor.shape != current.shape:
+        return False
+    current = current.detach()
+    if tensor.device != current.device or torch.equal(tensor, current):
+        return tensor.device == current.device
+    return bool(((tensor == current) | ((tensor != tensor) & (current != current))).all())
+
+
+def _may_have_extras(model: nn.Module) -> bool:
+    """Whether a `state_dict` may hold more than parameters and buffers."""
+    return any(
+        module._state_dict_hooks or module._state_dict_pre_hooks
+        or any(getattr(type(module), n) is not getattr(nn.Module, n) for n in _WRITES_STATE)
+        for module in model.modules()
+    )  # fmt: skip
+
+
+def _extras(model: nn.Module) -> dict[str, bytes]:
+    """The entries of a `state_dict` that are neither parameters nor buffers, as bytes."""
+    if not _may_have_extras(model):
+        return {}
+    held_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    held_names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    state: Mapping[str, Any] = model.state_dict()
+    return {name: _as_bytes(entry) for name, entry in state.items() if name not in held_names}
+
+
+def _as_bytes(entry: Any) -> bytes:
+    if isinstance(entry, Tensor):
+        entry = entry.dtype, tuple(entry.shape), entry.detach().cpu().tolist()
+    try:
+        return pickle.dumps(entry)
+    except Exception:  # of anybody's objects, some cannot be pickled
+        return repr(entry).encode()
+
+
+_NOTED_ENTRIES = 4096
+"""Entries of a list whose own content is noted: of a longer one, which entries there are."""
+_WRITES_STATE = ("get_extra_state", "_save_to_state_dict", "state_dict")
+_LIBRARIES = frozenset(
+    {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "builtins", "collections"}
+    | {"numpy", "random", "logging", "functools", "re", "threading", "weakref", "types"}
+)
+"""Whose objects hold nothing of a batch, or are noted by themselves."""

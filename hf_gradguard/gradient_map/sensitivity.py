@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ..randomness import Stream, normal
-from .kinks import OtherKinks, Sides
-from .layers import Change, Layer, Pass, layers_of
-from .parameters import DifferencePlan, cache_of
+from .changes import Change
+from .layers import Layer, Pass, layers_of
+from .nonsmooth import ActivationPattern, OtherOperations
+from .parameters import DifferencePlan, cache_of, code_of
 from .replay import nodes_of
 from .types import ClientMap, Tensors
 
@@ -35,7 +36,7 @@ TRIES = 16
 """Uses after which a plan is tried out anew, since weights change."""
 
 
-_KINKS = re.compile(
+_NONSMOOTH_STEPS = re.compile(
     "(Abs|Ama|Ami|Clamp|Elu|Hard|Kth|L1Loss|LeakyRelu|Max|Median|Min|Prelu|Relu|Rrelu|Softshrink|Sort|"
     "Threshold|Topk|AdaptiveMax|FractionalMax)"
 )
@@ -80,8 +81,8 @@ def first_pass(
     gmap: ClientMap, layers: Mapping[str, Layer], plan: DifferencePlan, needs_slope: bool = True
 ) -> Pass:
     """Evaluate a pass at the map's own input, which differences start from."""
-    sides = Sides() if plan.keeps_sides else None
-    return Pass.evaluate(gmap, gmap.input, layers, sides, needs_slope)
+    pattern = ActivationPattern() if plan.keeps_pattern else None
+    return Pass.evaluate(gmap, gmap.input, layers, pattern, needs_slope)
 
 
 def _key(gmap: ClientMap) -> Hashable:
@@ -96,18 +97,11 @@ def _key(gmap: ClientMap) -> Hashable:
     )
 
 
-def code_of(loss_fn: Any) -> object:
-    """Return what identifies a loss function: lambdas and partials are made anew every time."""
-    while hasattr(loss_fn, "func"):
-        loss_fn = loss_fn.func
-    return getattr(loss_fn, "__code__", type(loss_fn))
-
-
 def _try_out(gmap: ClientMap) -> DifferencePlan:
     """Two steps along one direction, and one of the first sample alone."""
     x = gmap.input
-    has_kinks = _has_kinks(gmap)
-    is_rough = torch.finfo(x.dtype).bits < 32 or (has_kinks and not _can_keep_sides(gmap))
+    is_nonsmooth = _is_nonsmooth(gmap)
+    is_rough = torch.finfo(x.dtype).bits < 32 or (is_nonsmooth and not _can_keep_pattern(gmap))
     if gmap.shards is not None:
         is_rough = gmap.shards.any(is_rough)
     if is_rough:
@@ -115,20 +109,20 @@ def _try_out(gmap: ClientMap) -> DifferencePlan:
     is_splittable = not gmap.replay.recomputes() and gmap.shards is None
     layers = layers_of(gmap.model, gmap.parameters) if is_splittable else {}
     direction = normal(Stream.from_seeds(0), x.shape, x.device, x.dtype)  # hides nothing
-    start = Pass.evaluate(gmap, x, layers, Sides() if has_kinks else None)
+    start = Pass.evaluate(gmap, x, layers, ActivationPattern() if is_nonsmooth else None)
     full_step = step_size(gmap)
-    longer = Pass.evaluate(gmap, x + full_step * direction, layers, start.sides)
+    longer = Pass.evaluate(gmap, x + full_step * direction, layers, start.pattern)
     tried: list[tuple[float, float]] = []
     for shrink in SHRINKS:
         step = shrink * full_step
-        shorter = Pass.evaluate(gmap, x + step / 4 * direction, layers, start.sides)
+        shorter = Pass.evaluate(gmap, x + step / 4 * direction, layers, start.pattern)
         error = _disagreement(start, longer, shorter, step, gmap)
         tried.append((error, shrink))
         if error <= AGREE:
             break
         longer = shorter
     apart = _find_split_layers(gmap, start, layers, direction)
-    return DifferencePlan(apart, *min(tried), keeps_sides=has_kinks)
+    return DifferencePlan(apart, *min(tried), keeps_pattern=is_nonsmooth)
 
 
 def _disagreement(start: Pass, longer: Pass, shorter: Pass, step: float, gmap: ClientMap) -> float:
@@ -170,7 +164,7 @@ def _find_split_layers(
     step = step_size(gmap)
     alone = None
     if samples > 1:
-        alone = Pass.evaluate(gmap, x + step * first_sample, layers, start.sides)
+        alone = Pass.evaluate(gmap, x + step * first_sample, layers, start.pattern)
     gradient = Pass.evaluate(gmap, x, {}).unsplit
     is_apart: dict[str, bool | None] = {
         name: _adds_up(start, name, layer, samples, gradient)
@@ -184,29 +178,29 @@ def _find_split_layers(
     )
 
 
-def _has_kinks(gmap: ClientMap, sides: Sides | None = None) -> bool:
-    """Return whether an operation of the loss is non-smooth, given its known activation pattern.
+def _is_nonsmooth(gmap: ClientMap, pattern: ActivationPattern | None = None) -> bool:
+    """Tell whether anything of the loss has a derivative that jumps, on these sides of known ones.
 
-    Trials would not do. Of the steps of a small model one in ten crosses a point where the
-    derivative jumps, and is then off by the jump over the step.
+    Trials would not do: of the steps of a small model one in ten crosses a kink, and is then off by
+    the jump over the step.
     """
-    kept = nullcontext() if sides is None else sides.kept()
+    kept = nullcontext() if pattern is None else pattern.kept()
     with gmap.replay.run(), kept:
         loss = gmap.evaluate(gmap.input.requires_grad_())
-    return any(_KINKS.match(node.name()) for node in nodes_of([loss]))
+    return any(_NONSMOOTH_STEPS.match(node.name()) for node in nodes_of([loss]))
 
 
-def _can_keep_sides(gmap: ClientMap) -> bool:
+def _can_keep_pattern(gmap: ClientMap) -> bool:
     """Whether no derivative jumps in a pass that keeps the sides of another one."""
     # What runs again within the backward pass does so in another order; devices of one client
     # would have to agree.
     if gmap.shards is not None or gmap.replay.recomputes():
         return False
-    sides = Sides()
+    pattern = ActivationPattern()
     try:
-        _has_kinks(gmap, sides)
-        return not _has_kinks(gmap, sides)
-    except OtherKinks:
+        _is_nonsmooth(gmap, pattern)
+        return not _is_nonsmooth(gmap, pattern)
+    except OtherOperations:
         return False
 
 
@@ -361,12 +355,12 @@ def _differences(
 ) -> Iterator[tuple[str, Any]]:
     x, step = gmap.input, plan.shrink * step_size(gmap)
     layers = split_layers(gmap, plan)
-    has_sides = start is not None and start.sides is not None
-    if start is None or start.layers.keys() != layers.keys() or has_sides != plan.keeps_sides:
+    has_pattern = start is not None and start.pattern is not None
+    if start is None or start.layers.keys() != layers.keys() or has_pattern != plan.keeps_pattern:
         start = first_pass(gmap, layers, plan, needs_slope=False)
     for _ in range(num_probes):
         moved = x + step * normal(generator, x.shape, x.device, x.dtype)
-        end = Pass.evaluate(gmap, moved, layers, start.sides, needs_slope=False)
+        end = Pass.evaluate(gmap, moved, layers, start.pattern, needs_slope=False)
         for name, gradient in end.unsplit.items():
             yield name, ((gradient - start.unsplit[name]) / step).square_()
         del end.unsplit

@@ -212,17 +212,16 @@ def linear_layers(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[st
 
     They are by the weight's name.
     """
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    names = {parameter: name for name, parameter in parameters.items()}
     modules = list(model.modules())
     holders = Counter(
-        id(parameter) for module in modules for parameter in module.parameters(recurse=False)
+        parameter for module in modules for parameter in module.parameters(recurse=False)
     )
+    linear: list[Any] = [m for m in modules if type(m) in (nn.Linear, Conv1D)]
     return {
-        names[id(module.weight)]: module
-        for module in modules
-        if type(module) in (nn.Linear, Conv1D)
-        and id(module.weight) in names
-        and holders[id(module.weight)] == 1
+        names[module.weight]: module
+        for module in linear
+        if module.weight in names and holders[module.weight] == 1
     }
 
 

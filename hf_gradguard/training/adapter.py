@@ -18,7 +18,7 @@ from transformers.trainer_utils import TrainOutput
 from ..defenses import Defense
 from ..gradient_map.domain import check_batch
 from ..gradient_map.exchanges import no_exchange
-from ..gradient_map.replay import HeldState, Outer
+from ..gradient_map.replay import PassState, holders_in
 from .accelerator import GuardedAccelerator
 from .checkpoints.complete import (
     OURS,
@@ -73,7 +73,7 @@ class TrainerAdapter(Trainer):
     counts_items: bool = True  # whether ranks add up the labels of a step
     next_pass_counts: bool = False  # for what a loss holds; the passes of a defense do not
     _has_own_loss: bool = False  # and not the Trainer's, which holds nothing
-    _loss_state: HeldState | None = None  # when the message began
+    _loss_state: PassState | None = None  # when the message began
     accelerator: GuardedAccelerator
     callback_handler: CallbackHandler
 
@@ -362,7 +362,7 @@ class TrainerAdapter(Trainer):
         methods = [vars(kind)["compute_loss"] for kind in kinds if "compute_loss" in vars(kind)]
         return [f for f in (self.compute_loss_func, *methods) if f is not None]
 
-    def _held_by_loss(self) -> HeldState | None:
+    def _held_by_loss(self) -> PassState | None:
         losses = self._losses()
         if losses[0] is Trainer.compute_loss:
             return None
@@ -373,11 +373,11 @@ class TrainerAdapter(Trainer):
         values += losses
         objects = [v for v in values if isinstance(v, nn.Module) and v is not self.model]
         modules = {module for loss in objects for module in loss.modules()}
-        owners = HeldState.owners_of(modules - set(self.model.modules()))
-        owners += [attributes, *(outer for loss in losses for outer in Outer.of(loss))]
+        owners, functions = holders_in(modules - set(self.model.modules()))
+        owners.append(attributes)
         callables = [getattr(loss, "__self__", loss) for loss in losses]
         owners += [c.__dict__ for c in callables if hasattr(c, "__dict__") and c is not self]
-        return HeldState(owners, _DATA)
+        return PassState(owners, [*functions, *losses], _DATA)
 
     @contextmanager
     def _silent_pass(self) -> Iterator[None]:

@@ -18,8 +18,7 @@ from transformers import (
 )
 
 from hf_gradguard.gradient_map import GradientMap
-from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
-from hf_gradguard.gradient_map.per_sample.plan import known_plan
+from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum, known_plan
 from hf_gradguard.training.privacy.private_rows import rounding_of_rows
 
 from ..study import Study

@@ -22,7 +22,7 @@ def map_with(gradient: Tensor, sensitivity: Tensor | None = None) -> GradientMap
     """A map with a gradient and sensitivities of one's own choice, in two tensors."""
     gmap = exact_map("bert")
     like = {"first": torch.zeros(3, 2), "second": torch.zeros(len(gradient) - 6)}
-    gmap._parameters = {n: torch.nn.Parameter(t) for n, t in like.items()}
+    gmap.parameters = {n: torch.nn.Parameter(t) for n, t in like.items()}
     gmap._gradient = split_like(gradient, like)
     squares = split_like(
         (torch.ones_like(gradient) if sensitivity is None else sensitivity).square(), like

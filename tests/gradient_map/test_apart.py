@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_gradguard import GradientMap
 from hf_gradguard.gradient_map import sensitivity as plans
 from hf_gradguard.gradient_map.parameters import SamplePlan, cache_of, find_tables, forget
-from hf_gradguard.gradient_map.per_sample import plan as apart
+from hf_gradguard.gradient_map.per_sample import clipping as apart
 from hf_gradguard.gradient_map.per_sample.clipping import ClippedSum, SampleMap, clipped_sum
 
 FIRST_ORDER = {"second_order": False, "needs_input": False}

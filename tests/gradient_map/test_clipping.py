@@ -128,9 +128,9 @@ def test_long_texts_and_short_ones_take_both_ways() -> None:
 
 
 def test_samples_that_are_cut_into_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_gradguard.gradient_map.per_sample import shares
+    from hf_gradguard.gradient_map import layers
 
-    monkeypatch.setattr(shares, "CACHED_ENTRIES", 40)
+    monkeypatch.setattr(layers, "CACHED_ENTRIES", 40)
     for name in ("convnext", "bert"):
         model, batch = make_task(name, batch_size=ROWS)
         check(model, batch)
@@ -183,7 +183,7 @@ def test_dropout_masks_are_those_of_the_map() -> None:
 
 def test_norms_are_never_too_small_by_rounding() -> None:
     """Tokens whose products cancel: a norm below the true one would clip too little."""
-    from hf_gradguard.gradient_map.per_sample.shares import ghost_squares
+    from hf_gradguard.gradient_map.layers import ghost_squares
 
     generator = torch.Generator().manual_seed(0)
     slopes = torch.randn(6, 2, 50, generator=generator).repeat_interleave(2, 1)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_gradguard.gradient_map import layers as layers_module
-from hf_gradguard.gradient_map.layers import Change, Layer, _patches
+from hf_gradguard.gradient_map import changes
+from hf_gradguard.gradient_map.changes import Change
+from hf_gradguard.gradient_map.layers import Layer, _patches
 
 
 @pytest.mark.parametrize("size", [6, 17])  # short rows of places, and long ones
@@ -34,7 +35,7 @@ def test_samples_products_are_those_of_their_gradients(
     kind: str, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many samples are in a chunk, and whether factors are joined or products added up."""
-    monkeypatch.setattr(layers_module, "_CACHED_ENTRIES", entries)
+    monkeypatch.setattr(changes, "_CACHED_ENTRIES", entries)
     draw = torch.Generator().manual_seed(0)
 
     def pair(*shape: int) -> list[torch.Tensor]:

@@ -14,13 +14,18 @@ from helpers import make_task
 from torch import Tensor, nn
 
 from hf_gradguard.gradient_map import GradientMap
-from hf_gradguard.gradient_map.layers import layers_of
+from hf_gradguard.gradient_map.layers import (
+    ROW_ROUNDING,
+    Contribution,
+    LayerContribution,
+    Listener,
+    TableContribution,
+    WrittenContribution,
+    layers_of,
+)
 from hf_gradguard.gradient_map.parameters import cache_of
 from hf_gradguard.gradient_map.per_sample import clipping
 from hf_gradguard.gradient_map.per_sample.clipping import SampleMap, clipped_sum
-from hf_gradguard.gradient_map.per_sample.listener import Listener
-from hf_gradguard.gradient_map.per_sample.shares import OfLayer, OfTable, Share, Written
-from hf_gradguard.gradient_map.per_sample.sums import ROW_ROUNDING
 from hf_gradguard.training.privacy.private_rows import rounding_of_rows
 
 CLIP, WIDTH = 1.0, 8
@@ -102,14 +107,14 @@ def test_a_sum_is_not_cut_otherwise_for_one_row_more(size: int) -> None:
     assert abs(moved - 1) <= 16 * 2.0**-24 * (size + 1)
 
 
-def shares_of(kind: str, rows: int) -> Share:
+def contribution_of(kind: str, rows: int) -> Contribution:
     """Of rows that each add `BIASED` to some parameters."""
     flat = torch.full((rows, 1, 3), BIASED)
     if kind == "table":
         ids = torch.zeros(rows, 1, dtype=torch.long)
-        return OfTable("weight", torch.zeros(2, 3), ids, flat)
+        return TableContribution("weight", torch.zeros(2, 3), ids, flat)
     if kind == "written":
-        return Written(lambda: ({"weight": some} for some in flat.split(3)))
+        return WrittenContribution(lambda: ({"weight": some} for some in flat.split(3)))
     module: Any = {
         "linear": nn.Linear(2, 3),
         "norm": nn.LayerNorm(3),
@@ -119,7 +124,7 @@ def shares_of(kind: str, rows: int) -> Share:
     features = flat / BIASED if kind == "norm" else torch.ones(rows, 1, 2)
     if kind == "conv":
         flat, features = flat.mT[..., None], features.mT[..., None]
-    return OfLayer(layer, [(flat, features)])
+    return LayerContribution(layer, [(flat, features)])
 
 
 @pytest.mark.parametrize("kind", ["linear", "norm", "conv", "table", "written"])
@@ -127,7 +132,7 @@ def test_rows_are_added_up_to_a_few_roundings_a_row(kind: str) -> None:
     """Of all kinds of parameters, however many rows there are."""
     for rows in (1, 31, 64, 65, 384, 1021):
         factors = torch.ones(rows, dtype=torch.float64)
-        for name, total in shares_of(kind, rows).total(factors).items():
+        for name, total in contribution_of(kind, rows).weighted_sum(factors).items():
             added = total[:1] if kind == "table" else total
             off = (added.double() / BIASED - rows).abs().max()
             assert total.dtype == torch.float32
@@ -160,15 +165,15 @@ def test_a_row_adds_the_same_whatever_stands_beside_it(name: str) -> None:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each pass of a row by itself had."""
+    """Which rows were differentiated by themselves."""
     rows: list[int] = []
-    plain = clipping.plain_gradient
+    row_gradient = clipping._row_gradient
 
-    def counted(gmap: GradientMap, batch: Any) -> Any:
-        rows.append(len(batch["labels"]))
-        return plain(gmap, batch)
+    def counted(gmap: GradientMap, row: int, samples: int) -> Any:
+        rows.append(row)
+        return row_gradient(gmap, row, samples)
 
-    monkeypatch.setattr(clipping, "plain_gradient", counted)
+    monkeypatch.setattr(clipping, "_row_gradient", counted)
     return rows
 
 
@@ -185,7 +190,7 @@ def test_half_precision_is_found(setting: str, passes: list[int]) -> None:
             torch.backends.mkldnn.matmul.fp32_precision = "bf16"
         with inside:
             clipped_sum(gmap, CLIP)
-        assert passes == [1] * 6
+        assert passes == list(range(6))
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = "none"
         torch.backends.cuda.matmul.fp32_precision = "none"
@@ -222,7 +227,7 @@ def test_half_precision_that_begins_later_is_found() -> None:
     clipped_sum(GradientMap(model, batch, second_order=False), CLIP)
     model.bfloat16()
     gmap = SampleMap(model, batch, second_order=False, needs_input=False)
-    assert gmap.shares is None
+    assert gmap.contributions is None
     total = clipped_sum(gmap, CLIP).total
     alone = [
         clipped_sum(GradientMap(model, {n: e[[row]] for n, e in batch.items()},
@@ -245,7 +250,7 @@ def test_slopes_are_those_of_the_sum() -> None:
         listener = Listener(model, dict(model.named_parameters()), batch, count)
         with listener.listening():
             mean = loss(model, batch)
-        ((slopes, _),) = listener.shares(mean, float(count))["head"].rows  # type: ignore[attr-defined]
+        ((slopes, _),) = listener.contributions(mean, float(count))["head"].rows  # type: ignore[attr-defined]
         found.append(slopes[:40])
     assert all(torch.equal(slopes, found[0]) for slopes in found)
     assert not torch.equal(found[0], torch.zeros_like(found[0]))
@@ -276,7 +281,7 @@ def test_a_model_that_makes_much_of_last_bits_takes_a_pass_a_row(
     model = Sharp(sharpness)
     batch = {"pixel_values": model.rows[..., None, None], "labels": torch.arange(6) % 3}
     total = clipped(model, batch)
-    assert passes == ([] if is_apart else [1] * 6)
+    assert passes == ([] if is_apart else list(range(6)))
     alone = [clipped(model, {n: e[[row]] for n, e in batch.items()}) for row in range(6)]
     assert float((total - torch.stack(alone).sum(0)).norm()) <= ROW_ROUNDING * 6 * CLIP
 
@@ -327,7 +332,7 @@ def test_a_row_whose_tokens_cancel_adds_no_more_than_its_norm(kind: str, tokens:
     features = torch.randn(16, 1, 8, generator=draws).expand(-1, tokens, -1).contiguous()
     if kind == "table":
         ids = torch.zeros(16, tokens, dtype=torch.long)
-        share: Share = OfTable("weight", torch.zeros(2, 8), ids, slopes)
+        contribution: Contribution = TableContribution("weight", torch.zeros(2, 8), ids, slopes)
     else:
         module: Any = {
             "linear": nn.Linear(8, 8), "norm": nn.LayerNorm(8), "conv": nn.Conv2d(8, 8, 1)
@@ -337,10 +342,12 @@ def test_a_row_whose_tokens_cancel_adds_no_more_than_its_norm(kind: str, tokens:
                 entry.mT.reshape(16, 8, 32, tokens // 32) for entry in (slopes, features)
             )
         layer = layers_of(module, dict(module.named_parameters()))[""]
-        share = OfLayer(layer, [(slopes, features)])
-    norms = share.squares().sqrt()
+        contribution = LayerContribution(layer, [(slopes, features)])
+    norms = contribution.squared_norms().sqrt()
     for row in range(16):
         factors = torch.zeros(16, dtype=torch.float64)
         factors[row] = 1 / norms[row]
-        added = torch.cat([tensor.flatten() for tensor in share.total(factors).values()])
+        added = torch.cat(
+            [tensor.flatten() for tensor in contribution.weighted_sum(factors).values()]
+        )
         assert float(added.double().norm()) <= 1 + ROW_ROUNDING

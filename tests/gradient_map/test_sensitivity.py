@@ -198,7 +198,7 @@ def test_kinks_of_every_kind_are_kept(kink: str) -> None:
     torch.manual_seed(1)
     gmap = GradientMap(Kinked(KINKS[kink]).double(), contrastive_batch())
     found, exact = compared(gmap)
-    assert plan_of(gmap).keeps_sides
+    assert plan_of(gmap).keeps_pattern
     assert error(found, exact) < 1e-6
 
 

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_gradguard import GradGuardConfig, GradGuardMixin, GradientMap
-from hf_gradguard.gradient_map.replay import HeldState, Outer
+from hf_gradguard.gradient_map.replay import PassState, holders_in
 
 STEPS = 3
 GENERATORS: dict[str, Callable[[], tuple[Any, Callable[[Any], float]]]] = {
@@ -203,7 +203,7 @@ def test_a_loss_that_holds_a_generator_trains_as_stock(kind: str, tmp_path: Path
 
 
 def test_a_loss_that_counts_trains_as_stock(tmp_path: Path) -> None:
-    """In a variable of the function around it, in one of its module's, and in its own object."""
+    """In a list of the function around it, and in its own object."""
 
     class Warming:
         def __init__(self) -> None:
@@ -214,13 +214,12 @@ def test_a_loss_that_counts_trains_as_stock(tmp_path: Path) -> None:
             return nn.functional.cross_entropy(outputs["logits"], labels) / self.calls
 
     def around() -> Callable[..., Tensor]:
-        calls, generator = 0, random.Random(5)
+        calls, generator = [0], random.Random(5)
 
         def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-            nonlocal calls
-            calls += 1
+            calls[0] += 1
             plain = nn.functional.cross_entropy(outputs["logits"], labels)
-            return plain * generator.random() / calls
+            return plain * generator.random() / calls[0]
 
         return loss
 
@@ -228,6 +227,43 @@ def test_a_loss_that_counts_trains_as_stock(tmp_path: Path) -> None:
         stock = train(tmp_path, seeded(Words), compute_loss_func=make())
         ours = train(tmp_path, seeded(Words), defense="none", compute_loss_func=make())
         assert_same(stock, ours)
+
+
+LAST = torch.zeros(1)
+
+
+def test_a_function_that_sets_variables_around_it_is_refused() -> None:
+    """To put them back would be to write into closures and globals of others."""
+    calls, mean = 0, torch.zeros(1)
+
+    def sets_closure(module: nn.Module, inputs: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return calls * module(**inputs)["loss"]
+
+    def sets_global(module: nn.Module, inputs: Any) -> Tensor:
+        global LAST
+        loss = module(**inputs)["loss"]
+        LAST = loss.detach()
+        return loss
+
+    def writes_to_tensor(module: nn.Module, inputs: Any) -> Tensor:
+        loss = module(**inputs)["loss"]
+        mean.add_(loss.detach())
+        return loss
+
+    batch = {"input_ids": torch.arange(10).reshape(2, 5) % 9, "labels": torch.tensor([0, 1])}
+    for loss_fn, name in (
+        (sets_closure, "calls"),
+        (sets_global, "LAST"),
+        (writes_to_tensor, "mean"),
+    ):
+        gmap = GradientMap(seeded(Words), batch, loss_fn=loss_fn, share_input_embeddings=True)
+        gmap.gradient()  # one pass is one function
+        last = calls
+        with pytest.raises(NotImplementedError, match=f"{name}.*another function"):
+            gmap.gradient_at(gmap.input)
+        assert calls == last
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
@@ -250,7 +286,8 @@ def test_a_map_evaluates_one_function(kind: str) -> None:
 def test_what_is_held_comes_back_as_it_was() -> None:
     module = Counting()
     module.shared = module.counts["passes"]
-    state = HeldState([*HeldState.owners_of([module]), *Outer.of(lambda: GENERATORS)])
+    owners, _ = holders_in([module])
+    state = PassState(owners, [lambda: GENERATORS])
     tokens, counts = module.tokens, module.counts
     for _ in range(2):
         with state.replayed():

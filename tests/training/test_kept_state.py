@@ -22,7 +22,8 @@ from hf_gradguard.training.card import sharing
 
 ROWS = 12
 SEEN: list[float] = []
-"""What `Global` keeps around its forward."""
+"""What `Attributes` keeps around its forward."""
+LAST = 0.0
 
 
 class Plain(nn.Module):
@@ -137,6 +138,14 @@ class FrozenWeight(Plain):
         self.mean.data.copy_(rows.detach().mean(0))
 
 
+class SetsGlobal(Plain):
+    """Keeps the mean in a variable around it, which nobody puts back."""
+
+    def keep(self, rows: Tensor) -> None:
+        global LAST
+        LAST = float(rows.mean())
+
+
 class Attributes(Plain):
     """Keeps what no `state_dict` has, and lets later rows' gradients follow it."""
 
@@ -214,6 +223,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "extra state": (Extra, "writes to _extra_state as it runs"),
     "hook": (Hooked, "writes to kept as it runs"),
     "weight": (FrozenWeight, "passes write to mean"),
+    "global": (SetsGlobal, "passes write to LAST"),
     "instance norm": (Tracked, "writes to norm.running_mean, norm.running_var as it runs"),
 }
 

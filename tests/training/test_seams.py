@@ -62,10 +62,10 @@ SEAMS = (
     Seam(
         _MODULE,
         "_state_dict_hooks",
-        "gradient_map/module_state.py asks whether a state_dict holds more than tensors",
+        "gradient_map/replay.py asks whether a state_dict holds more than tensors",
     ),
-    Seam(_MODULE, "_state_dict_pre_hooks", "gradient_map/module_state.py likewise"),
-    Seam(_MODULE, "_save_to_state_dict", "gradient_map/module_state.py likewise"),
+    Seam(_MODULE, "_state_dict_pre_hooks", "gradient_map/replay.py likewise"),
+    Seam(_MODULE, "_save_to_state_dict", "gradient_map/replay.py likewise"),
     Seam(_TRAINER, "_prepare_inputs", "training/mixin.py moves a batch to the device"),
     Seam(_TRAINER, "_get_dataloader", "training/adapter.py loads what a sampler of ours draws"),
     Seam(

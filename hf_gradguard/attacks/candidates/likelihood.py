@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...defenses.mechanism import Mechanism
 from ...gradient_map import Tensors
-from ...gradient_map.per_sample.plan import count_items
+from ...gradient_map.per_sample.clipping import count_items
 from ...gradient_map.per_sample.products import Products
 from ..base import Observation
 from ..layer_inputs import is_causal_lm

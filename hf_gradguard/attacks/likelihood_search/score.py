@@ -21,10 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ...defenses.mechanism import Mechanism
 from ...gradient_map.inputs import model_loss
-from ...gradient_map.layers import LINEAR
-from ...gradient_map.per_sample.listener import Listener
+from ...gradient_map.layers import LINEAR, LayerContribution, Listener, ghost_squares
 from ...gradient_map.per_sample.products import GradientProducts
-from ...gradient_map.per_sample.shares import OfLayer, ghost_squares
 from ...gradient_map.replay import Replay
 from ...gradient_map.types import Tensors
 from ...gradient_map.vectorized import ManyGradients
@@ -381,13 +379,13 @@ def layer_factors(
         listener = Listener(model, dict(parameters), batch, count)
         with listener.listening():
             loss = model_loss(model, dict(batch)) * count
-        layers = listener.shares(loss)
+        contributions = listener.contributions(loss)
     return {
-        layer.layer.weight: layer._joined()
-        for layer in layers.values()
-        if isinstance(layer, OfLayer)
-        and isinstance(layer.layer.module, LINEAR)
-        and layer.layer.weight is not None
+        entry.layer.weight: entry.joined()
+        for entry in contributions.values()
+        if isinstance(entry, LayerContribution)
+        and isinstance(entry.layer.module, LINEAR)
+        and entry.layer.weight is not None
     }
 
 

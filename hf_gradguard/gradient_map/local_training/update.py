@@ -85,17 +85,21 @@ class UpdateMap(GradientMap):
         self._needs_input = needs_input or second_order
         self._share, self._withhold = share_input_embeddings, withhold
         self.optimizer = make_optimizer(optimizer, optimizer_kwargs)
-        unique = {id(batch): batch for batch in batches}
-        self._pieces = Pieces(list(unique.values()), self._needs_input)
-        self._order = [list(unique).index(id(batch)) for batch in batches]
+        unique: list[Batch] = []
+        self._order: list[int] = []  # of steps, by number in `unique`
+        for batch in batches:
+            is_known = [batch is known_batch for known_batch in unique]
+            self._order.append(is_known.index(True) if any(is_known) else len(unique))
+            unique += [] if any(is_known) else [batch]
+        self._pieces = Pieces(unique, self._needs_input)
         self.rates = _rates(learning_rate, len(self._order))
-        self._batch = self._pieces.joined() if self._needs_input else batches[0]
-        self._source = find_input(model, self._batch) if self._needs_input else None
+        self.batch = self._pieces.joined() if self._needs_input else batches[0]
+        self._source = find_input(model, self.batch) if self._needs_input else None
         self.replay = _Steps(model, second_order, f"{self.optimizer}, {len(self._order)} steps")
         with self.replay.kernels():
             for batch in [] if self._share else self._pieces.batches:
                 find_tables(model, batch, self.loss_fn)
-            self._parameters = shared_parameters(model, self._share, withhold)
+            self.parameters = shared_parameters(model, self._share, withhold)
         self._runner = RunWithin(model)
         self._batch_inputs: list[Tensor] = []
         losses: list[Tensor] = []
@@ -105,7 +109,7 @@ class UpdateMap(GradientMap):
         self._x = join(self._batch_inputs) if self._needs_input else self._batch_inputs[0]
         self._loss = torch.stack(losses).mean()
         self._jacobian = UnrolledJacobian(
-            lambda x: self.gradient_at(x, create_graph=True), self._x, self._parameters, self.replay
+            lambda x: self.gradient_at(x, create_graph=True), self._x, self.parameters, self.replay
         )
 
     @property
@@ -119,7 +123,7 @@ class UpdateMap(GradientMap):
 
     def evaluate(self, x: Tensor, entries: Mapping[str, Any] | None = None) -> Tensor:
         """Return the mean loss of the batches at another input, before any step."""
-        batches = self._pieces.split({**self._batch, **(entries or {})})
+        batches = self._pieces.split({**self.batch, **(entries or {})})
         batch_inputs = cut(x, self._pieces.rows, self._shapes)
         losses = [
             self._run(batch, batch_input)[1]
@@ -142,7 +146,7 @@ class UpdateMap(GradientMap):
         if create_graph:
             self._require_second_order("gradient_at(create_graph=True)")
             self.replay.check_differentiable()
-        batches = self._pieces.split({**self._batch, **entries})
+        batches = self._pieces.split({**self.batch, **entries})
         with self.replay.run():
             batch_inputs = cut(x, self._pieces.rows, self._shapes)
             return self._train(batches, batch_inputs, create_graph)
@@ -215,7 +219,7 @@ class UpdateMap(GradientMap):
     ) -> Tensors:
         """The change of the weights, kept apart from them: beside them it would be rounded off."""
         # Computed, not written to the model: a step is a function of the weights before it.
-        start_weights = {name: p.detach() for name, p in self._parameters.items()}
+        start_weights = {name: p.detach() for name, p in self.parameters.items()}
         change = {name: torch.zeros_like(p) for name, p in start_weights.items()}
         state: State = {}
         batch_inputs_by_index: dict[int, Tensor] = {}

@@ -16,12 +16,11 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..inputs import model_loss
+from ..layers import Contribution, Listener, NotApartError
 from ..replay import Replay
 from ..types import Tensors
 from ..vectorized import ManyGradients, batch_shape, has_draws
-from .listener import Listener, NotApartError
-from .plan import WEIGHT_RULES, sample_weights
-from .shares import Share
+from .clipping import WEIGHT_RULES, sample_weights
 
 logger = logging.get_logger(__name__)
 
@@ -67,8 +66,8 @@ class GradientProducts:
     def __init__(self, dense: ManyGradients) -> None:
         self.model, self.parameters, self._dense = dense.model, dense.parameters, dense
         modules = list(self.model.modules())
-        holders = Counter(id(p) for m in modules for p in m.parameters(recurse=False))
-        self._apart = {n: p for n, p in self.parameters.items() if holders[id(p)] == 1}
+        holders = Counter(p for m in modules for p in m.parameters(recurse=False))
+        self._apart = {n: p for n, p in self.parameters.items() if holders[p] == 1}
         self._plans: dict[tuple[Any, ...], _Plan] = {}
 
     def __call__(
@@ -124,7 +123,7 @@ class GradientProducts:
     ) -> Products:  # fmt: skip
         """Raises NotApartError where samples cannot be told apart."""
         stacked = _stacked(batches)
-        shares = self._shares(stacked, len(batches))
+        contributions = self._contributions(stacked, len(batches))
         device = next(iter(self.parameters.values())).device
         factor = 1 / sample_weights(rule, stacked).to(device)
         inner = {
@@ -132,22 +131,22 @@ class GradientProducts:
             for name in names
         }
         squares = {name: torch.zeros_like(factor) for name in names}
-        for share in shares.values():
+        for contribution in contributions.values():
             for number, message in enumerate(messages):
-                for name, product in share.inner(message).items():
+                for name, product in contribution.inner_products(message).items():
                     if name in names:
                         inner[name][:, number] = product * factor
-            for name, square in share.squares_of(weights).items():
+            for name, square in contribution.weighted_squares(weights).items():
                 if name in names:
                     squares[name] = square * factor**2
         return Products(inner, squares)
 
-    def _shares(self, stacked: dict[str, Any], count: int) -> dict[str, Share]:
+    def _contributions(self, stacked: dict[str, Any], count: int) -> dict[str, Contribution]:
         with Replay(self.model, second_order=False).run(), torch.enable_grad():
             listener = Listener(self.model, self._apart, stacked, count)
             with listener.listening():
                 loss = model_loss(self.model, stacked)
-            return listener.shares(loss)
+            return listener.contributions(loss)
 
     def _plan_of(self, batches: Sequence[Mapping[str, Any]]) -> _Plan:
         """Found out once for batches of the same entries, alone and beside others."""

@@ -20,8 +20,7 @@ from transformers.utils import logging
 from ...defenses import Defense
 from ...gradient_map.exchanges import no_exchange
 from ...gradient_map.lookups import vary
-from ...gradient_map.module_state import ModuleState, WeightState
-from ...gradient_map.replay import draws_kept
+from ...gradient_map.replay import ModuleState, WeightState, draws_kept
 from ...gradient_map.types import LossFunction
 from ..privacy.private_rows import is_proved
 from .watch import BufferGuard
@@ -89,6 +88,7 @@ class KeptState(BufferGuard):
         if changed:
             logger.warning_once(_PUT_BACK.format(type(model).__name__, _listed(changed)))
         lasting = state.changed_extras() + ([] if weights is None else weights.changed())
+        lasting += state.variables_set()
         if lasting := [name for name in lasting if name not in self._public]:
             raise NotImplementedError(_LASTING.format(type(model).__name__, _listed(lasting)))
 
@@ -148,7 +148,7 @@ _PUT_BACK = (
     "batch stays in no model and reaches no later message."
 )
 _LASTING = (
-    "GradGuardTrainer does not support {}, whose passes write to {}. That is saved with the model, "
-    "cannot be put back, and holds what was made of private rows. Write it elsewhere than in "
-    "forward, or keep it in buffers and set batch_statistics='frozen'."
+    "GradGuardTrainer does not support {}, whose passes write to {}. That is saved with the model "
+    "or stays around it, cannot be put back, and holds what was made of private rows. Write it "
+    "elsewhere than in forward, or keep it in buffers and set batch_statistics='frozen'."
 )

@@ -21,9 +21,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from ...gradient_map.module_state import ModuleState
 from ...gradient_map.parameters import find_tables, remember_tables
-from ...gradient_map.replay import draws_kept, modes_kept, nodes_of
+from ...gradient_map.replay import ModuleState, draws_kept, modes_kept, nodes_of
 from ...gradient_map.types import LossFunction, Shards
 from ..exchange.average import SecureSum, average
 from .batch_statistics import tracking_layers

@@ -23,10 +23,8 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ...gradient_map.domain import check_batch, count_rows
-from ...gradient_map.module_state import ModuleState
-from ...gradient_map.per_sample.lengths import OTHER_LENGTHS, row_shapes
-from ...gradient_map.per_sample.plan import real_tokens, rows_of
-from ...gradient_map.replay import draws_restored
+from ...gradient_map.per_sample.clipping import OTHER_LENGTHS, real_tokens, row_shapes, rows_of
+from ...gradient_map.replay import ModuleState, draws_restored
 from ...gradient_map.types import LossFunction
 from ..clients.batches import CLIENT, ROW, SHARE, ClientCollator, ClientRows, SampledRow
 from ..message import ClientBatch

@@ -23,8 +23,8 @@ from transformers.utils import logging
 
 from ...defenses import Chain, Defense
 from ...defenses.dp import DPSGD, OptimalDPSGD, PrivacyPlan
+from ...gradient_map.layers import ROW_ROUNDING
 from ...gradient_map.parameters import cache_of
-from ...gradient_map.per_sample.sums import ROW_ROUNDING
 from ...leakage import PrivacyAccount, dp_sgd_noise_multiplier
 from ...leakage.differential_privacy import protection_note
 from ...randomness import Stream

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_gradguard.gradient_map.kinks import OtherKinks, Sides
+from hf_gradguard.gradient_map.nonsmooth import ActivationPattern, OtherOperations
 
 F = nn.functional
 LINEAR: dict[str, Callable[[Tensor], Tensor]] = {  # on either side
@@ -42,14 +42,14 @@ def weights(value: Tensor) -> Tensor:
 
 
 def passed(
-    function: Callable[[Tensor], Tensor], x: Tensor, sides: Sides | None = None
+    function: Callable[[Tensor], Tensor], x: Tensor, pattern: ActivationPattern | None = None
 ) -> tuple[Tensor, Tensor]:
     """A function's value and the derivative of a weighted sum of it."""
     x = x.clone().requires_grad_()
-    if sides is None:
+    if pattern is None:
         value = function(x)
     else:
-        with sides.kept():
+        with pattern.kept():
             value = function(x)
     (slope,) = torch.autograd.grad((value * weights(value)).sum(), x)
     return value.detach(), slope
@@ -58,10 +58,10 @@ def passed(
 @pytest.mark.parametrize("name", LINEAR | CURVED)
 def test_where_sides_were_noted_nothing_changes(name: str) -> None:
     function = (LINEAR | CURVED)[name]
-    x, sides = torch.randn(2, 3, 8, 8).double(), Sides()
+    x, pattern = torch.randn(2, 3, 8, 8).double(), ActivationPattern()
     stock = passed(function, x)
-    noting, keeping = passed(function, x, sides), passed(function, x, sides)
-    assert len(sides.noted) == 1
+    noting, keeping = passed(function, x, pattern), passed(function, x, pattern)
+    assert len(pattern.noted) == 1
     for value, expected in zip(noting, stock, strict=True):
         assert torch.equal(value, expected)
     for value, expected in zip(keeping, stock, strict=True):
@@ -71,10 +71,10 @@ def test_where_sides_were_noted_nothing_changes(name: str) -> None:
 @pytest.mark.parametrize("name", LINEAR)
 def test_elsewhere_it_is_the_same_branch(name: str) -> None:
     """Far away, where stock has another derivative, a linear branch has the noted one."""
-    function, sides = LINEAR[name], Sides()
+    function, pattern = LINEAR[name], ActivationPattern()
     x, other = torch.randn(2, 3, 8, 8).double(), torch.randn(2, 3, 8, 8).double()
-    value, slope = passed(function, x, sides)
-    other_value, other_slope = passed(function, other, sides)
+    value, slope = passed(function, x, pattern)
+    other_value, other_slope = passed(function, other, pattern)
     assert not torch.allclose(passed(function, other)[1], slope)
     torch.testing.assert_close(other_slope, slope, rtol=1e-12, atol=1e-12)
     moved = ((other - x) * slope).sum()
@@ -85,30 +85,30 @@ def test_elsewhere_it_is_the_same_branch(name: str) -> None:
 @pytest.mark.parametrize("name", CURVED)
 def test_a_curved_branch_goes_on_across_the_kink(name: str) -> None:
     """Its derivative is continuous along a way on which stock's jumps."""
-    x, sides = torch.full((1,), -1e-3, dtype=torch.float64), Sides()
+    x, pattern = torch.full((1,), -1e-3, dtype=torch.float64), ActivationPattern()
     if name == "hardswish":  # 4x crosses -3 there
         x -= 0.75
-    before = passed(CURVED[name], x, sides)[1]
-    after = passed(CURVED[name], x + 2e-3, sides)[1]
+    before = passed(CURVED[name], x, pattern)[1]
+    after = passed(CURVED[name], x + 2e-3, pattern)[1]
     assert abs(float(after - before)) < 0.02
     assert abs(float(passed(CURVED[name], x + 2e-3)[1] - before)) > 0.02
 
 
 def test_integers_and_what_is_smooth_are_left_alone() -> None:
-    sides = Sides()
-    with sides.kept():
+    pattern = ActivationPattern()
+    with pattern.kept():
         torch.arange(3).clamp(max=1).abs()
         torch.tanh(torch.ones(2))
-    assert not sides.noted
+    assert not pattern.noted
 
 
 def test_another_pass_is_refused() -> None:
-    sides, x = Sides(), torch.ones(2)
-    with sides.kept():
+    pattern, x = ActivationPattern(), torch.ones(2)
+    with pattern.kept():
         torch.relu(x)
-    with pytest.raises(OtherKinks, match="abs was not noted"), sides.kept():
+    with pytest.raises(OtherOperations, match="abs was not noted"), pattern.kept():
         torch.abs(x)
-    with pytest.raises(OtherKinks, match="ends before"), sides.kept():
+    with pytest.raises(OtherOperations, match="ends before"), pattern.kept():
         torch.tanh(x)
-    with pytest.raises(OtherKinks, match="relu was not noted"), sides.kept():
+    with pytest.raises(OtherOperations, match="relu was not noted"), pattern.kept():
         torch.relu(torch.relu(x))

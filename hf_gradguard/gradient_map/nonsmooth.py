@@ -18,20 +18,18 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 
-class OtherKinks(RuntimeError):
-    """An error: a pass has other non-smooth operations than the one whose pattern is kept."""
+class OtherOperations(RuntimeError):
+    """A pass has other operations with kinks than the one whose sides are to be kept."""
 
 
-class Kink(NamedTuple):
-    """A non-smooth operation, whose derivative jumps.
+class Operation(NamedTuple):
+    """An operation whose derivative jumps.
 
     Args:
-        side: A function that returns the side of its arguments: regions by number, or indices of
-            what is selected.
-        on_side: A function that returns the operation's result on that side, from the side and the
-            same arguments.
-        returns_both: Whether `side` returns a pair, the side and what the operation returns, so
-            that it need not be computed once more.
+        side: Of its arguments where they are: regions by number, or indices of what is selected.
+        on_side: What it returns on that side, from the side and the same arguments.
+        returns_both: Whether `side` gives a pair, the side and what the operation returns, so that
+            it need not be computed once more.
     """
 
     side: Callable[..., Any]
@@ -39,14 +37,14 @@ class Kink(NamedTuple):
     returns_both: bool = False
 
 
-class Sides:
-    """The activation pattern of one pass: noted in the first `with`, kept in all later ones.
+class ActivationPattern:
+    """The sides of one pass: noted in the first `with`, kept in all later ones.
 
     Example:
-        >>> sides, x = Sides(), torch.tensor([-1.0, 2.0])
-        >>> with sides.kept():
+        >>> pattern, x = ActivationPattern(), torch.tensor([-1.0, 2.0])
+        >>> with pattern.kept():
         ...     _ = torch.relu(x)
-        >>> with sides.kept():
+        >>> with pattern.kept():
         ...     torch.relu(-x)
         tensor([ 0., -2.])
     """
@@ -57,10 +55,10 @@ class Sides:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Note the pattern, or keep the one that was noted.
+        """Note them, or keep those that were noted.
 
         Raises:
-            OtherKinks: If a later pass has other operations.
+            OtherOperations: If a later pass does other operations.
         """
         if not self.is_complete:
             with _Noting(self.noted):
@@ -71,7 +69,7 @@ class Sides:
         with keeping:
             yield
         if keeping.number != len(self.noted):
-            raise OtherKinks("The pass ends before all operations with kinks were done.")
+            raise OtherOperations("The pass ends before all operations with kinks were done.")
 
 
 class _Noting(TorchFunctionMode):
@@ -83,14 +81,14 @@ class _Noting(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (kink := _kink_of(func, args)) is None:
+        if (operation := _operation_of(func, args)) is None:
             return func(*args, **kwargs)
-        if kink.returns_both:
-            side, output = kink.side(*args, **kwargs)
-            self.noted.append((kink, side))
+        if operation.returns_both:
+            side, output = operation.side(*args, **kwargs)
+            self.noted.append((operation, side))
             return output
         with torch.no_grad():  # before it writes in place
-            self.noted.append((kink, kink.side(*args, **kwargs)))
+            self.noted.append((operation, operation.side(*args, **kwargs)))
         return func(*args, **kwargs)
 
 
@@ -103,30 +101,30 @@ class _Keeping(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (kink := _kink_of(func, args)) is None:
+        if (operation := _operation_of(func, args)) is None:
             return func(*args, **kwargs)
         place, self.number = self.number, self.number + 1
-        if place >= len(self.noted) or self.noted[place][0] is not kink:
-            raise OtherKinks(f"{getattr(func, '__name__', func)} was not noted at this place.")
+        if place >= len(self.noted) or self.noted[place][0] is not operation:
+            raise OtherOperations(f"{getattr(func, '__name__', func)} was not noted at this place.")
         side = self.noted[place][1]
         x, *others = args
         if not _is_in_place(func, args, kwargs):
-            return kink.on_side(side, x, *others, **kwargs)
-        return x.copy_(kink.on_side(side, x.clone(), *others, **kwargs))
+            return operation.on_side(side, x, *others, **kwargs)
+        return x.copy_(operation.on_side(side, x.clone(), *others, **kwargs))
 
 
-def _kink_of(func: Any, args: tuple[Any, ...]) -> Kink | None:
-    kink: Kink | None = _KINKS.get(func)
-    if kink is None or not args or not isinstance(args[0], Tensor):
+def _operation_of(func: Any, args: tuple[Any, ...]) -> Operation | None:
+    operation: Operation | None = _KINKS.get(func)
+    if operation is None or not args or not isinstance(args[0], Tensor):
         return None
     if not args[0].is_floating_point():
         return None
     # torch.max and torch.min compare two tensors, or select along one dimension, or of all.
-    if kink is _MAX and len(args) > 1 and isinstance(args[1], Tensor):
+    if operation is _MAX and len(args) > 1 and isinstance(args[1], Tensor):
         return _MAXIMUM
-    if kink is _MIN and len(args) > 1 and isinstance(args[1], Tensor):
+    if operation is _MIN and len(args) > 1 and isinstance(args[1], Tensor):
         return _MINIMUM
-    return kink
+    return operation
 
 
 def _is_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -274,7 +272,7 @@ def _one(dim: Any) -> int:
         return dim
     if len(dim) == 1:
         return int(dim[0])
-    raise OtherKinks("amax and amin of several dimensions keep no sides.")
+    raise OtherOperations("amax and amin of several dimensions keep no sides.")
 
 
 def _at(side: Tensor, x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
@@ -309,7 +307,7 @@ def _sort(side: Tensor, x: Tensor, dim: int = -1, *_: Any, **__: Any) -> Any:
     return torch.return_types.sort((x.gather(dim, side), side))
 
 
-def _pooled(function: Any, dimensions: int) -> Kink:
+def _pooled(function: Any, dimensions: int) -> Operation:
     """Of a function that also says where the largest entries lie in the last dimensions."""
 
     def side(*args: Any, return_indices: bool = False, **kwargs: Any) -> tuple[Tensor, Any]:
@@ -321,38 +319,53 @@ def _pooled(function: Any, dimensions: int) -> Kink:
         values = chosen.view_as(indices)
         return (values, indices) if kwargs.get("return_indices") else values
 
-    return Kink(side, on_side, returns_both=True)
+    return Operation(side, on_side, returns_both=True)
 
 
-_MAX = Kink(_largest_side, _at_with_index)
-_MIN = Kink(_smallest_side, _at_with_index)
-_MAXIMUM, _MINIMUM = Kink(_greater, _chosen), Kink(_greater, _other_chosen)
+_MAX = Operation(_largest_side, _at_with_index)
+_MIN = Operation(_smallest_side, _at_with_index)
+_MAXIMUM, _MINIMUM = (
+    Operation(_greater, _chosen),
+    Operation(_greater, _other_chosen),
+)
 # Floats and truth values multiply slowly.
-_RELU = Kink(_sign_side, lambda side, x, *_, **__: x * side.to(x.dtype))
-_CLAMP = Kink(_clamp_side, _clamp)
-_CLAMP_MIN = Kink(lambda x, min: _clamp_side(x, min), lambda side, x, min: _clamp(side, x, min))
-_CLAMP_MAX = Kink(
+_RELU = Operation(_sign_side, lambda side, x, *_, **__: x * side.to(x.dtype))
+_CLAMP = Operation(_clamp_side, _clamp)
+_CLAMP_MIN = Operation(
+    lambda x, min: _clamp_side(x, min), lambda side, x, min: _clamp(side, x, min)
+)
+_CLAMP_MAX = Operation(
     lambda x, max: _clamp_side(x, None, max), lambda side, x, max: _clamp(side, x, None, max)
 )
 _F: Any = functional
 _T: Any = Tensor
 
 
-def _table() -> dict[Any, Kink]:
+def _table() -> dict[Any, Operation]:
     table = {
         _RELU: (_F.relu, _F.relu_, torch.relu, torch.relu_, _T.relu, _T.relu_),
-        Kink(_relu6_side, _relu6): (_F.relu6,),
-        Kink(_sign_side, _leaky): (_F.leaky_relu, _F.leaky_relu_),
-        Kink(_sign_side, _prelu): (_F.prelu, torch.prelu, _T.prelu),
-        Kink(_sign_side, _elu): (_F.elu, _F.elu_),
-        Kink(_sign_side, _selu): (_F.selu, torch.selu, torch.selu_),
-        Kink(_threshold_side, _threshold): (_F.threshold, _F.threshold_, torch.threshold),
-        Kink(_hardtanh_side, _hardtanh): (_F.hardtanh, _F.hardtanh_),
-        Kink(_hard_side, _hard_sigmoid): (_F.hardsigmoid,),
-        Kink(_hard_side, _hard_swish): (_F.hardswish,),
-        Kink(_shrink_side, _soft_shrink): (_F.softshrink,),
-        Kink(_absolute_side, _absolute): (torch.abs, torch.absolute, _T.abs, _T.absolute, _T.abs_),
-        Kink(_l1_side, _l1): (_F.l1_loss,),
+        Operation(_relu6_side, _relu6): (_F.relu6,),
+        Operation(_sign_side, _leaky): (_F.leaky_relu, _F.leaky_relu_),
+        Operation(_sign_side, _prelu): (_F.prelu, torch.prelu, _T.prelu),
+        Operation(_sign_side, _elu): (_F.elu, _F.elu_),
+        Operation(_sign_side, _selu): (_F.selu, torch.selu, torch.selu_),
+        Operation(_threshold_side, _threshold): (
+            _F.threshold,
+            _F.threshold_,
+            torch.threshold,
+        ),
+        Operation(_hardtanh_side, _hardtanh): (_F.hardtanh, _F.hardtanh_),
+        Operation(_hard_side, _hard_sigmoid): (_F.hardsigmoid,),
+        Operation(_hard_side, _hard_swish): (_F.hardswish,),
+        Operation(_shrink_side, _soft_shrink): (_F.softshrink,),
+        Operation(_absolute_side, _absolute): (
+            torch.abs,
+            torch.absolute,
+            _T.abs,
+            _T.absolute,
+            _T.abs_,
+        ),
+        Operation(_l1_side, _l1): (_F.l1_loss,),
         _CLAMP: (torch.clamp, torch.clip, _T.clamp, _T.clip, _T.clamp_, _T.clip_, torch.clamp_),
         _CLAMP_MIN: (torch.clamp_min, _T.clamp_min, _T.clamp_min_),
         _CLAMP_MAX: (torch.clamp_max, _T.clamp_max, _T.clamp_max_),
@@ -360,18 +373,20 @@ def _table() -> dict[Any, Kink]:
         _MINIMUM: (torch.minimum, _T.minimum),
         _MAX: (torch.max, _T.max),
         _MIN: (torch.min, _T.min),
-        Kink(_largest_side, _at): (torch.amax, _T.amax),
-        Kink(_smallest_side, _at): (torch.amin, _T.amin),
-        Kink(_topk_side, _topk): (torch.topk, _T.topk),
-        Kink(_sort_side, _sort): (torch.sort, _T.sort),
+        Operation(_largest_side, _at): (torch.amax, _T.amax),
+        Operation(_smallest_side, _at): (torch.amin, _T.amin),
+        Operation(_topk_side, _topk): (torch.topk, _T.topk),
+        Operation(_sort_side, _sort): (torch.sort, _T.sort),
     }
-    by_function = {function: kink for kink, functions in table.items() for function in functions}
+    by_function = {
+        function: operation for operation, functions in table.items() for function in functions
+    }
     for dimensions in (1, 2, 3):
         for name in (f"max_pool{dimensions}d", f"adaptive_max_pool{dimensions}d"):
-            kink = _pooled(getattr(functional, name), dimensions)
-            by_function |= {getattr(functional, name): kink}
+            operation = _pooled(getattr(functional, name), dimensions)
+            by_function |= {getattr(functional, name): operation}
             if name.startswith("max"):
-                by_function |= {getattr(torch, name): kink}
+                by_function |= {getattr(torch, name): operation}
     return by_function
 
 
