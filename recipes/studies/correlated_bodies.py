@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_gradguard.bodies import SketchedBody, sketched_body
-from hf_gradguard.heads import FeatureHead
+from hf_gradguard.heads import FeatureHead, SketchedBody, sketched_body
 
 from . import correlated_heads as heads
 from . import frontier_clients as clients
