@@ -256,7 +256,7 @@ TABLES: dict[str, tuple[str, str | bytes, str]] = {
             "text,label\nхороший и очень добрый фильм,1\nплохой и скучный сюжет,0\n"
             "актёры играют прекрасно и музыка тоже,1\nничего интересного я не увидел,0\n"
         ).encode("cp1251"),
-        r" is not UTF-8 \(line 2\), perhaps cp1251: convert it by `iconv -f cp1251",
+        r" is not UTF-8 \(line 2\).* convert it by `iconv -f ENCODING",
     ),
     "a broken line": (
         "a.jsonl", f'{{"text": "word1"}}\n{{"text": "{SECRET}\n', r", row 2 \(line 2\): no JSON"
