@@ -23,31 +23,6 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def need(room: str, extra: str, *modules: str) -> None:
-    """Raise an error with the install command if modules that a room needs are missing.
-
-    Args:
-        room: The room of the package that needs them.
-        extra: The extra of the package's installation that brings the modules.
-        *modules: Names of the modules, as they are imported.
-
-    Raises:
-        ImportError: If a module is missing; the message names it, and the command.
-
-    Example:
-        >>> need("attacks", "attacks", "numpy", "no_such_module")
-        Traceback (most recent call last):
-        ImportError: hf_gradguard.attacks needs no_such_module, which is not installed: ...
-    """
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(
-            f"hf_gradguard.{room} needs {', '.join(missing)}, which "
-            f"{'is' if len(missing) == 1 else 'are'} not installed: "
-            f"pip install 'hf-gradguard[{extra}]'"
-        )
-
-
 class UnknownNameError(ValueError, KeyError):
     """An error: nothing is registered under this name."""
 
@@ -291,20 +266,20 @@ DEFENSES: Registry[Any] = Registry(
 ATTACKS: Registry[Any] = Registry(
     "attack",
     {
-        "dlg": "hf_gradguard.attacks.matching.attacks:DLG",
-        "idlg": "hf_gradguard.attacks.matching.attacks:IDLG",
-        "inverting_gradients": "hf_gradguard.attacks.matching.attacks:InvertingGradients",
+        "dlg": "hf_gradguard.attacks.matching.matching_attacks:DLG",
+        "idlg": "hf_gradguard.attacks.matching.matching_attacks:IDLG",
+        "inverting_gradients": "hf_gradguard.attacks.matching.matching_attacks:InvertingGradients",
         "inverting_gradients_published": (
-            "hf_gradguard.attacks.matching.attacks:InvertingGradientsPublished"
+            "hf_gradguard.attacks.matching.matching_attacks:InvertingGradientsPublished"
         ),
-        "deep_image_prior": "hf_gradguard.attacks.matching.attacks:DeepImagePrior",
-        "grad_inversion": "hf_gradguard.attacks.matching.attacks:GradInversion",
-        "tag": "hf_gradguard.attacks.matching.attacks:Tag",
-        "lamp": "hf_gradguard.attacks.matching.attacks:Lamp",
-        "span": "hf_gradguard.attacks.span.attack:Span",
+        "deep_image_prior": "hf_gradguard.attacks.matching.matching_attacks:DeepImagePrior",
+        "grad_inversion": "hf_gradguard.attacks.matching.matching_attacks:GradInversion",
+        "tag": "hf_gradguard.attacks.matching.matching_attacks:Tag",
+        "lamp": "hf_gradguard.attacks.matching.matching_attacks:Lamp",
+        "span": "hf_gradguard.attacks.span.span:Span",
         "embedding_rows": "hf_gradguard.attacks.embedding_rows:EmbeddingRows",
-        "candidates": "hf_gradguard.attacks.candidates.attack:Candidates",
-        "likelihood_search": "hf_gradguard.attacks.likelihood_search.attack:LikelihoodSearch",
+        "candidates": "hf_gradguard.attacks.candidates.membership:Candidates",
+        "likelihood_search": "hf_gradguard.attacks.likelihood_search.search:LikelihoodSearch",
         "learned_inversion": "hf_gradguard.attacks.learned_inversion:LearnedInversion",
         "analytic": "hf_gradguard.attacks.analytic:Analytic",
     },

@@ -27,7 +27,7 @@ ROOMS = [
     "secure", "sharded",
     "leakage", "attacks", "defenses", "metrics", "networks",
     "gradient_map", "data",
-    "randomness", "registry", "models", "flags", "logs",
+    "randomness", "registry", "models", "flags", "logs", "extras",
 ]  # fmt: skip
 """From the top. A room imports rooms that come later, and nothing that comes earlier."""
 
@@ -54,8 +54,8 @@ DERIVATIVES = {
 
 DOMAIN = {
     "gradient_map/domain.py": "the place that asks",
-    "networks/image.py": "a model declares its main input",
-    "networks/text.py": "a model declares its main input",
+    "networks/image_network.py": "a model declares its main input",
+    "networks/text_network.py": "a model declares its main input",
     "leakage/probes.py": "a model declares its main input",
 }
 """Files that may name what tells text from images."""

@@ -259,7 +259,7 @@ def test_files_are_written_after_every_message(
         return Reconstruction(token_ids=[[5]])
 
     spy.answer = staticmethod(answer)
-    monkeypatch.setattr("hf_gradguard.audit.loop.time.monotonic", lambda: 0.0)
+    monkeypatch.setattr("hf_gradguard.audit.message_loop.time.monotonic", lambda: 0.0)
     model, tokenizer = text_model()
     audit(model, tokenizer, TEXTS, "none", "spy", output=tmp_path)
     assert written == [0, 1, 2, 3]

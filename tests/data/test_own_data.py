@@ -38,9 +38,9 @@ from transformers import (
 )
 
 from hf_gradguard.cli import main
+from hf_gradguard.data.class_labels import number_classes
 from hf_gradguard.data.files import load_splits
 from hf_gradguard.data.images import read_image, to_pil
-from hf_gradguard.data.labels import number_classes
 from hf_gradguard.data.tables import DataError
 from hf_gradguard.testing.small import small_tokenizer
 
@@ -97,7 +97,7 @@ def read(
         (folder / "recommend.md").write_text("done")
 
     monkeypatch.setattr("hf_gradguard.audit.command.audit", audit)
-    monkeypatch.setattr("hf_gradguard.recommend.run.recommend", audit)
+    monkeypatch.setattr("hf_gradguard.recommend.recommendation.recommend", audit)
     monkeypatch.setattr("hf_gradguard.train.load_model", lambda *_: pytest.fail("it was read"))
     monkeypatch.chdir(tmp_path)
 

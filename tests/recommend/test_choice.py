@@ -16,8 +16,8 @@ from hf_gradguard.recommend.choice import (
     highest_leak,
     mean_over_seeds,
 )
-from hf_gradguard.recommend.page import html_report
-from hf_gradguard.recommend.settings import TrialSettings
+from hf_gradguard.recommend.rendering import html_report
+from hf_gradguard.recommend.trial_settings import TrialSettings
 
 
 def outcome(name: str, lost: float, leak: float, width: float = 0.01) -> Outcome:

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from .. import __version__
 from ..attacks import Attack
 from ..attacks.base import Clock
-from ..attacks.candidates.attack import Candidates
+from ..attacks.candidates.membership import Candidates
 from ..defenses import Defense
 from ..defenses.base import NO_STATE
 from ..defenses.strength import STRENGTH_KEY
