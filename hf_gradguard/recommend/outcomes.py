@@ -21,7 +21,8 @@ from ..audit.run import Spec, audit, default_attacks
 from ..audit.settings import AuditSettings
 from ..defenses import Defense
 from ..gradient_map.domain import domain_of_model
-from .choice import Outcome, accuracy_over_seeds, mean_over_seeds
+from .choice import Outcome
+from .intervals import accuracy_over_seeds, mean_over_seeds
 from .trial_settings import DEFAULT_ATTACKS, FALLBACK_ATTACKS, TrialSettings
 from .trials import Split
 

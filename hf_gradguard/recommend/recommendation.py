@@ -30,13 +30,13 @@ from ..training.privacy.private_rows import chained_defenses
 from .choice import (
     Choice,
     Outcome,
-    accuracy_over_seeds,
     choose,
     finalists,
     percent,
     promising_first,
     shown_leak,
 )
+from .intervals import accuracy_over_seeds
 from .outcomes import Server, Stages, is_shown_to_reconstruct, outcome_of
 from .pace import OutOfTime, Pace
 from .rendering import TRAIN_FILE, flags_of, html_report, markdown_table, train_command, train_flags
