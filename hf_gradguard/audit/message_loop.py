@@ -176,7 +176,7 @@ class _Grid:
         self.smoothing = self._smoothing_attackers()
         if self.smoothing:
             self.record["threat_model"].append(SMOOTHING)
-        # Each part of a key is what determines the cells below it, and no more: a mended attack
+        # Each part of a key is what determines the cells below it, and no more: a changed attack
         # leaves the cells of others alone.
         self.defense_keys = {
             label: digest(defense, *([setup.states[label]] if setup.states.get(label) else []))
