@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from ..data.private import make_private_folder, write_private
 from ..metrics.scores import bootstrap_intervals, open_ends
 from ..metrics.text import TEXT_SCORES
-from ..registry import source_file
 from .report.verdicts import PERCENTILE, Estimate
 
 Cell = dict[str, Any]
@@ -212,9 +211,16 @@ def _package_version(top: str) -> str:
 
 
 def _is_installed(top: str) -> bool:
-    path = source_file(top)
+    path = _source_file(top)
     folders = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     return path is not None and any(path.is_relative_to(folder) for folder in folders)
+
+
+def _source_file(module: str) -> Path | None:
+    """Return the source of a module that is loaded, if there is one."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    # More may have been typed in there than is in the file.
+    return None if path is None or module == "__main__" else Path(path)
 
 
 @cache
@@ -227,7 +233,7 @@ _sources: dict[str, tuple[object, bytes]] = {}
 
 def _sources_of(module: str) -> bytes:
     """Return a hash of all sources of a module's package, as they were when it was loaded."""
-    path, top = source_file(module), source_file(module.partition(".")[0])
+    path, top = _source_file(module), _source_file(module.partition(".")[0])
     if path is None or top is None:
         # Never equal to any hash before: such cells are computed anew.
         return secrets.token_bytes(32)
