@@ -60,7 +60,7 @@ def has_shifted_letters(content: bytes) -> bool:
 
 
 def _is_english(content: bytes) -> bool:
-    """Whether a text is English but for marks and signs of Windows'."""
+    """Return whether a text is English apart from marks and signs of Windows-1252."""
     # Quotations first: marks of other kinds may stand in them.
     is_marked = not content.isascii() and _MARKED.sub(b"", _MARKED.sub(_inside, content)).isascii()
     words = len(re.findall(rb"[A-Za-z]+", content))
@@ -68,14 +68,12 @@ def _is_english(content: bytes) -> bool:
 
 
 def _inside(marked: re.Match[bytes]) -> bytes:
-    """What a quotation holds, without its marks."""
+    """Return what a quotation holds, without its marks."""
     return marked[0].strip(b"\x91\x92\x93\x94") if len(marked[0]) > 1 else b""
 
 
 def _is_western(content: bytes) -> bool:
-    """Whether a text, read as Windows-1252, has enough letters of one language, in words that may
-    be its own.
-    """
+    """Return whether a text reads as one western language in Windows-1252."""
     try:
         text = content.decode("cp1252")
     except UnicodeDecodeError:
@@ -102,9 +100,7 @@ def _is_western(content: bytes) -> bool:
 
 
 def _is_spelt(word: str) -> bool:
-    """Whether a word is of letters, not too many of them accented, with capitals first or all
-    over.
-    """
+    """Return whether a word has letters alone, few accents, and capitals where words have them."""
     accented = [letter for letter in word.replace("’", "") if not letter.isascii()]
     inner = [letter for letter in word[1:] if not letter.isascii() and letter.isupper()]
     is_usual = len(word) <= 3 or len(accented) <= 0.75 * len(word)
@@ -112,5 +108,5 @@ def _is_spelt(word: str) -> bool:
 
 
 def _is_half_quoted(text: str) -> bool:
-    """Whether quotations end that did not begin: other encodings have letters in these places."""
+    """Return whether quotations end that did not begin, as letters of other encodings look."""
     return bool(set("”»") & set(text)) and not set("“„«") & set(text)
