@@ -90,7 +90,7 @@ COMMANDS = {
     "recommend": Command(
         "short trainings under several defenses, attacked: which one to train with",
         "--model my-model --dataset train.tsv --output runs/recommend",
-        "recommend:run_recommend", ("recommend.settings:CommandSettings",),
+        "recommend:run_recommend", ("recommend.trial_settings:CommandSettings",),
     ),
     "train": Command(
         "train a classifier or a language model under a defense",
@@ -286,7 +286,7 @@ def _train_images(args: EvalnetSettings, source: dict[str, Any], settings: dict[
     from .data.samples import load_images
     from .networks import train_image_network
     from .networks.judging import evaluate_image_network, hold_out
-    from .networks.noise import as_pixels
+    from .networks.noising import as_pixels
 
     sizes: dict[str, Any] = {"num_channels": args.num_channels, "image_size": args.image_size}
     if args.dataset.endswith(".npz") and any(sizes.values()):

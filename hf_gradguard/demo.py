@@ -31,7 +31,7 @@ from .defenses import make_defense
 from .heads import head_of
 from .leakage import membership_power
 from .models import classifier_head, load_model
-from .recommend.settings import TrialSettings
+from .recommend.trial_settings import TrialSettings
 from .recommend.trials import quiet_arguments, sample_accuracies, train
 from .training.trainer import GradGuardTrainer
 

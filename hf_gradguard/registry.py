@@ -9,43 +9,28 @@ packages install under an entry point group is found beside the built-in names:
 
 from __future__ import annotations
 
-import ast
 import difflib
-import importlib.util
 import inspect
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def need(room: str, extra: str, *modules: str) -> None:
-    """Raise an error with the install command if modules that a room needs are missing.
+@dataclass(frozen=True)
+class Description:
+    """A description of a class, as it is listed.
 
     Args:
-        room: The room of the package that needs them.
-        extra: The extra of the package's installation that brings the modules.
-        *modules: Names of the modules, as they are imported.
-
-    Raises:
-        ImportError: If a module is missing; the message names it, and the command.
-
-    Example:
-        >>> need("attacks", "attacks", "numpy", "no_such_module")
-        Traceback (most recent call last):
-        ImportError: hf_gradguard.attacks needs no_such_module, which is not installed: ...
+        summary: The first paragraph of its docstring.
+        settings: Its dataclass fields with their defaults; `None` without one.
     """
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(
-            f"hf_gradguard.{room} needs {', '.join(missing)}, which "
-            f"{'is' if len(missing) == 1 else 'are'} not installed: "
-            f"pip install 'hf-gradguard[{extra}]'"
-        )
+
+    summary: str
+    settings: dict[str, str | None]
 
 
 class UnknownNameError(ValueError, KeyError):
@@ -128,11 +113,25 @@ class Registry(MutableMapping[str, T]):
         return point.dist.name if point is not None and point.dist is not None else None
 
     def describe(self, name: str) -> Description:
-        """Return a summary and the settings of a class, read from its source without an import."""
-        if name in self._added:
-            value = self._added[name]
-            return describe(f"{value.__module__}:{value.__qualname__}")  # type: ignore[attr-defined]
-        return describe(self._points[name].value)
+        """Return a summary and the settings of what a name stands for.
+
+        Raises:
+            ImportError: If this package's own cannot be imported, for lack of an extra. Another
+                package's is described as what cannot be imported.
+        """
+        try:
+            kind: Any = self[name]
+        except ImportError as error:
+            if name in self._builtin:
+                raise
+            return Description(str(error), {})
+        summary = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
+        settings = {
+            field.name: None if field.default in (MISSING, None) else repr(field.default)
+            for field in (fields(kind) if is_dataclass(kind) else ())
+            if field.init
+        }
+        return Description(summary, settings)
 
 
 def make(registry: Registry[type[T]], name: str, settings: Mapping[str, Any]) -> T:
@@ -156,108 +155,6 @@ def make(registry: Registry[type[T]], name: str, settings: Mapping[str, Any]) ->
         has = f"It has: {', '.join(settings_of_kind)}." if settings_of_kind else "It has none."
         raise TypeError(f"{name} has no setting {', '.join(unknown)}. {has}")
     return kind(**settings)
-
-
-# --- what the source of a class says of it, read without importing anything
-
-
-@dataclass(frozen=True)
-class Description:
-    """A description of a class, read from its source.
-
-    Args:
-        summary: The first paragraph of its docstring.
-        settings: Its dataclass fields with their defaults as they are written; `None` for a field
-            without a default.
-    """
-
-    summary: str
-    settings: dict[str, str | None]
-
-
-def describe(value: str) -> Description:
-    """Return the description of a class that is named by `"module:Class"`.
-
-    Example:
-        >>> describe("hf_gradguard.defenses.base:NoDefense").settings
-        {}
-    """
-    module, _, name = value.partition(":")
-    try:
-        definition = _definition(module, name)
-    except (ImportError, OSError, SyntaxError):
-        definition = None
-    if definition is None:
-        return Description(f"{value}, whose source cannot be read.", {})
-    home, node = definition
-    summary = inspect.cleandoc(ast.get_docstring(node) or "").split("\n\n")[0]
-    return Description(summary.replace("\n", " "), _written_settings(home, node))
-
-
-def source_file(module: str) -> Path | None:
-    """Return the source file of a module, or `None` if there is none.
-
-    The packages that hold the module are not imported.
-
-    Example:
-        >>> source_file("hf_gradguard.registry").name
-        'registry.py'
-    """
-    top, _, inner = module.partition(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except ValueError:  # `__main__`, and modules made by hand
-        return None
-    if spec is None or not str(spec.origin).endswith(".py"):
-        return None
-    return _inner_file(str(spec.origin), inner) if inner else Path(str(spec.origin))
-
-
-@cache
-def _inner_file(origin: str, inner: str) -> Path | None:
-    if Path(origin).name != "__init__.py":
-        return None
-    path = Path(origin).parent.joinpath(*inner.split("."))
-    return next((p for p in (path / "__init__.py", path.with_suffix(".py")) if p.exists()), None)
-
-
-def _definition(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
-    """Return the module that defines a class, and its source; `None` for an unrelated package."""
-    path = source_file(module)
-    if path is None:
-        raise ImportError(f"There is no module {module}.")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return module, node
-        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
-            # From a package's own file, one dot is the package itself.
-            names = module.split(".") + ["__init__"] * (path.name == "__init__.py")
-            if node.level:
-                parent = ".".join([*names[: -node.level], node.module or ""]).rstrip(".")
-                return _definition(parent, name)
-            if node.module and node.module.split(".")[0] == names[0]:
-                return _definition(node.module, name)
-    return None
-
-
-def _written_settings(module: str, node: ast.ClassDef) -> dict[str, str | None]:
-    """Return the annotated class variables of a class and its bases, in a dataclass's order."""
-    settings: dict[str, str | None] = {}
-    for base in reversed(node.bases):
-        if isinstance(base, ast.Name) and (definition := _definition(module, base.id)):
-            settings |= _written_settings(*definition)
-    if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
-        return settings
-    for line in node.body:
-        if (
-            isinstance(line, ast.AnnAssign)
-            and isinstance(line.target, ast.Name)
-            and "ClassVar" not in ast.unparse(line.annotation)
-            and not line.target.id.startswith("_")
-        ):
-            settings[line.target.id] = None if line.value is None else ast.unparse(line.value)
-    return settings
 
 
 # --- the names
@@ -291,20 +188,20 @@ DEFENSES: Registry[Any] = Registry(
 ATTACKS: Registry[Any] = Registry(
     "attack",
     {
-        "dlg": "hf_gradguard.attacks.matching.attacks:DLG",
-        "idlg": "hf_gradguard.attacks.matching.attacks:IDLG",
-        "inverting_gradients": "hf_gradguard.attacks.matching.attacks:InvertingGradients",
+        "dlg": "hf_gradguard.attacks.matching.matching_attacks:DLG",
+        "idlg": "hf_gradguard.attacks.matching.matching_attacks:IDLG",
+        "inverting_gradients": "hf_gradguard.attacks.matching.matching_attacks:InvertingGradients",
         "inverting_gradients_published": (
-            "hf_gradguard.attacks.matching.attacks:InvertingGradientsPublished"
+            "hf_gradguard.attacks.matching.matching_attacks:InvertingGradientsPublished"
         ),
-        "deep_image_prior": "hf_gradguard.attacks.matching.attacks:DeepImagePrior",
-        "grad_inversion": "hf_gradguard.attacks.matching.attacks:GradInversion",
-        "tag": "hf_gradguard.attacks.matching.attacks:Tag",
-        "lamp": "hf_gradguard.attacks.matching.attacks:Lamp",
-        "span": "hf_gradguard.attacks.span.attack:Span",
+        "deep_image_prior": "hf_gradguard.attacks.matching.matching_attacks:DeepImagePrior",
+        "grad_inversion": "hf_gradguard.attacks.matching.matching_attacks:GradInversion",
+        "tag": "hf_gradguard.attacks.matching.matching_attacks:Tag",
+        "lamp": "hf_gradguard.attacks.matching.matching_attacks:Lamp",
+        "span": "hf_gradguard.attacks.span.span:Span",
         "embedding_rows": "hf_gradguard.attacks.embedding_rows:EmbeddingRows",
-        "candidates": "hf_gradguard.attacks.candidates.attack:Candidates",
-        "likelihood_search": "hf_gradguard.attacks.likelihood_search.attack:LikelihoodSearch",
+        "candidates": "hf_gradguard.attacks.candidates.membership:Candidates",
+        "likelihood_search": "hf_gradguard.attacks.likelihood_search.search:LikelihoodSearch",
         "learned_inversion": "hf_gradguard.attacks.learned_inversion:LearnedInversion",
         "analytic": "hf_gradguard.attacks.analytic:Analytic",
     },

@@ -30,13 +30,13 @@ from transformers import (
     set_seed,
 )
 
+from .data.class_labels import find_class
 from .data.files import hold_out, read_splits
-from .data.labels import find_class
 from .data.samples import Labeled, show_rows
+from .extras import need
 from .flags import SourceSettings, fill, option
 from .gradient_map.domain import IGNORED, IMAGE
 from .models import TASKS, Head, Task, check_name, find_head, load_model
-from .registry import need
 from .training.config import GradGuardConfig
 from .training.guards.checks import check_arguments
 from .training.requested_settings import resolve_defense

@@ -12,8 +12,8 @@ from accelerate import PartialState
 from datasets import DatasetDict
 
 from hf_gradguard import GradGuardConfig
+from hf_gradguard.data.class_labels import class_names, number_classes
 from hf_gradguard.data.files import DataError, load_splits
-from hf_gradguard.data.labels import class_names, number_classes
 from hf_gradguard.data.samples import Labeled, show_rows
 from hf_gradguard.flags import FlagError, FlagParser
 from hf_gradguard.flags import option as flag

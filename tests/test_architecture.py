@@ -27,7 +27,7 @@ ROOMS = [
     "secure", "sharded",
     "leakage", "attacks", "defenses", "metrics", "networks",
     "gradient_map", "data",
-    "randomness", "registry", "models", "flags", "logs",
+    "randomness", "registry", "models", "flags", "logs", "extras",
 ]  # fmt: skip
 """From the top. A room imports rooms that come later, and nothing that comes earlier."""
 
@@ -48,14 +48,14 @@ DERIVATIVES = {
     "attacks/matching/descent.py": "an attacker's penalties on its own guess",
     "leakage/probes.py": "outputs of drawn inputs, by what layers pass on",
     "training/privacy/failing_rows.py": "tries rows one by one, and keeps nothing of it",
-    "bodies.py": "scores of public samples, and of rows that a training is given, by layers",
+    "heads/body.py": "scores of public samples, and of rows that a training is given, by layers",
 }
 """Files outside `gradient_map/` that differentiate, and what: never a client's loss."""
 
 DOMAIN = {
     "gradient_map/domain.py": "the place that asks",
-    "networks/image.py": "a model declares its main input",
-    "networks/text.py": "a model declares its main input",
+    "networks/image_network.py": "a model declares its main input",
+    "networks/text_network.py": "a model declares its main input",
     "leakage/probes.py": "a model declares its main input",
 }
 """Files that may name what tells text from images."""

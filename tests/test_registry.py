@@ -1,11 +1,13 @@
-"""Names of defenses, attacks and estimators, also of other packages, without importing them."""
+"""Names of defenses, attacks and estimators, also of other packages, and what is listed of them."""
 
 from __future__ import annotations
 
+import re
 import sys
 import types
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -15,14 +17,10 @@ from hf_gradguard.cli import describe
 from hf_gradguard.defenses.pruning import Pruning
 from hf_gradguard.registry import Registry, UnknownNameError
 
-PARTS = """
-from __future__ import annotations
-from dataclasses import dataclass
-from typing import ClassVar
-raise RuntimeError("imported")
 
 class Base:
     plain: int = 3
+
 
 @dataclass
 class Middle(Base):
@@ -30,45 +28,31 @@ class Middle(Base):
     second: str = "a"
     kind: ClassVar[str] = "no setting"
 
+
 @dataclass
 class Toy(Middle):
-    \"\"\"Does a thing
+    """Does a thing
     or two.
 
     Not this.
-    \"\"\"
+    """
 
     third: tuple[int, ...] = (1, 2)
-    _own: int = 0
-"""
+    fourth: list[int] | None = None
+    own: int = field(default=0, init=False)
 
 
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package whose import fails, so that whoever imports it is caught."""
-    folder = tmp_path / "a_toy_package"
-    (folder / "inner").mkdir(parents=True)
-    (folder / "__init__.py").write_text("from .inner import Toy\n")
-    (folder / "inner" / "__init__.py").write_text("from .parts import Toy\n")
-    (folder / "inner" / "parts.py").write_text(PARTS)
-    monkeypatch.syspath_prepend(tmp_path)
-    return folder
-
-
-@pytest.mark.parametrize(
-    "where", ["a_toy_package.inner.parts", "a_toy_package.inner", "a_toy_package"]
-)
-def test_a_class_is_described_without_importing_it(package: Path, where: str) -> None:
-    """Also where the name is only passed on; bases count as a dataclass counts them."""
-    found = Registry("defense", {"toy": f"{where}:Toy"}).describe("toy")
+def test_a_class_is_described_by_its_docstring_and_its_settings() -> None:
+    registry = Registry("defense", {})
+    registry["toy"] = Toy
+    found = registry.describe("toy")
     assert found.summary == "Does a thing or two."
-    assert found.settings == {"first": None, "second": "'a'", "third": "(1, 2)"}
+    assert found.settings == {"first": None, "second": "'a'", "third": "(1, 2)", "fourth": None}
 
 
-@pytest.mark.parametrize("value", ["math:sin", "no_such_package:Toy", "a_toy_package:Absent"])
-def test_what_has_no_source_is_listed_all_the_same(package: Path, value: str) -> None:
-    found = Registry("defense", {"toy": value}).describe("toy")
-    assert value in found.summary
+def test_what_has_no_settings_is_listed_all_the_same() -> None:
+    found = Registry("defense", {"toy": "math:sin"}).describe("toy")
+    assert "sine" in found.summary
     assert found.settings == {}
 
 
@@ -105,6 +89,7 @@ def test_a_built_in_name_cannot_be_taken_over(
     said = r"The defense 'broken' of bad-guard \(bad_guard:Absent\) cannot be imported"
     with pytest.raises(ImportError, match=said):
         anew["broken"]
+    assert re.match(said, anew.describe("broken").summary)
 
 
 def test_names_can_be_added_in_a_process() -> None:
@@ -123,4 +108,4 @@ def test_a_class_of_a_script_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     DEFENSES["mine"] = script.Mine
     shown = describe(DEFENSES)
     assert "mine" in shown
-    assert "whose source cannot be read" in shown
+    assert shown.endswith("mine\n  \n  settings: none")

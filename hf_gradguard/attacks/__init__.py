@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..registry import ATTACKS, make, need
+from ..extras import need
+from ..registry import ATTACKS, make
 
 try:
     from .base import Attack, Observation, Reconstruction
-    from .labels import recover_labels, recover_labels_below
+    from .label_recovery import recover_labels, recover_labels_below
     from .layer_inputs import observed_length
     from .likelihood import Distinguishability
-    from .matching.attacks import GradientMatching
+    from .matching.matching_attacks import GradientMatching
     from .uploads import average
 except ModuleNotFoundError:
     need("attacks", "attacks", "scipy")

@@ -22,7 +22,7 @@ from ..gradient_map.domain import IMAGE
 from ..gradient_map.inputs import PixelSpace
 from ..gradient_map.replay import hooked
 from .base import ENDLESS, Attack, Clock, Observation, Reconstruction, without_dropout
-from .labels import recover_labels
+from .label_recovery import recover_labels
 
 
 def is_patch_projection(module: nn.Module) -> bool:

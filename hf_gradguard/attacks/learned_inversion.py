@@ -32,7 +32,7 @@ from ..gradient_map.domain import TEXT
 from ..randomness import Stream
 from ..registry import DEFENSES, make
 from .base import Attack, Clock, Observation, Reconstruction, as_text, without_dropout
-from .labels import recover_labels
+from .label_recovery import recover_labels
 from .layer_inputs import is_causal_lm
 from .likelihood_search.score import Text, layer_factors, linear_names, public_ids, text_batch
 

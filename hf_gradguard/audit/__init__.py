@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ..registry import need
+from ..extras import need
 
 if TYPE_CHECKING:
     from .attributes import InferredAttribute, infer_attributes

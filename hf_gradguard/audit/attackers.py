@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..attacks import Attack, GradientMatching
-from ..attacks.candidates.attack import Candidates
+from ..attacks.candidates.membership import Candidates
 from ..attacks.learned_inversion import LearnedInversion
-from ..attacks.likelihood_search.attack import LikelihoodSearch
+from ..attacks.likelihood_search.search import LikelihoodSearch
 from ..defenses import Defense
 from ..gradient_map.domain import IMAGE, TEXT
 from ..randomness import Stream

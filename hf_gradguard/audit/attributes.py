@@ -18,11 +18,11 @@ from scipy.stats import binomtest
 from torch import Tensor, nn
 
 from ..defenses import Defense
+from ..extras import need
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.domain import IMAGE
 from ..gradient_map.vectorized import ManyGradients
 from ..randomness import Stream, torch_generator
-from ..registry import need
 
 try:
     from sklearn.compose import ColumnTransformer

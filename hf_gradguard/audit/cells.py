@@ -6,7 +6,6 @@ stopped.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import os
@@ -14,7 +13,7 @@ import secrets
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib.metadata import packages_distributions, version
@@ -28,12 +27,7 @@ from torch import Tensor, nn
 from ..data.private import make_private_folder, write_private
 from ..metrics.scores import bootstrap_intervals, open_ends
 from ..metrics.text import TEXT_SCORES
-from ..registry import source_file
 from .report.verdicts import PERCENTILE, Estimate
-
-PACKAGE = __name__.partition(".")[0]
-# These only list names: a new defense must not undo the results of all others.
-_NAME_LISTS = {PACKAGE, f"{PACKAGE}.registry"}
 
 Cell = dict[str, Any]
 """The result of one step of an audit, or a `reason` why there is none, or a `crash`."""
@@ -136,7 +130,7 @@ def digest(*values: Any) -> str:
     """Return a hash of values.
 
     Tensors are hashed by their entries, modules by weights and modes, and dataclasses by their
-    fields, the modules that they loaded, and the source of their class.
+    fields, the modules that they loaded, and the code of their class.
     """
     state = hashlib.sha256()
     _feed(state, values)
@@ -185,16 +179,14 @@ def _feed(state: Any, value: Any) -> None:
 
 
 def code_digest(*classes: type) -> str:
-    """Return a hash of the source that classes depend on.
+    """Return a hash of the code that classes depend on.
 
-    It covers the module of each class and of its bases, and all modules that those import from
-    their own package or from this one, however deep. Imports for type checkers only do not count.
-    The version of another package counts too. If that package is installed (not editable), the
-    version says everything, and nothing is read.
+    It covers the packages of each class and of its bases, other than the standard library: the
+    version of one that is installed, and the source of one that is not (or is, to be edited).
 
-    A module is read once, and again when it was reloaded: what counts is the code that runs, not
-    what was edited since. A class whose source cannot be read (typed into a prompt, or compiled)
-    has a hash that never comes again.
+    Sources are read once, and again when the class's module was reloaded: what counts is the code
+    that runs, not what was edited since. A class whose source cannot be read (typed into a prompt,
+    or compiled) has a hash that never comes again.
 
     Example:
         >>> from hf_gradguard.attacks import ATTACKS
@@ -208,41 +200,27 @@ def code_digest(*classes: type) -> str:
             continue
         package_version = _package_version(top)
         state.update(f"{base.__module__}:{base.__qualname__} {package_version}".encode())
-        # Reading all that Transformers' Trainer imports would take seconds.
-        if package_version and _is_installed(top):
-            continue
-        for name in sorted(modules_of(base.__module__)):
-            state.update(name.encode() + _source(name))
+        if not (package_version and _is_installed(top)):
+            state.update(_sources_of(base.__module__))
     return state.hexdigest()[:24]
 
 
-def modules_of(module: str) -> set[str]:
-    """Return a module and all that it imports from its own package or from this one."""
-    # Imports form a graph with shared nodes: each module is visited once.
-    modules, waiting = set[str](), [module]
-    packages = frozenset({module.partition(".")[0], PACKAGE})
-    while waiting:
-        name = waiting.pop()
-        if name not in modules and name not in _NAME_LISTS:
-            modules.add(name)
-            waiting += _imports(name, packages)
-    return modules
-
-
 def _package_version(top: str) -> str:
-    """Return the versions of the distributions that bring a package; none for this package.
-
-    The source of this package says more than its version.
-    """
-    if top == PACKAGE:
-        return ""
+    """Return the versions of the distributions that bring a package."""
     return " ".join(version(name) for name in sorted(set(_distributions().get(top, []))))
 
 
 def _is_installed(top: str) -> bool:
-    path = source_file(top)
+    path = _source_file(top)
     folders = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     return path is not None and any(path.is_relative_to(folder) for folder in folders)
+
+
+def _source_file(module: str) -> Path | None:
+    """Return the source of a module that is loaded, if there is one."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    # More may have been typed in there than is in the file.
+    return None if path is None or module == "__main__" else Path(path)
 
 
 @cache
@@ -253,57 +231,19 @@ def _distributions() -> dict[str, list[str]]:
 _sources: dict[str, tuple[object, bytes]] = {}
 
 
-def _source(module: str) -> bytes:
-    path = source_file(module)
-    if path is None:
+def _sources_of(module: str) -> bytes:
+    """Return a hash of all sources of a module's package, as they were when it was loaded."""
+    path, top = _source_file(module), _source_file(module.partition(".")[0])
+    if path is None or top is None:
         # Never equal to any hash before: such cells are computed anew.
         return secrets.token_bytes(32)
     spec = getattr(sys.modules.get(module), "__spec__", None)  # reloading makes a new one
     if module not in _sources or _sources[module][0] is not spec:
-        _sources[module] = spec, path.read_bytes()
+        is_package = top.name == "__init__.py"
+        files = sorted(top.parent.rglob("*.py")) if is_package else [path]
+        state = hashlib.sha256(b"".join(file.read_bytes() for file in files))
+        _sources[module] = spec, state.digest()
     return _sources[module][1]
-
-
-def _imports(module: str, packages: frozenset[str]) -> list[str]:
-    """Return modules of these packages that a module imports, also within its functions."""
-    path = source_file(module)
-    if path is None:
-        return []
-
-    def is_module(name: str) -> bool:
-        return name.partition(".")[0] in packages and source_file(name) is not None
-
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    # A name may be a module of its own, or something in the one that it comes from.
-    imported = _imported_names(_source(module), package)
-    names = [name if is_module(name) else parent for name, parent in imported]
-    return [name for name in names if is_module(name)]
-
-
-@cache
-def _imported_names(source: bytes, module: str) -> tuple[tuple[str, str], ...]:
-    """Return what a source in a package imports, each with the module that it comes from."""
-    package = module.split(".")
-    names: list[tuple[str, str]] = []
-    for node in _executed_nodes(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names += [(alias.name, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            parent = ".".join([*above, *(node.module or "").split(".")]).strip(".")
-            names += [(f"{parent}.{alias.name}", parent) for alias in node.names]
-    return tuple(names)
-
-
-def _executed_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes except those under `if TYPE_CHECKING`."""
-    waiting = [tree]
-    while waiting:
-        yield (node := waiting.pop())
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            waiting += node.orelse
-        else:
-            waiting += ast.iter_child_nodes(node)
 
 
 # --- means of what cells hold, with their intervals

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..attacks.base import Observation
-from ..attacks.candidates.attack import Candidates, Ranked
-from ..attacks.labels import recover_labels
+from ..attacks.candidates.membership import Candidates, Ranked
+from ..attacks.label_recovery import recover_labels
 from ..attacks.likelihood import distinguish
 from ..attacks.local_training import LocalTraining
 from ..defenses.message import Message, Noise
@@ -28,8 +28,8 @@ from ..gradient_map.local_training.update import mean_gradient
 from ..gradient_map.replay import draws_kept
 from ..randomness import Stream
 from ..registry import ESTIMATORS
-from .images import Images
-from .texts import Texts
+from .image_samples import Images
+from .text_samples import Texts
 
 if TYPE_CHECKING:
     from ..attacks import Attack, Reconstruction

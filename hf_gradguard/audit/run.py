@@ -26,9 +26,9 @@ from ..registry import ATTACKS, DEFENSES, make
 from ..training.guards.hooks import check_free_of_hooks
 from .cells import Audit, Cells
 from .client import Modality, Shared, modality_of, training_of
-from .loop import Setup, plain_settings, run
+from .message_loop import Setup, plain_settings, run
 from .settings import AuditSettings
-from .trainer import set_up_trainer
+from .trainer_setup import set_up_trainer
 
 logger = logging.get_logger(__name__)
 

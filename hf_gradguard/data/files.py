@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..extras import need
 from ..models import is_written_as_path
-from ..registry import need
 from .tables import COMPRESSIONS, READERS, DataError, format_of, read_table
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..models import classifier_head
-from .files import COLUMNS, Arrays, load_rows
-from .labels import (
+from .class_labels import (
     CONVERTERS,
     check_classes,
     check_counting,
@@ -25,6 +24,7 @@ from .labels import (
     name_class,
     sorted_classes,
 )
+from .files import COLUMNS, Arrays, load_rows
 from .tables import DataError
 
 if TYPE_CHECKING:

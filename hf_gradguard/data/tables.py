@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .encodings import has_other_letters, sure_encoding
+from .encodings import has_shifted_letters, is_windows_1252
 
 _BOMS = {
     b"\xef\xbb\xbf": "utf-8", b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32",
@@ -106,10 +106,12 @@ def _decode(name: str, content: bytes) -> tuple[str, str]:
             raise DataError(
                 f"{name} is not the {encoding} that it begins as: copy it again."
             ) from None
-        text, encoding = _decode_other(name, content, content.count(b"\n", 0, error.start) + 1)
+        if not is_windows_1252(content):
+            raise _unknown_encoding(name, content.count(b"\n", 0, error.start) + 1) from None
+        text, encoding = content.decode("cp1252"), "Windows-1252 (Latin-1), as it is not UTF-8"
     else:
-        if content.isascii() and has_other_letters(content):
-            _decode_other(name, content, 1)
+        if has_shifted_letters(content):
+            raise _unknown_encoding(name, 1)
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise DataError(f"{name}, line {line}: a zero byte, which no text has. Mend the line.")
@@ -130,20 +132,11 @@ _UNMARKED = ("utf-32-le", 4, 0), ("utf-32-be", 4, 3), ("utf-16-le", 2, 0), ("utf
 """Encodings, their bytes a letter, and which of these is not zero for a Latin letter."""
 
 
-def _decode_other(name: str, content: bytes, line: int) -> tuple[str, str]:
-    """Return the text of a file that is not Unicode, if it is surely Windows-1252."""
-    encoding = sure_encoding(content)
-    if encoding == "cp1252":
-        return content.decode("cp1252"), "Windows-1252 (Latin-1), as it is not UTF-8"
-    if encoding is None:
-        raise DataError(
-            f"{name} is not UTF-8 (line {line}), and what it is cannot be told for sure: save it "
-            "as UTF-8 with the program that wrote it, or convert it by `iconv -f ENCODING -t "
-            "utf-8`, where ENCODING is what that program calls its own."
-        )
-    raise DataError(
-        f"{name} is not UTF-8 (line {line}), perhaps {encoding}: convert it by "
-        f"`iconv -f {encoding} -t utf-8`, and look at the result."
+def _unknown_encoding(name: str, line: int) -> DataError:
+    return DataError(
+        f"{name} is not UTF-8 (line {line}), and what it is cannot be told for sure: save it as "
+        "UTF-8 with the program that wrote it, or convert it by `iconv -f ENCODING -t utf-8`, "
+        "where ENCODING is what that program calls its own."
     )
 
 

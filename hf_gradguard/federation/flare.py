@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .guard import STATISTICS, UNCHANGED, Guard, GuardSettings, Withheld
+from .lookup_tables import TABLES, listed
 from .packing import is_added, is_packed, unpack_update
-from .tables import TABLES, listed
 
 try:
     from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers.utils import logging
 
 from .guard import Guard, GuardSettings, position_in, tied_names
+from .lookup_tables import PREFIX, listed
 from .packing import is_packed, unpack_update
-from .tables import PREFIX, listed
 
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord

@@ -24,8 +24,8 @@ from ..gradient_map import Tensors
 from ..gradient_map.views import PrecomputedGradient
 from ..randomness import Stream
 from ..registry import DEFENSES
+from .lookup_tables import PREFIX, TABLES, check_tables, matches
 from .packing import pack
-from .tables import PREFIX, TABLES, check_tables, matches
 
 logger = logging.get_logger(__name__)
 

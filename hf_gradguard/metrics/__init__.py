@@ -1,6 +1,6 @@
 """Scores that say how close a reconstruction is to what it reconstructs."""
 
-from ..registry import need
+from ..extras import need
 
 try:
     from .candidates import CandidateScores, membership_log_odds, score_candidates

@@ -5,7 +5,7 @@ Their answer is the privacy metric of the Refiner defense.
 
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
 from .fitting import cache_folder, cached_text_network, network_for
-from .image import ImageEvaluationNetwork, adapt_images, judge_images
+from .image_network import ImageEvaluationNetwork, adapt_images, judge_images
 from .loading import (
     load_network,
     packaged_image_network,
@@ -13,8 +13,8 @@ from .loading import (
     packaged_text_network,
     save_network,
 )
-from .noise import blend_images, replace_tokens
-from .text import TextEvaluationNetwork, embedding_fingerprint
+from .noising import blend_images, replace_tokens
+from .text_network import TextEvaluationNetwork, embedding_fingerprint
 from .training import train_image_network, train_text_network
 from .trial import check_network, check_order, check_slope, check_special, try_on_noise
 

@@ -27,8 +27,8 @@ from .loading import (
     packaged_text_network,
     save_network,
 )
-from .noise import embedding_weight
-from .text import TextEvaluationNetwork, embedding_fingerprint, every_embedding
+from .noising import embedding_weight
+from .text_network import TextEvaluationNetwork, embedding_fingerprint, every_embedding
 from .training import train_text_network
 
 logger = logging.get_logger(__name__)

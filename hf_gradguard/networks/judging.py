@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .image import ImageEvaluationNetwork, adapt_images
-from .noise import as_pixels, blend_images, embedding_weight, ordinary_token_ids, replace_tokens
-from .text import TextEvaluationNetwork
+from .image_network import ImageEvaluationNetwork, adapt_images
+from .noising import as_pixels, blend_images, embedding_weight, ordinary_token_ids, replace_tokens
+from .text_network import TextEvaluationNetwork
 
 RATIOS = tuple(round(0.1 * step, 1) for step in range(11))
 PACKAGED = {"text": (0.0424, 0.9787), "image": (0.0334, 0.9907)}

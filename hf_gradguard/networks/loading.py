@@ -27,9 +27,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
-from .image import ImageEvaluationNetwork
+from .image_network import ImageEvaluationNetwork
 from .judging import NetworkMetrics
-from .text import TextEvaluationNetwork
+from .text_network import TextEvaluationNetwork
 
 EvaluationNetwork = ImageEvaluationNetwork | TextEvaluationNetwork
 EvaluationNetworkConfig = ImageEvaluationNetworkConfig | TextEvaluationNetworkConfig

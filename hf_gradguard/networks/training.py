@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
-from .image import ImageEvaluationNetwork
-from .noise import (
+from .image_network import ImageEvaluationNetwork
+from .noising import (
     as_pixels,
     blend_images,
     embedding_weight,
@@ -21,7 +21,7 @@ from .noise import (
     replace_tokens,
     special_token_ids,
 )
-from .text import TextEvaluationNetwork, embedding_fingerprint, every_embedding
+from .text_network import TextEvaluationNetwork, embedding_fingerprint, every_embedding
 
 
 def train_image_network(

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from ..gradient_map.domain import embed, ordinary_ids
 from ..randomness import Stream
 from .configuration import EvaluationNetworkBase
-from .image import ImageEvaluationNetwork
-from .noise import embedding_weight
-from .text import TextEvaluationNetwork
+from .image_network import ImageEvaluationNetwork
+from .noising import embedding_weight
+from .text_network import TextEvaluationNetwork
 
 LEAST_NOISE, LEAST_GAP, FEW_WORDS = 0.5, 0.2, 8
 """The least score of pure noise, the least gap to natural input, and the number of words below

@@ -10,12 +10,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..registry import need
+from ..extras import need
 
 if TYPE_CHECKING:
     from .choice import Choice, Outcome, choose
-    from .run import recommend
-    from .run import run_recommend as run_recommend
+    from .recommendation import recommend
+    from .recommendation import run_recommend as run_recommend
 
 __all__ = ["Choice", "Outcome", "choose", "recommend"]
 
@@ -24,6 +24,6 @@ def __getattr__(name: str) -> Any:
     # Imported when first asked for, so that the command line's help imports nothing heavy.
     if name in (*__all__, "run_recommend"):
         need("audit", "attacks", "datasets", "jinja2", "PIL", "scipy")
-        module = ".choice" if name in ("Choice", "Outcome", "choose") else ".run"
+        module = ".choice" if name in ("Choice", "Outcome", "choose") else ".recommendation"
         return getattr(import_module(module, __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from scipy.stats import beta, t, ttest_1samp
+from scipy.stats import t, ttest_1samp
 
 from ..audit.report.verdicts import MAIN_SCORES, Estimate, MainScore
 from ..metrics.scores import open_ends
@@ -191,60 +190,6 @@ def messages_of(outcome: Outcome) -> str:
         return f"{count} messages"
     other = "start" if outcome.stage == "end" else "end"
     return f"{count} messages at the {outcome.stage}, {elsewhere} at the {other}"
-
-
-def mean_over_seeds(values: Any, are_fractions: bool = False) -> Estimate:
-    """Return the mean with its 95 % interval over samples, and over trainings if there are several.
-
-    Args:
-        values: The values, `(trainings, samples)`.
-        are_fractions: Whether they are from -1 to 1. Then samples without any spread have an
-            interval too, of what this many samples may not have shown.
-
-    Example:
-        >>> mean_over_seeds([[0.0, 1.0, 1.0, 0.0]])
-        Estimate(mean=0.5, low=-0.065..., high=1.065...)
-        >>> mean_over_seeds([[0.0] * 100], are_fractions=True).high
-        0.036...
-    """
-    values = np.asarray(values, dtype=float)
-    samples, trainings = values.mean(0), values.mean(1)
-    spread_of_samples = float(np.std(samples, ddof=1)) / math.sqrt(len(samples))
-    half = 1.96 * spread_of_samples
-    if are_fractions and half == 0:
-        half = 1 - 0.025 ** (1 / len(samples))
-    if len(trainings) > 1:
-        spread = float(np.std(trainings, ddof=1)) / math.sqrt(len(trainings))
-        half = math.hypot(half, float(t.ppf(0.975, len(trainings) - 1)) * spread)
-    mean = float(values.mean())
-    low, high = mean - half, mean + half
-    return (
-        Estimate(mean, max(-1.0, low), min(1.0, high))
-        if are_fractions
-        else Estimate(mean, low, high)
-    )
-
-
-def accuracy_over_seeds(values: Any) -> Estimate:
-    """Return the mean of values from 0 to 1 with its 95 % interval, as `mean_over_seeds` does.
-
-    The interval is at least as wide as Clopper and Pearson's.
-
-    Args:
-        values: The values, `(trainings, samples)`.
-
-    Example:
-        >>> accuracy_over_seeds([[1.0] * 20])
-        Estimate(mean=1.0, low=0.831..., high=1.0)
-    """
-    estimate, count = mean_over_seeds(values, are_fractions=True), np.shape(values)[1]
-    assert estimate.low is not None
-    assert estimate.high is not None
-    correct = count * estimate.mean
-    low = beta.ppf(0.025, correct, count - correct + 1) if correct > 0 else 0.0
-    high = beta.ppf(0.975, correct + 1, count - correct) if correct < count else 1.0
-    ends = min(estimate.low, float(low)), max(estimate.high, float(high))
-    return Estimate(estimate.mean, max(0.0, ends[0]), min(1.0, ends[1]))
 
 
 def shown_leak(outcome: Outcome, score: MainScore) -> Estimate:

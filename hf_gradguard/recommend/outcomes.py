@@ -14,15 +14,16 @@ from transformers.utils import logging
 
 from ..audit.cells import values_of
 from ..audit.client import modality_of
-from ..audit.loop import FEWEST_MESSAGES
+from ..audit.message_loop import FEWEST_MESSAGES
 from ..audit.report.summary import Summary, summarize
 from ..audit.report.verdicts import AttackScores, Estimate
 from ..audit.run import Spec, audit, default_attacks
 from ..audit.settings import AuditSettings
 from ..defenses import Defense
 from ..gradient_map.domain import domain_of_model
-from .choice import Outcome, accuracy_over_seeds, mean_over_seeds
-from .settings import DEFAULT_ATTACKS, FALLBACK_ATTACKS, TrialSettings
+from .choice import Outcome
+from .intervals import accuracy_over_seeds, mean_over_seeds
+from .trial_settings import DEFAULT_ATTACKS, FALLBACK_ATTACKS, TrialSettings
 from .trials import Split
 
 logger = logging.get_logger(__name__)

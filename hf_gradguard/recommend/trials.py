@@ -30,7 +30,7 @@ from ..training.learning_rate import LearningRateUnderNoise
 from ..training.privacy.private_rows import rounding_of_rows
 from ..training.trainer import GradGuardTrainer
 from .pace import OutOfTime, Pace, Progress
-from .settings import WARMUP, TrialSettings
+from .trial_settings import WARMUP, TrialSettings
 
 MOST_RATES = 6
 """The most learning rates that are tried for a defense."""

@@ -7,19 +7,17 @@ point) is also timed on one alone, in one thread's processor seconds: on machine
 is all that is added.
 """
 
-import os
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
-from torch.multiprocessing import get_context, spawn
 
 from hf_gradguard.secure.aggregation import FixedPoint, SecureAggregation
 from hf_gradguard.training.exchange.average import average
 
-from .measuring import cells, classifier, spread
+from .measuring import cells, classifier, on_ranks, spread
 
 RANKS, ROUNDS = (3, 4), 5
 
@@ -31,25 +29,12 @@ def measure(args) -> dict:
     ranks = RANKS[:1] if args.quick else RANKS
     return {
         "entries": sum(sizes),
-        "ranks": {count: _on_ranks(count, sizes, rounds) for count in ranks},
+        "ranks": {count: on_ranks(count, _exchanges, sizes, rounds) for count in ranks},
         "alone": _alone(sum(sizes), rounds),
     }
 
 
-def _on_ranks(count: int, sizes: list[int], rounds: int) -> dict:
-    queue = get_context("spawn").SimpleQueue()
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
-    spawn(_rank, (count, store.port, sizes, rounds, queue), count)  # raises what a rank raises
-    return queue.get()
-
-
-def _rank(rank: int, count: int, port: int, sizes: list[int], rounds: int, queue) -> None:
-    torch.set_num_threads(1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=count)
+def _exchanges(_rank: int, sizes: list[int], rounds: int) -> dict:
     accelerator = Accelerator(cpu=True)
     secure = SecureAggregation(accelerator)
     start = time.perf_counter()
@@ -73,14 +58,13 @@ def _rank(rank: int, count: int, port: int, sizes: list[int], rounds: int, queue
             if number:  # the first round warms up
                 seconds_by_kind[name].append(time.perf_counter() - start)
             bytes_sent[name] = sent[0]
-    if not rank:
-        ratios = [
-            s / p for s, p in zip(seconds_by_kind["secure"], seconds_by_kind["plain"], strict=True)
-        ]
-        seconds = {name: spread(values) for name, values in seconds_by_kind.items()}
-        times = {"ratio": spread(ratios), "agreement": round(agreement, 3)}
-        queue.put({"seconds": seconds, "bytes": bytes_sent, **times})
-    torch.distributed.destroy_process_group()
+    pairs = zip(seconds_by_kind["secure"], seconds_by_kind["plain"], strict=True)
+    return {
+        "seconds": {name: spread(values) for name, values in seconds_by_kind.items()},
+        "bytes": bytes_sent,
+        "ratio": spread([secure / plain for secure, plain in pairs]),
+        "agreement": round(agreement, 3),
+    }
 
 
 def _alone(entries: int, rounds: int) -> dict:

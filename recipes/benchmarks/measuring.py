@@ -8,12 +8,16 @@ OUTPUT.md; `--quick` takes seconds, and its figures mean nothing; `--tables` mea
 
 import importlib
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing import get_context, spawn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
@@ -153,6 +157,31 @@ def peak(function: Callable[[], object]) -> int:
             level += event.nbytes()
             highest = max(highest, level)
     return highest
+
+
+def on_ranks(count: int, work: Callable[..., Any], *args: Any) -> Any:
+    """What rank 0 makes of `work(rank, *args)`, a function of a module, which so many processes of
+    this machine run, one thread each. Raises what a rank raises.
+    """
+    queue = get_context("spawn").SimpleQueue()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    spawn(_run_rank, (count, store.port, work, args, queue), count)
+    return queue.get()
+
+
+def _run_rank(
+    rank: int, count: int, port: int, work: Callable[..., Any], args: tuple, queue: Any
+) -> None:
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    result = work(rank, *args)
+    if not rank:
+        queue.put(result)
+    dist.destroy_process_group()
 
 
 def cells(ratio: dict[str, float], digits: int = 2) -> list[str]:

@@ -7,35 +7,24 @@ Two clients, four ranks of this machine. The embeddings, each layer and what is 
 sentence a device, so that activations do not hide the rest.
 """
 
-import os
-
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing import get_context, spawn
 
 from hf_gradguard import make_defense, protect
 
-from .measuring import bytes_of, classifier, peak, random_batch
+from .measuring import bytes_of, classifier, on_ranks, peak, random_batch
 
 CLIENTS, SHARDS, LENGTH = 2, 2, 16
 DEFENSES = ("none", "gaussian_noise", "optimal_noise", "pruning", "quantization")
 
 
 def measure(args) -> dict:
-    queue = get_context("spawn").SimpleQueue()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     defenses = DEFENSES[:2] if args.quick else DEFENSES
-    spawn(_rank, (store.port, args.model, defenses, queue), CLIENTS * SHARDS)
-    return queue.get()
+    return on_ranks(CLIENTS * SHARDS, _memories, args.model, defenses)
 
 
-def _rank(rank: int, port: int, name: str, defenses: tuple[str, ...], queue) -> None:
-    torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(rank)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=CLIENTS * SHARDS)
+def _memories(_rank: int, name: str, defenses: tuple[str, ...]) -> dict:
     mesh = init_device_mesh("cpu", (CLIENTS, SHARDS), mesh_dim_names=("clients", "shards"))
     memory = {}
     for kind in ("whole", "sharded"):
@@ -45,9 +34,7 @@ def _rank(rank: int, port: int, name: str, defenses: tuple[str, ...], queue) -> 
                 fully_shard(unit, mesh=mesh["shards"])
             fully_shard(model, mesh=mesh["shards"])
         memory[kind] = _memory(model, mesh, defenses)
-    if not rank:
-        queue.put(memory)
-    dist.destroy_process_group()
+    return memory
 
 
 def _memory(model, mesh, defenses: tuple[str, ...]) -> dict:

@@ -8,24 +8,21 @@ whose gradient is all rounding still moves by a share of the learning rate. Text
 model have from 3 to 8 tokens, so that clients and devices have different numbers of them.
 """
 
-import os
-import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from accelerate import ParallelismConfig, PartialState
+from accelerate import ParallelismConfig
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.multiprocessing import spawn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 
-from .measuring import classifier, random_batch
+from .measuring import classifier, on_ranks, random_batch
 
 CLIENTS, DEVICES, ROWS, LENGTH, STEPS = 2, 2, 4, 16, 5  # rows of a client's batch
 ADAM = {"learning_rate": 2e-5}
@@ -76,10 +73,7 @@ CASES = {
 def measure(args) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         for count in (CLIENTS, CLIENTS * DEVICES):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            spawn(_rank, (count, port, args.model, folder), count)  # raises what a rank raises
+            on_ranks(count, _train_all, count, args.model, folder)
         cases = {
             label: {kind: _apart(Path(folder), label, kind) for kind in (OURS, STOCK)}
             for label in CASES
@@ -87,17 +81,12 @@ def measure(args) -> dict:
     return {"steps": STEPS, "cases": cases}
 
 
-def _rank(rank: int, count: int, port: int, name: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    os.environ.update({key: str(value) for key, value in place.items()})
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def _train_all(rank: int, count: int, name: str, folder: str) -> None:
     for label, case in CASES.items():
         for kind in (OURS, STOCK):
             weights = _trained(case, kind, name, folder, sharded=count > CLIENTS)
             if not rank:
                 save_file(weights, _path(Path(folder), label, kind, count))
-    PartialState(cpu=True).destroy_process_group()
 
 
 def _trained(

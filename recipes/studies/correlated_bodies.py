@@ -12,11 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_gradguard.bodies import SketchedBody, sketched_body
-from hf_gradguard.heads import FeatureHead
+from hf_gradguard.heads import FeatureHead, SketchedBody, sketched_body
 
 from . import correlated_heads as heads
-from . import frontier_clients as clients
 from . import frontier_tables as tables
 from .frontier_heads import Rows
 from .frontier_rows import RATES_SEED
@@ -172,14 +170,9 @@ class Bodies(heads.Texts):
             if cell["defense"] != "none" or cell["seed"] in self.UNDEFENDED
         }
 
-    def search(self, row: heads.Row, kind: heads.Kind, **other: float) -> dict[str, dict]:
+    def search_of(self, row: heads.Row, kind: heads.Kind, **other: float) -> dict[str, dict]:
         common = self._trained(row, kind) | {"seed": RATES_SEED, "trainings": TRAININGS} | other
-        middle = heads.GRID.index(kind.middle_rate) + self.FASTER
-        start = heads.GRID[middle - 1 : middle + 2]
-        rates = start[1:2]
-        if not self.quick:
-            rates = clients.rates_so_far(Results(self.output), common, start, heads.GRID)
-        return clients.cells_by_rate(common, rates)
+        return self.search(common, heads.GRID, self._middle(kind))
 
     def _trained(self, row: heads.Row, kind: heads.Kind) -> dict:
         assert isinstance(row, Row)
@@ -200,7 +193,8 @@ class Bodies(heads.Texts):
             runs, head = metrics[place].get(tables.ACCURACY, {}), self._heads(row, name)
             first = next(iter(runs.values()), {})
             proof = [f"{first[name]:.2g}" if name in first else "" for name in heads.PROOF]
-            shown = [place, tried[place], f"{self.rate_of(row, name):g}"]
+            rate = self.best(self.search_of(row, heads.KINDS[name]))
+            shown = [place, tried[place], f"{rate:g}"]
             gains = [tables.lost(head, runs), tables.lost(self._heads(row, heads.NONE), runs)]
             rows.append([*shown, tables.accuracy_text(runs), *gains, *proof])
         header = ["head of 400, then its body", "rates (held out)", "rate", "accuracy"]

@@ -39,10 +39,10 @@ from .lib.linear_heads import (
     simulated_heads,
     with_constant,
 )
-from .lib.results import Results
 from .lib.tables import write_table
 from .lib.text import load_tokenizer, sst2
 from .patch_features import PatchFeatures
+from .rate_search import RateStudy
 
 CLIP, BATCH, SEEDS = 0.3, 16, 5
 GRID = tuple(0.625 * 2**power for power in range(10))
@@ -302,7 +302,7 @@ def sentences_of(path: str) -> list[str]:
     return [piece for line in pieces for piece in line if 4 <= len(piece.split()) <= 30]
 
 
-class Texts(Study):
+class Texts(RateStudy):
     """Accuracy on SST-2 of a head on features of all layers, trained by messages of 16 sentences,
     each in one of them, with correlated noise, independent noise and none.
 
@@ -327,14 +327,9 @@ class Texts(Study):
         """Rates first, then what takes the best of them."""
         cells: dict = {}
         for row, name in self._trainings():
-            place = row.place(name)
-            search = self.search(row, KINDS[name])
-            cells |= {(place, tables.RATES, tried): cell for tried, cell in search.items()}
-            rate = self.rate_of(row, name)
-            if rate is not None:
-                cell = self._trained(row, KINDS[name]) | {"learning_rate": rate}
-                for seed in range(1 if self.quick else self.SEEDS):
-                    cells[place, tables.ACCURACY, str(seed)] = cell | {"seed": seed}
+            kind, seeds = KINDS[name], range(1 if self.quick else self.SEEDS)
+            search, trained = self.search_of(row, kind), self._trained(row, kind)
+            cells |= self.rated_cells(row.place(name), search, trained, seeds)
         # Rates first, then seed by seed: runs that are compared are there together.
         return dict(sorted(cells.items(), key=lambda cell: _seed_order(cell[0])))
 
@@ -343,13 +338,7 @@ class Texts(Study):
         rows = [self.QUICK_ROW] if self.quick else rows
         return [(row, name) for row in rows for name in row.kinds]
 
-    def rate_of(self, row: Row, name: str) -> float | None:
-        """What was searched for, once it is there."""
-        if self.quick:
-            return KINDS[name].middle_rate
-        return clients.chosen_rate(Results(self.output), self.search(row, KINDS[name]))
-
-    def search(self, row: Row, kind: Kind, **other: float) -> dict[str, dict]:
+    def search_of(self, row: Row, kind: Kind, **other: float) -> dict[str, dict]:
         """Cells of rates so far, which are simulated on rows that are held out; with other
         settings.
         """
@@ -361,12 +350,11 @@ class Texts(Study):
             common |= {"clip": CLIP, "noise_multiplier": kind.noise_multiplier}
             common |= PLANNED if kind.correlated else {"correlated": False}
         common |= other
-        middle = GRID.index(kind.middle_rate) + self.FASTER
-        start = GRID[middle - 1 : middle + 2]
-        rates = start[1:2]
-        if not self.quick:
-            rates = clients.rates_so_far(Results(self.output), common, start, GRID)
-        return clients.cells_by_rate(common, rates)
+        return self.search(common, GRID, self._middle(kind))
+
+    def _middle(self, kind: Kind) -> float:
+        """The rate around which others are tried."""
+        return GRID[GRID.index(kind.middle_rate) + self.FASTER]
 
     def _trained(self, row: Row, kind: Kind) -> dict:
         defense = NONE if kind.noise_multiplier is None else "dp_sgd"
@@ -383,7 +371,10 @@ class Texts(Study):
 
     def report(self, metrics: dict) -> None:
         rows, tried = [], tables.pop_rates(metrics)
-        rates = {row.place(name): self.rate_of(row, name) for row, name in self._trainings()}
+        rates = {
+            row.place(name): self.best(self.search_of(row, KINDS[name]))
+            for row, name in self._trainings()
+        }
         for row, cells in metrics.items():
             runs = cells.get(tables.ACCURACY, {})
             plain = metrics.get(f"{NONE}, {row.partition(', ')[2]}", {}).get(tables.ACCURACY, {})
@@ -419,7 +410,7 @@ class Choice(Texts):
             middle = GRID.index(kind.middle_rate) + self.STEPS_UP.get(name, -1)
             row = self.QUICK_ROW if self.quick else ROWS[0]
             other = {"falling_rate": False} | other  # the one row apart, all were chosen so
-            search = self.search(row, kind._replace(middle_rate=GRID[middle]), **other)
+            search = self.search_of(row, kind._replace(middle_rate=GRID[middle]), **other)
             cells |= {(name, tables.RATES, rate): cell for rate, cell in search.items()}
         return cells
 

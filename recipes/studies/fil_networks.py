@@ -14,7 +14,7 @@ from ..study import Study
 from .lib.images import SINGLE_IMAGES, single_images
 from .lib.intervals import half_width
 from .lib.results import named
-from .lib.tables import draw_images, interval, plt, save, significant, write_table
+from .lib.tables import interval, plt, save, significant, write_table
 from .private_sgd_runs import one_run, poisson_factor, rdp, rdp_replacing
 
 # (σ, C, learning rate); the first of each is Figure 6's
@@ -49,9 +49,7 @@ class Networks(Study):
     Conditions and figures: docs/findings/estimators.md.
     """
 
-    ARGUMENTS = SINGLE_IMAGES | {
-        "--pictures": {"help": "PNG of Figure 6 to write; holds images of the data sets"}
-    }
+    ARGUMENTS = SINGLE_IMAGES
 
     def cells(self) -> dict:
         plan, grids = (QUICK_PRIVATE, QUICK_GRIDS) if self.quick else (PRIVATE, GRIDS)
@@ -104,19 +102,6 @@ class Networks(Study):
         write_table(named(self.output, "_verdict"), VERDICT_HEADER, rows)
         write_table(named(self.output, "_images"), IMAGES_HEADER, images_table(metrics))
         plot(metrics, self.output)
-        if self.args.pictures:
-            self.draw(metrics)
-
-    def draw(self, metrics: dict) -> None:
-        """Figure 6: images of highest dFIL over those of lowest, with η̄ and label."""
-        rows, count = [], (QUICK_PRIVATE if self.quick else PRIVATE)["images"]
-        for data, settings in metrics.items():
-            (x, y, *_), ranked = self.images(data, count), next(iter(settings.values()))["images"]
-            rows += [
-                [(x[i], f"{value**0.5:.3g} (label {int(y[i])})") for i, value in ranked[end]]
-                for end in ("highest", "lowest")
-            ]
-        draw_images(self.args.pictures, rows, (11, 3.4 * len(metrics)), dpi=90)
 
 
 @functools.cache

@@ -1,11 +1,8 @@
-"""One client's training under a defense, as `GradGuardTrainer` does it, what is kept of it, and the
-search for its learning rate.
-"""
+"""One client's training under a defense, as `GradGuardTrainer` does it, and what is kept of it."""
 
 import functools
-import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +18,10 @@ from hf_gradguard.defenses.pruning import PruningDefense
 from hf_gradguard.leakage import dp_sgd_epsilon
 from recipes.small_networks import SmallImageClassifier, SmallImageClassifierConfig
 
-from .frontier_rows import BATCH, DELTA, GRID, IMAGE_SIZES, RATES_SEED, STAGES
+from .frontier_rows import BATCH, DELTA, IMAGE_SIZES, RATES_SEED, STAGES
 from .lib.defenses import with_own_strength
 from .lib.device import DEVICE, on_device
 from .lib.images import images_at, predicted_classes
-from .lib.results import Results
 from .lib.text import load_classifier, load_tokenizer, sst2
 
 TEXT_FLAGS = {"--model": "a text encoder and its tokenizer", "--data_dir": "folder of SST-2"}
@@ -325,62 +321,3 @@ class ImageTask(Client):
 def row_of(defense: str, strength: dict) -> str:
     settings = [f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in strength.items()]
     return " ".join([defense, *settings])
-
-
-def rates_to_try(
-    strength: dict, spread: int, usual: float = 2e-4, grid: Sequence[float] = GRID
-) -> Sequence[float]:
-    """Of the grid: around the usual one, or for noise of r times the gradient around that times
-    √(1 + r²), by which AdamW divides its steps. Noise in proportion to a clip is far larger.
-    """
-    ratio = 1e3 if "noise_multiplier" in strength else strength.get("relative_scale", 0.0)
-    scaled = usual * math.sqrt(1 + ratio**2)
-    near = min(range(len(grid)), key=lambda i: abs(math.log(grid[i] / scaled)))
-    near = min(max(near, spread), len(grid) - 1 - spread)
-    return grid[near - spread : near + spread + 1]
-
-
-def rates_so_far(
-    results: Mapping, common: dict, start: Sequence[float], grid: Sequence[float] = GRID
-) -> list[float]:
-    """Those to start with, and those that their results ask for next."""
-    rates = list(start)
-    while next_one := next_rate(results, common, rates, grid):
-        rates = sorted([*rates, next_one])
-    return rates
-
-
-def next_rate(
-    results: Mapping, common: dict, rates: Sequence[float], grid: Sequence[float] = GRID
-) -> float | None:
-    """The rate beyond the end that is best of those tried, if there is one."""
-    cells = [common | {"learning_rate": rate} for rate in rates]
-    if any(cell not in results for cell in cells):
-        return None
-    scores = [results[cell]["held_out"] for cell in cells]
-    best, place = scores.index(max(scores)), grid.index(rates[0])
-    if best == 0 and place > 0:
-        return grid[place - 1]
-    last_place = grid.index(rates[-1])
-    if best == len(rates) - 1 and last_place + 1 < len(grid):
-        return grid[last_place + 1]
-    return None
-
-
-def cells_by_rate(common: dict, rates: Sequence[float]) -> dict[str, dict]:
-    return {f"{rate:g}": common | {"learning_rate": rate} for rate in rates}
-
-
-def chosen_rate(results: Results, search: dict[str, dict]) -> float | None:
-    """The best rate of such cells, once all are there."""
-    if any(cell not in results for cell in search.values()):
-        return None
-    return best_rates({"": {rate: results[cell] for rate, cell in search.items()}})[""]
-
-
-def best_rates(metrics: dict) -> dict[str, float]:
-    """The best rate of each row; of equals the smaller."""
-    return {
-        row: float(min(rates, key=lambda rate: (-rates[rate]["held_out"], float(rate))))
-        for row, rates in metrics.items()
-    }

@@ -17,7 +17,6 @@ from transformers import AutoModel, PreTrainedModel, set_seed
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from ..head import SHRINKAGE, whitening_of
-from ..study import Study
 from . import frontier_clients as clients
 from . import frontier_rows as plan
 from . import frontier_tables as tables
@@ -25,10 +24,10 @@ from .frontier_attacks import CHANCE, GRAY, NOISE_ALONE, attack_images, attack_t
 from .frontier_texts import usual_sentences
 from .lib.device import DEVICE, on_device
 from .lib.images import array_images
-from .lib.results import Results
 from .lib.tables import write_table
 from .lib.text import of_usual_length, sst2
 from .patch_features import PatchFeatures
+from .rate_search import RateStudy, best_rates
 
 PLAIN = "`none`"
 EMBEDDINGS = {1: "last layer", 4: "last four layers"}  # Devlin et al. (2019), Table 7
@@ -202,7 +201,7 @@ class TextHeadTask(EmbeddingsTask):
         return {"embeddings": embeddings, "labels": torch.tensor([row["label"] for row in rows])}
 
 
-class Texts(Study):
+class Texts(RateStudy):
     """Accuracy on SST-2 where nothing but a linear head is shared, each sample clipped, and what
     attackers recover at the start, in the middle and at the end of training.
 
@@ -218,7 +217,7 @@ class Texts(Study):
 
     def cells(self) -> dict:
         """Rates first, then what takes the best of them."""
-        results, cells = Results(self.output), {}
+        cells: dict = {}
         for row in [self.QUICK_ROW] if self.quick else self.ROWS:
             common: dict[str, Any] = {"steps": row.steps, "batch": row.batch}
             if row.layers > 1:
@@ -232,27 +231,19 @@ class Texts(Study):
                 cell = {"defense": "dp_sgd", "strength": strength}
                 defended[f"`dp_sgd` {multiplier:g}, {shape}"] = cell
             for name, defense in defended.items():
-                search = self.search(results, defense | common)
-                cells |= {(name, tables.RATES, rate): cell for rate, cell in search.items()}
-                rate = plan.HEAD_RATE if self.quick else clients.chosen_rate(results, search)
-                if rate is not None:
+                tried = defense | common | {"seed": plan.RATES_SEED}
+                search = self.search(tried, plan.HEAD_GRID, plan.HEAD_RATE, plan.SPREAD)
+                seeds = range(1 if self.quick else row.seeds)
+                cells |= self.rated_cells(name, search, defense | common, seeds)
+                if (rate := self.best(search)) is not None:
                     trained = defense | common | {"learning_rate": rate}
-                    cells |= self.trained_cells(name, trained, row)
+                    cells |= self.attack_cells(name, trained, row, seeds)
         # The slow ones come last.
         return dict(sorted(cells.items(), key=lambda pair: pair[1].get("attack") == "tag"))
 
-    def search(self, results: Results, cell: dict) -> dict[str, dict]:
-        """Cells of a row's rates, so far."""
-        grid, common = plan.HEAD_GRID, cell | {"seed": plan.RATES_SEED}
-        middle = grid.index(plan.HEAD_RATE)
-        start = grid[middle - plan.SPREAD : middle + plan.SPREAD + 1]
-        rates = start[:1] if self.quick else clients.rates_so_far(results, common, start, grid)
-        return clients.cells_by_rate(common, rates)
-
-    def trained_cells(self, name: str, cell: dict, row: plan.HeadRow) -> dict:
-        """Seeds, and attacks on some of them."""
-        seeds = range(1 if self.quick else row.seeds)
-        cells = {(name, tables.ACCURACY, str(seed)): cell | {"seed": seed} for seed in seeds}
+    def attack_cells(self, name: str, cell: dict, row: plan.HeadRow, seeds: range) -> dict:
+        """Attacks on some of the seeds."""
+        cells: dict = {}
         attacks = self.QUICK_ATTACKS if self.quick else self.ATTACKS
         for attack, (count, settings, stages) in attacks.items():
             if attack[0] not in row.attackers:
@@ -294,7 +285,7 @@ class Texts(Study):
         for row, cells in metrics.items():
             runs, rates = cells.get(tables.ACCURACY, {}), cells.get(tables.RATES, {})
             plain = metrics.get(f"{PLAIN}, {row.partition(', ')[2]}", {}).get(tables.ACCURACY, {})
-            shown = [row, f"{clients.best_rates({row: rates})[row]:g}" if rates else ""]
+            shown = [row, f"{best_rates({row: rates})[row]:g}" if rates else ""]
             shown += [tables.accuracy_text(runs), tables.lost(runs, plain), epsilons.get(row, "")]
             rows.append(shown + [tables.score_text(cells.get(column, {})) for column in columns])
         header = ["", "rate", "accuracy", "less than none", tables.PROOF, *columns]

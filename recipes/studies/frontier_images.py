@@ -20,6 +20,7 @@ from . import frontier_tables as tables
 from .frontier_attacks import GRAY, attack_images
 from .lib.results import Results, named
 from .lib.tables import plt, save
+from .rate_search import cells_by_rate, chosen_rate, rates_so_far, rates_to_try
 
 
 def gray_cell() -> tuple[str, dict]:
@@ -43,7 +44,7 @@ def cells_of_rows(results: Results, rows: list, attacks: Iterable, sizes: dict) 
             search_of(results, defense, strength, sizes),
         )
         cells |= {(row, tables.RATES, rate): cell for rate, cell in search.items()}
-        if (rate := clients.chosen_rate(results, search)) is not None:
+        if (rate := chosen_rate(results, search)) is not None:
             best[row] = rate
     stages = plan.at_all_stages(attacks)
     return cells | tables.fitting(
@@ -54,10 +55,8 @@ def cells_of_rows(results: Results, rows: list, attacks: Iterable, sizes: dict) 
 def search_of(results: Results, defense: str, strength: dict, sizes: dict) -> dict[str, dict]:
     """Cells of a row's rates, so far."""
     common = {"defense": defense, "strength": strength, "seed": plan.RATES_SEED, **sizes}
-    start = clients.rates_to_try(strength, plan.SPREAD, plan.IMAGE_RATE, plan.IMAGE_GRID)
-    return clients.cells_by_rate(
-        common, clients.rates_so_far(results, common, start, plan.IMAGE_GRID)
-    )
+    start = rates_to_try(strength, plan.SPREAD, plan.IMAGE_RATE, plan.IMAGE_GRID)
+    return cells_by_rate(common, rates_so_far(results, common, start, plan.IMAGE_GRID))
 
 
 START, END = (tables.place_of(plan.INVERTING, stage) for stage in ("start", "end"))

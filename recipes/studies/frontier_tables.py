@@ -11,13 +11,14 @@ from matplotlib.patheffects import withStroke
 from hf_gradguard import make_defense
 
 from .frontier_attacks import F1_OTHERS, GRAY
-from .frontier_clients import best_rates, row_of
+from .frontier_clients import row_of
 from .frontier_rows import ACCUMULATED, DELTA, STAGES, UNAWARE, Attack, Row
 from .lib.intervals import Interval, over_seeds, paired
 from .lib.results import named
 from .lib.tables import interval, plt, save, write_table
+from .rate_search import ACCURACY, RATES, best_rates
 
-ACCURACY, RATES, PROOF = "accuracy", "learning rate", f"ε at δ = {DELTA:g}"
+PROOF = f"ε at δ = {DELTA:g}"
 TPR = "tpr_1%"
 AHEAD = 3.0  # the last rank with at most 1 % of a list's others ahead, of 284 to 299
 TENTH = 29.0  # with at most 10 %

@@ -30,6 +30,7 @@ from .lib.defenses import with_own_strength
 from .lib.results import Results, named
 from .lib.tables import write_table
 from .lib.text import batch_of, of_usual_length, sst2
+from .rate_search import best_rates, cells_by_rate, rates_so_far, rates_to_try
 
 
 class Rates(Study):
@@ -47,10 +48,10 @@ class Rates(Study):
         for defense, strength in plan.QUICK_ROWS if self.quick else plan.ROWS:
             sizes = plan.QUICK if self.quick else plan.SIZES
             common = {"defense": defense, "strength": strength, "seed": plan.RATES_SEED, **sizes}
-            rates = clients.rates_to_try(strength, 0 if self.quick else plan.SPREAD)
+            rates = rates_to_try(strength, 0 if self.quick else plan.SPREAD)
             if not self.quick:
-                rates = clients.rates_so_far(results, common, rates)
-            row, search = clients.row_of(defense, strength), clients.cells_by_rate(common, rates)
+                rates = rates_so_far(results, common, rates)
+            row, search = clients.row_of(defense, strength), cells_by_rate(common, rates)
             cells |= {(row, rate): cell for rate, cell in search.items()}
         return self.published(cells)
 
@@ -61,7 +62,7 @@ class Rates(Study):
         return self.task.on_held_out(cell)
 
     def report(self, metrics: dict) -> None:
-        best, grid = clients.best_rates(metrics), [f"{rate:g}" for rate in plan.GRID]
+        best, grid = best_rates(metrics), [f"{rate:g}" for rate in plan.GRID]
         rows = [
             [f"`{row}`", f"{best[row]:g}"]
             + [f"{rates[rate]['held_out']:.3f}" if rate in rates else "" for rate in grid]
@@ -94,7 +95,7 @@ class TextStudy(Study):
         args = type(self.args)(**vars(self.args) | {"output": output, "all": False})
         for (row, rate), cell in Rates(args).cells().items():
             searches.setdefault(row, {})[rate] = results.get(cell)
-        return clients.best_rates({row: r for row, r in searches.items() if None not in r.values()})
+        return best_rates({row: r for row, r in searches.items() if None not in r.values()})
 
 
 class Texts(TextStudy):

@@ -32,7 +32,7 @@ from .lib.images import (
     single_images,
     smoothed,
 )
-from .lib.tables import bracketed, draw_images, interval, plt, save, significant, write_table
+from .lib.tables import bracketed, interval, plt, save, significant, write_table
 
 BATCH = 64
 
@@ -214,10 +214,7 @@ class Unfairness(Study):
     Conditions and figures: docs/findings/estimators.md.
     """
 
-    ARGUMENTS = {
-        "--mnist": "npz with x_train, y_train, x_test and y_test",
-        "--pictures": {"help": "PNG of the best and worst guesses; holds images of the data set"},
-    }
+    ARGUMENTS = {"--mnist": "npz with x_train, y_train, x_test and y_test"}
     VARIANCE = 1e-3
 
     def cells(self) -> dict:
@@ -232,38 +229,26 @@ class Unfairness(Study):
             cells["spectra", str(number)] = {"measure": "spectrum", **common}
         return cells
 
-    def task(self, cell: dict) -> tuple[nn.Module, list[dict[str, Tensor]]]:
-        path, side = self.args.mnist, cell["side"]
-        return trained_lenet(path, side, cell["training_steps"]), mnist_tests(path, side)
-
     def measure(self, cell: dict) -> float | dict:
-        model, tests = self.task(cell)
+        """One image, the first of its class, the second, and so on; or the model's accuracy."""
+        path, side = self.args.mnist, cell["side"]
+        model = trained_lenet(path, side, cell["training_steps"])
+        tests = mnist_tests(path, side)
         if cell["measure"] == "accuracy":
             return accuracy(
                 model, *(torch.cat([test[n] for test in tests]) for n in ("pixel_values", "labels"))
             )
-        batch, guess = self.attacked(cell, model, tests)
+        batch = [test for test in tests if int(test["labels"]) == cell["class"]][cell["image"]]
+        gmap = GradientMap(model, batch)
         if cell["measure"] == "mse":
-            mse = (guess() - batch["pixel_values"]).square().mean()
+            noise = make_defense("gaussian_noise", scale=cell["variance"] ** 0.5)
+            shared = noise(gmap, generator=Stream.from_seeds(cell["seed"]))
+            guess = invert_dlg(cell, model, shared, batch, cell["seed"]).clamp(0, 1)
+            mse = (guess - batch["pixel_values"]).square().mean()
             return {"label": int(batch["labels"]), "mse": round(float(mse), 4)}
-        pixels = batch["pixel_values"].numel()
-        values = smallest_directions(GradientMap(model, batch), pixels).eigenvalues.double()
+        values = smallest_directions(gmap, batch["pixel_values"].numel()).eigenvalues.double()
         expected = cell["variance"] * (1 / values.clamp_min(1e-6 * float(values[-1]))).sum()
         return {"E I²": significant(expected, 6), "λ_max": significant(values[-1], 6)}
-
-    def attacked(self, cell: dict, model, tests: list[dict[str, Tensor]]) -> tuple:
-        """The cell's image, the first of its class, the second, and so on; and what DLG makes of
-        its noisy gradient.
-        """
-        batch = [test for test in tests if int(test["labels"]) == cell["class"]][cell["image"]]
-
-        def guess() -> Tensor:
-            noise = make_defense("gaussian_noise", scale=cell["variance"] ** 0.5)
-            stream = Stream.from_seeds(cell["seed"])
-            shared = noise(GradientMap(model, batch), generator=stream)
-            return invert_dlg(cell, model, shared, batch, cell["seed"]).clamp(0, 1)
-
-        return batch, guess
 
     def report(self, metrics: dict) -> None:
         classes: dict[int, list[float]] = {}
@@ -282,8 +267,6 @@ class Unfairness(Study):
         class_axis.axhline(mse.mean(), color="purple")
         class_axis.set(xlabel="class", ylabel="MSE")
         save(figure, self.output, dpi=80)
-        if self.args.pictures:
-            self.draw(np.array([point["mse"] for point in metrics["attacked"].values()]))
 
     def write(self, metrics: dict, classes: dict[int, list[float]], mse: np.ndarray) -> None:
         means = [np.mean(values) for values in classes.values()]
@@ -307,17 +290,6 @@ class Unfairness(Study):
             correlation = round(float(spearmanr(of_all, values).statistic), 3)
             rows.append([f"Spearman of MSE and {key}", f"{correlation:.2f}"])
         write_table(self.output, ["", "found"], rows)
-
-    def draw(self, mse: np.ndarray) -> None:
-        """Originals over reconstructions, the four best and the four worst."""
-        ends = [*mse.argsort()[:4], *mse.argsort()[-4:]]
-        cells = [self.cells()["attacked", str(number)] for number in ends]
-        model, tests = self.task(cells[0])
-        pairs = [self.attacked(cell, model, tests) for cell in cells]
-        images = [(batch["pixel_values"][0], "") for batch, _ in pairs]
-        titles = [f"{value:.2g}" for value in mse[ends]]
-        guesses = [(guess()[0], title) for (_, guess), title in zip(pairs, titles, strict=True)]
-        draw_images(self.args.pictures, [images, guesses], (8, 2.2), dpi=80)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, set_seed
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation
-from hf_gradguard.attacks.span.attack import Span
+from hf_gradguard.attacks.span.span import Span
 from hf_gradguard.metrics.scores import match
 from hf_gradguard.randomness import Stream
 

@@ -13,9 +13,10 @@ from transformers import DataCollatorWithPadding, get_linear_schedule_with_warmu
 from hf_gradguard.leakage import dp_sgd_epsilon
 
 from ..study import Study
-from .frontier_clients import TEXT_FLAGS, TextTask, best_rates
+from .frontier_clients import TEXT_FLAGS, TextTask
 from .lib.results import Results, nested
 from .lib.tables import interval, write_table
+from .rate_search import best_rates
 
 LENGTH, CLIP, DELTA = 16, 1.0, 1e-5
 RATES, RATES_SEED, PLAIN_RATE, EPSILONS = (4e-3, 1e-2, 2.5e-2), 100, 2e-3, (8.0, 3.0)

@@ -9,8 +9,9 @@ import numpy as np
 from hf_gradguard.audit.report.verdicts import MAIN_SCORES, MainScore
 from hf_gradguard.audit.run import make_defenses
 from hf_gradguard.recommend import Outcome, choose
-from hf_gradguard.recommend.choice import finalists, mean_over_seeds
-from hf_gradguard.recommend.settings import DEFAULT_DEFENSES, TrialSettings
+from hf_gradguard.recommend.choice import finalists
+from hf_gradguard.recommend.intervals import mean_over_seeds
+from hf_gradguard.recommend.trial_settings import DEFAULT_DEFENSES, TrialSettings
 
 from ..study import Study
 from .frontier_tables import _right

@@ -22,6 +22,7 @@ from .lib.images import array_images, flat, single_images
 from .lib.results import Results
 from .lib.tables import interval, write_table
 from .lib.text import of_usual_length, sst2
+from .rate_search import best_rates, cells_by_rate, chosen_rate
 
 
 class PartRow(NamedTuple):
@@ -66,9 +67,9 @@ class RefinerParts(Study):
             cell |= plan.QUICK if self.quick else {}
             is_single = self.quick or len(rates) == 1
             common = cell | {"seed": plan.RATES_SEED}
-            search = clients.cells_by_rate(common, () if is_single else rates)
+            search = cells_by_rate(common, () if is_single else rates)
             cells |= {(row, tables.RATES, rate): rate_cell for rate, rate_cell in search.items()}
-            rate = rates[0] if is_single else clients.chosen_rate(results, search)
+            rate = rates[0] if is_single else chosen_rate(results, search)
             if rate is not None:
                 best[row] = cell | {"learning_rate": rate}
         attacks, candidates = plan.ATTACKS | {plan.WORD: (8, {"words": 300})}, plan.CANDIDATES
@@ -112,7 +113,7 @@ class RefinerParts(Study):
                 for name, part_row in PART_ROWS.items()
                 if (part_row.defense, part_row.steps) == ("none", PART_ROWS[row].steps)
             )
-            shown = [row, f"{clients.best_rates({row: rates})[row]:g}" if rates else ""]
+            shown = [row, f"{best_rates({row: rates})[row]:g}" if rates else ""]
             shown += [
                 tables.accuracy_text(runs),
                 tables.lost(runs, metrics.get(plain, {}).get(tables.ACCURACY, {})),

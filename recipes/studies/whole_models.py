@@ -3,7 +3,6 @@ bodies have: the price of protection is counted from it. And what is left of it,
 proof.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from peft import LoraConfig, TaskType, get_peft_model
@@ -12,13 +11,12 @@ from torch import nn
 from hf_gradguard import GradGuardTrainer
 from hf_gradguard.gradient_map.parameters import shared_parameters
 
-from ..study import Study
 from . import correlated_heads as heads
 from . import frontier_clients as clients
 from . import frontier_tables as tables
 from .frontier_rows import BATCH, GRID, RATES_SEED
-from .lib.results import Results
 from .lib.tables import write_table
+from .rate_search import RateStudy, cells_by_rate
 
 LENGTHS = (200, 1590, 4209)  # messages
 LONGEST_SEARCH = 1590  # the rate of longer ones is searched at that length
@@ -26,7 +24,7 @@ RATES = (1.25e-5, 2.5e-5, *GRID)
 SHARE = 0.98  # of the accuracy: what protection should keep
 
 
-class WholeModels(Study):
+class WholeModels(RateStudy):
     """Accuracy on SST-2 of an undefended encoder, all of whose weights are trained.
 
     Conditions and figures: docs/findings/heads.md.
@@ -41,22 +39,10 @@ class WholeModels(Study):
         for steps in (2,) if self.quick else LENGTHS:
             place = f"{steps:,} messages of {BATCH}"
             place += f", rates of {LONGEST_SEARCH:,}" * (steps > LONGEST_SEARCH)
-            search = self.search(min(steps, LONGEST_SEARCH))
-            cells |= {(place, tables.RATES, tried): cell for tried, cell in search.items()}
-            rate = GRID[0] if self.quick else clients.chosen_rate(Results(self.output), search)
-            for seed in range(self.SEEDS) if rate is not None else ():
-                cells[place, tables.ACCURACY, str(seed)] = (
-                    self._trained(steps) | {"learning_rate": rate, "seed": seed}
-                )  # fmt: skip
+            common = self._trained(min(steps, LONGEST_SEARCH)) | {"seed": RATES_SEED}
+            search = self.search(common, RATES, GRID[1])
+            cells |= self.rated_cells(place, search, self._trained(steps), range(self.SEEDS))
         return cells
-
-    def search(self, steps: int) -> dict[str, dict]:
-        """Cells of the rates so far, each judged on held-out rows."""
-        common = self._trained(steps) | {"seed": RATES_SEED}
-        rates = GRID[:1]
-        if not self.quick:
-            rates = clients.rates_so_far(Results(self.output), common, GRID[:3], RATES)
-        return clients.cells_by_rate(common, rates)
 
     def _trained(self, steps: int) -> dict:
         return {"defense": "none", "strength": {}, "steps": steps, "batch": BATCH}
@@ -136,7 +122,7 @@ class PartTask(clients.TextTask):
         return metrics if noise is None else metrics | heads.of_known_messages(noise)
 
 
-class Parts(Study):
+class Parts(RateStudy):
     """Accuracy on SST-2 of LoRA and of the whole encoder by messages of 16 phrases, each in one of
     them, with correlated noise and none.
 
@@ -152,14 +138,8 @@ class Parts(Study):
             for name in part.middle_rate:
                 place, common = self._place(part, name), self._trained(part, name)
                 search = self._search(part, name, common)
-                cells |= {(place, tables.RATES, tried): cell for tried, cell in search.items()}
-                rate = part.middle_rate[name]
-                if not self.quick:
-                    rate = clients.chosen_rate(Results(self.output), search)
-                for seed in range(part.seeds) if rate is not None and part.judged else ():
-                    cells[place, tables.ACCURACY, str(seed)] = (
-                        common | {"learning_rate": rate, "seed": seed}
-                    )  # fmt: skip
+                seeds = range(part.seeds if part.judged else 0)
+                cells |= self.rated_cells(place, search, common, seeds)
         return cells
 
     def _place(self, part: Part, name: str) -> str:
@@ -171,13 +151,12 @@ class Parts(Study):
     def _search(self, part: Part, name: str, common: dict) -> dict[str, dict]:
         """Cells of the rates so far, each judged on held-out rows."""
         common = common | {"seed": RATES_SEED, "rank": part.searched_rank or part.rank}
-        middle = SGD_GRID.index(part.middle_rate[name])
-        rates: Sequence[float] = SGD_GRID[middle : middle + 1]
-        if not self.quick:
-            rates = SGD_GRID[middle - 1 : middle + 2]
-            if part.judged:
-                rates = clients.rates_so_far(Results(self.output), common, rates, SGD_GRID)
-        return clients.cells_by_rate(common, rates)
+        middle = part.middle_rate[name]
+        if part.judged:
+            return self.search(common, SGD_GRID, middle)
+        place = SGD_GRID.index(middle)
+        rates = [middle] if self.quick else SGD_GRID[place - 1 : place + 2]
+        return cells_by_rate(common, rates)
 
     def _trained(self, part: Part, name: str) -> dict:
         strength = heads.KINDS[name].strength

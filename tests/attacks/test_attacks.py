@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import ATTACKS, Observation, average, make_attack, recover_labels
-from hf_gradguard.attacks.matching.attacks import Tag
+from hf_gradguard.attacks.matching.matching_attacks import Tag
 from hf_gradguard.attacks.matching.objectives import (
     TagDistance,
     batch_norm_distance,

@@ -22,7 +22,7 @@ from transformers import (
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.attacks.candidates.inputs import make_entries
+from hf_gradguard.attacks.candidates.candidate_inputs import make_entries
 from hf_gradguard.defenses.mechanism import Mechanism
 
 TOKENIZER = word_tokenizer([f"w{i}" for i in range(20)])

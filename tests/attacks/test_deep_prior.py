@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.attacks.matching.attacks import DLG, DeepImagePrior
 from hf_gradguard.attacks.matching.descent import _Descent
+from hf_gradguard.attacks.matching.matching_attacks import DLG, DeepImagePrior
 from hf_gradguard.attacks.matching.space import CODE, WIDTH, DeepPrior
 from hf_gradguard.gradient_map.inputs import PixelSpace
 from hf_gradguard.testing import check_attack

@@ -12,12 +12,12 @@ from helpers import make_task, torch_rng
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.attacks.candidates.likelihood import rescale
 from hf_gradguard.attacks.candidates.regression import (
     _REGRESSION_RIDGE,
     MatchedFilter,
     WhitenedMessage,
 )
+from hf_gradguard.attacks.candidates.sample_likelihood import rescale
 from hf_gradguard.attacks.uploads import accumulate_uploads, can_average, single_batch_entries
 from hf_gradguard.audit.client import average_of
 from hf_gradguard.defenses.mechanism import Mechanism

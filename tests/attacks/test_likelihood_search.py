@@ -19,15 +19,9 @@ from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, Reconstruction, make_attack
-from hf_gradguard.attacks.candidates.attack import log_likelihood
-from hf_gradguard.attacks.labels import recover_labels
+from hf_gradguard.attacks.candidates.membership import log_likelihood
+from hf_gradguard.attacks.label_recovery import recover_labels
 from hf_gradguard.attacks.likelihood import mechanism_of
-from hf_gradguard.attacks.likelihood_search.attack import (
-    Found,
-    LikelihoodSearch,
-    _rows_of,
-    _Search,
-)
 from hf_gradguard.attacks.likelihood_search.messages import white_message
 from hf_gradguard.attacks.likelihood_search.proposals import PublicWords, cross, mutate
 from hf_gradguard.attacks.likelihood_search.score import (
@@ -36,6 +30,12 @@ from hf_gradguard.attacks.likelihood_search.score import (
     WholeLikelihood,
     _norms,
     linear_names,
+)
+from hf_gradguard.attacks.likelihood_search.search import (
+    Found,
+    LikelihoodSearch,
+    _rows_of,
+    _Search,
 )
 from hf_gradguard.defenses.mechanism import Mechanism
 from hf_gradguard.metrics import score_text

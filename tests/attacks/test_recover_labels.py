@@ -21,7 +21,7 @@ from transformers import (
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, recover_labels, recover_labels_below
-from hf_gradguard.attacks.labels import random_inputs
+from hf_gradguard.attacks.label_recovery import random_inputs
 from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 CLASSES, BATCH, MESSAGES = 20, 8, 12

@@ -64,7 +64,7 @@ def test_span_and_the_search_say_whether_they_were_stopped(
     search = make_attack("likelihood_search", public_texts=PUBLIC, evaluations=64, populations=1)
     assert not search(message("gaussian_noise", relative_scale=20.0), torch_rng()).complete
     # This message's noise takes 1.2 standard deviations from the true text's score.
-    monkeypatch.setattr("hf_gradguard.attacks.likelihood_search.attack._SETTLED", 2.0)
+    monkeypatch.setattr("hf_gradguard.attacks.likelihood_search.search._SETTLED", 2.0)
     longer = replace(search, evaluations=9000)
     assert longer(message("gaussian_noise", relative_scale=1.5), torch_rng()).complete
 

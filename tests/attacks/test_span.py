@@ -43,8 +43,8 @@ from transformers import (
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation
 from hf_gradguard.attacks.layer_inputs import find_projections, layer_inputs
-from hf_gradguard.attacks.span.attack import Span, complete
 from hf_gradguard.attacks.span.row_space import distances, row_space, select
+from hf_gradguard.attacks.span.span import Span, complete
 
 VOCABULARY = 128
 TOKENIZER = word_tokenizer([f"w{i}" for i in range(VOCABULARY - len(SPECIAL_TOKENS))])

@@ -27,11 +27,11 @@ from transformers import (
 from hf_gradguard.attacks.base import Clock, Observation
 from hf_gradguard.attacks.layer_inputs import Slots, find_projections
 from hf_gradguard.attacks.span import encoder
-from hf_gradguard.attacks.span.attack import Span
 from hf_gradguard.attacks.span.encoder import _Descent
 from hf_gradguard.attacks.span.first_attention import FirstAttention
 from hf_gradguard.attacks.span.program import STEPS, SentenceProgram
 from hf_gradguard.attacks.span.row_space import View, row_space
+from hf_gradguard.attacks.span.span import Span
 
 WIDE: dict[str, Any] = ENCODER | {
     "hidden_size": 96, "num_attention_heads": 4, "initializer_range": 0.1,

@@ -16,7 +16,7 @@ from test_audit import HIGH, LOW, WORDS, image_model, images, made
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction, make_attack
 from hf_gradguard.attacks.candidates import regression
-from hf_gradguard.attacks.candidates.attack import Candidates
+from hf_gradguard.attacks.candidates.membership import Candidates
 from hf_gradguard.audit import audit, markdown_table, summarize
 from hf_gradguard.audit.attackers import attackers, with_candidates, with_public_texts
 from hf_gradguard.audit.report.page import html_report

@@ -21,7 +21,7 @@ from transformers import ResNetConfig, ResNetForImageClassification, ViTImagePro
 
 from hf_gradguard import DEFENSES, GradientMap
 from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction
-from hf_gradguard.attacks.matching.attacks import Tag
+from hf_gradguard.attacks.matching.matching_attacks import Tag
 from hf_gradguard.audit import Audit, audit, markdown_table, summarize, write_report
 from hf_gradguard.audit.cells import digest
 from hf_gradguard.audit.report.page import html_report, marks

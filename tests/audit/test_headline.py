@@ -12,7 +12,7 @@ from test_audit import HIGH, LOW, MIDDLE, made
 from hf_gradguard.audit import run, summarize
 from hf_gradguard.audit.report.page import headline, html_report, worst_sample
 from hf_gradguard.audit.run import make_defenses, read_metrics
-from hf_gradguard.audit.texts import _UNUSED_TOKEN
+from hf_gradguard.audit.text_samples import _UNUSED_TOKEN
 from hf_gradguard.defenses import make_defense
 
 

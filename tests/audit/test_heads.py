@@ -26,7 +26,7 @@ from transformers import (
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.audit import audit, summarize
 from hf_gradguard.audit.client import Client, Shared, Upload
-from hf_gradguard.audit.texts import with_labels
+from hf_gradguard.audit.text_samples import with_labels
 from hf_gradguard.cli import main
 from hf_gradguard.data.samples import load_samples
 from hf_gradguard.defenses import make_defense

@@ -1,16 +1,13 @@
-"""A file's encoding is named, or read, if no other one is to be taken for it: whatever is said
-decodes the file to what was written.
-"""
+"""What is read as Windows-1252 is what was written; all that is not sure is refused."""
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from hf_gradguard.data.encodings import sure_encoding
+from hf_gradguard.data.encodings import is_windows_1252
 from hf_gradguard.data.samples import load_samples
 from hf_gradguard.data.tables import DataError
 
@@ -161,16 +158,8 @@ ENCODINGS = (
     "cp857", "cp1257", "iso8859_13", "iso8859_4", "cp775", "tis_620", "iso8859_11", "cp874",
 )  # fmt: skip
 ENGLISH = ["the plot was long and the actor was good", "a fine film of the year"] * 40
-NAMED = {
-    ("Japanese", "cp932"), ("Japanese", "shift_jis"), ("Japanese", "euc_jp"),
-    ("Japanese", "iso2022_jp"), ("Chinese", "gb18030"), ("Chinese", "gbk"), ("Taiwanese", "big5"),
-    ("Korean", "euc_kr"), ("Korean", "cp949"), ("Russian", "cp1251"), ("Russian", "koi8_r"),
-    ("Russian", "iso8859_5"), ("Greek", "cp1253"), ("Greek", "iso8859_7"), ("Hebrew", "cp1255"),
-    ("Arabic", "cp1256"), ("Thai", "tis_620"), ("Polish", "cp1250"), ("Polish", "iso8859_2"),
-    ("Czech", "cp1250"), ("Turkish", "cp1254"), ("French", "cp1252"), ("German", "cp1252"),
-    ("German", "mac_roman"),
-}  # fmt: skip
-"""Enough text to be sure by."""
+READ = ("French", "German", "Spanish", "Danish")
+"""Western languages of which there is enough text to be sure."""
 
 
 def encodable(language: str, encoding: str) -> list[str]:
@@ -200,25 +189,23 @@ def forms(texts: list[str]) -> list[list[str]]:
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("language", TEXTS)
-def test_an_encoding_that_is_named_decodes_to_what_was_written(
+def test_what_is_taken_for_windows_1252_decodes_to_what_was_written(
     language: str, encoding: str
 ) -> None:
     texts = encodable(language, encoding)
     for rows in forms(texts) if texts else []:
         written = table(rows)
         content = written.encode(encoding)
-        if encoding not in ("hz", "iso2022_jp", "iso2022_kr") and content.isascii():
-            continue
-        named = sure_encoding(content)
-        assert named is None or content.decode(named) == written, (rows[-1], named)
+        if not content.isascii() and is_windows_1252(content):
+            assert content.decode("cp1252") == written, rows[-1]
 
 
-@pytest.mark.parametrize(("language", "encoding"), sorted(NAMED))
-def test_what_is_sure_is_named(language: str, encoding: str) -> None:
+@pytest.mark.parametrize("language", READ)
+def test_western_texts_are_read(language: str) -> None:
     """Also if but few lines of a file are in that language."""
-    texts = encodable(language, encoding)
+    texts = encodable(language, "cp1252")
     for rows in (texts, texts * 60, ENGLISH + texts):
-        assert sure_encoding(table(rows).encode(encoding))
+        assert is_windows_1252(table(rows).encode("cp1252"))
 
 
 def read(content: bytes, folder: Path, count: int) -> set[str] | str:
@@ -233,7 +220,7 @@ def read(content: bytes, folder: Path, count: int) -> set[str] | str:
 
 @pytest.mark.parametrize("encoding", [*ENCODINGS, "utf_8", "utf_8_sig", "utf_16", "utf_32"])
 def test_what_is_read_is_what_was_written(encoding: str, tmp_path: Path) -> None:
-    """Otherwise the command that is offered gives that, or none is."""
+    """What is refused is refused in a line that quotes nothing."""
     for language in TEXTS:
         texts = encodable(language, encoding)
         if len(texts) < 2:
@@ -244,11 +231,7 @@ def test_what_is_read_is_what_was_written(encoding: str, tmp_path: Path) -> None
             assert found == set(texts)
             continue
         assert "t.csv is not UTF-8 (line" in found
-        command = re.search(r"perhaps ([\w-]+): convert it by `iconv -f ([\w-]+) -t utf-8`", found)
-        assert command or "`iconv -f ENCODING -t utf-8`" in found
-        if command:
-            assert command[1] == command[2]
-            assert content.decode(command[1]) == table(texts)
+        assert "`iconv -f ENCODING -t utf-8`" in found
         assert not any(text in found for text in texts)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
-from hf_gradguard.data.labels import number_classes
+from hf_gradguard.data.class_labels import number_classes
 from hf_gradguard.data.samples import load_samples
 from hf_gradguard.data.tables import DataError
 

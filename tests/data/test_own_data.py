@@ -38,9 +38,9 @@ from transformers import (
 )
 
 from hf_gradguard.cli import main
+from hf_gradguard.data.class_labels import number_classes
 from hf_gradguard.data.files import load_splits
 from hf_gradguard.data.images import read_image, to_pil
-from hf_gradguard.data.labels import number_classes
 from hf_gradguard.data.tables import DataError
 from hf_gradguard.testing.small import small_tokenizer
 
@@ -97,7 +97,7 @@ def read(
         (folder / "recommend.md").write_text("done")
 
     monkeypatch.setattr("hf_gradguard.audit.command.audit", audit)
-    monkeypatch.setattr("hf_gradguard.recommend.run.recommend", audit)
+    monkeypatch.setattr("hf_gradguard.recommend.recommendation.recommend", audit)
     monkeypatch.setattr("hf_gradguard.train.load_model", lambda *_: pytest.fail("it was read"))
     monkeypatch.chdir(tmp_path)
 
@@ -256,7 +256,7 @@ TABLES: dict[str, tuple[str, str | bytes, str]] = {
             "text,label\nхороший и очень добрый фильм,1\nплохой и скучный сюжет,0\n"
             "актёры играют прекрасно и музыка тоже,1\nничего интересного я не увидел,0\n"
         ).encode("cp1251"),
-        r" is not UTF-8 \(line 2\), perhaps cp1251: convert it by `iconv -f cp1251",
+        r" is not UTF-8 \(line 2\).* convert it by `iconv -f ENCODING",
     ),
     "a broken line": (
         "a.jsonl", f'{{"text": "word1"}}\n{{"text": "{SECRET}\n', r", row 2 \(line 2\): no JSON"

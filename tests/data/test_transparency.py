@@ -17,7 +17,7 @@ from PIL import Image
 
 from hf_gradguard.data.images import read_image, to_pil
 from hf_gradguard.data.tables import DataError
-from hf_gradguard.networks.noise import as_pixels
+from hf_gradguard.networks.noising import as_pixels
 
 SIDE, DRAWN = 16, (4, 4, 12, 12)
 COLORS = {"black": 0, "white": 255, "gray": 128, "pale": 250}

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel
 
 from hf_gradguard.federation.guard import STATISTICS
-from hf_gradguard.federation.tables import TABLES, check_tables, matches
+from hf_gradguard.federation.lookup_tables import TABLES, check_tables, matches
 
 NAMES = [
     "bert.embeddings.word_embeddings.weight",  # any that says embed

@@ -61,7 +61,7 @@ from hf_gradguard.networks.judging import (
     hold_out,
 )
 from hf_gradguard.networks.loading import network_card
-from hf_gradguard.networks.noise import as_pixels
+from hf_gradguard.networks.noising import as_pixels
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = [f"w{i}" for i in range(400)]

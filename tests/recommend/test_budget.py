@@ -14,12 +14,12 @@ from hf_gradguard.audit.cells import Audit
 from hf_gradguard.audit.report.summary import Summary, summarize
 from hf_gradguard.audit.run import make_defenses
 from hf_gradguard.recommend import pace as pace_module
-from hf_gradguard.recommend import run as run_module
+from hf_gradguard.recommend import recommendation as run_module
 from hf_gradguard.recommend.choice import Outcome, highest_leak, messages_of
 from hf_gradguard.recommend.outcomes import outcome_of
 from hf_gradguard.recommend.pace import OutOfTime, Pace
-from hf_gradguard.recommend.run import _Comparison
-from hf_gradguard.recommend.settings import TrialSettings
+from hf_gradguard.recommend.recommendation import _Comparison
+from hf_gradguard.recommend.trial_settings import TrialSettings
 
 SPECS = ["none", "gaussian_noise", "pruning", "gradient_sketch"]
 MESSAGES = 8  # of a round

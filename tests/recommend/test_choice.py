@@ -11,13 +11,12 @@ import pytest
 from hf_gradguard.audit.report.verdicts import MAIN_SCORES, Estimate
 from hf_gradguard.recommend import Outcome, choose
 from hf_gradguard.recommend.choice import (
-    accuracy_over_seeds,
     finalists,
     highest_leak,
-    mean_over_seeds,
 )
-from hf_gradguard.recommend.page import html_report
-from hf_gradguard.recommend.settings import TrialSettings
+from hf_gradguard.recommend.intervals import accuracy_over_seeds, mean_over_seeds
+from hf_gradguard.recommend.rendering import html_report
+from hf_gradguard.recommend.trial_settings import TrialSettings
 
 
 def outcome(name: str, lost: float, leak: float, width: float = 0.01) -> Outcome:

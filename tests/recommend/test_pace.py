@@ -15,7 +15,7 @@ from hf_gradguard.audit.run import make_defenses
 from hf_gradguard.audit.settings import AuditSettings
 from hf_gradguard.recommend import pace as pace_module
 from hf_gradguard.recommend.pace import OutOfTime, Pace, Progress
-from hf_gradguard.recommend.settings import TrialSettings
+from hf_gradguard.recommend.trial_settings import TrialSettings
 from hf_gradguard.recommend.trials import MOST_RATES, Split, Trials
 from hf_gradguard.testing.small import WORDS, small_text_task
 

@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 from hf_gradguard import DEFENSES as REGISTERED
 from hf_gradguard import chain, make_defense
-from hf_gradguard.attacks.span.attack import Span
+from hf_gradguard.attacks.span.span import Span
 from hf_gradguard.audit.client import modality_of
 from hf_gradguard.audit.report.verdicts import MAIN_SCORES
 from hf_gradguard.audit.run import make_defenses
@@ -43,8 +43,8 @@ from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.flags import FlagParser, fill
 from hf_gradguard.recommend import Choice, recommend
 from hf_gradguard.recommend import choice as choice_module
-from hf_gradguard.recommend.page import flags_of
-from hf_gradguard.recommend.settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, TrialSettings
+from hf_gradguard.recommend.rendering import flags_of
+from hf_gradguard.recommend.trial_settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, TrialSettings
 from hf_gradguard.recommend.trials import Split, Trials, accuracy_by_sample, train
 from hf_gradguard.testing.small import WORDS, small_text_task
 from hf_gradguard.train import TrainArguments, TrainSettings

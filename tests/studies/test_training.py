@@ -19,7 +19,7 @@ from recipes.studies import frontier_rows, frontier_texts
 from recipes.studies.correlated_bodies import Bodies, BodyTask
 from recipes.studies.correlated_heads import Choice, HeadTask, ImagesTask, Texts
 from recipes.studies.frontier_attacks import attack_texts, f1_of, messages_of
-from recipes.studies.frontier_clients import Stage, TextTask, next_rate, rates_to_try, row_of
+from recipes.studies.frontier_clients import Stage, TextTask, row_of
 from recipes.studies.frontier_heads import TextHeadTask
 from recipes.studies.frontier_rows import (
     GRID,
@@ -32,6 +32,7 @@ from recipes.studies.frontier_tables import lost, score_text
 from recipes.studies.lib.intervals import over_seeds
 from recipes.studies.lib.text import sst2
 from recipes.studies.private_accuracy import RATES, Accuracy
+from recipes.studies.rate_search import next_rate, rates_to_try
 from recipes.studies.whole_models import PartTask
 
 
@@ -349,7 +350,7 @@ def test_the_whole_model_is_trained_at_the_rate_of_held_out_rows(
     assert 0 <= tried["held_out"] <= 1
     accuracy = cells["accuracy"]["0"]["accuracy"]
     (shown,) = study.rows()
-    assert shown[1:] == [f"**5e-05** ({tried['held_out']:.3f})", f"{accuracy:.3f}",
+    assert shown[1:] == [f"**0.0001** ({tried['held_out']:.3f})", f"{accuracy:.3f}",
                          f"{0.98 * accuracy:.3f}"]  # fmt: skip
 
 

@@ -29,8 +29,8 @@ from ...gradient_map.vectorized import ManyGradients
 from ...randomness import Stream
 from ..base import Observation
 from ..layer_inputs import find_projections
-from ..span.attack import Span, first_projections
-from .inputs import ALL_CLASSES, spread_out
+from ..span.span import Span, first_projections
+from .candidate_inputs import ALL_CLASSES, spread_out
 
 LEAST_LEFT = 1e-3
 """The least fraction of a message's power that a candidate may leave: samples are not the client's

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...gradient_map import Tensors
-from .inputs import Entries, place_of
+from .candidate_inputs import Entries, place_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Pool:
         priors: One prior per message.
 
     Example:
-        >>> from hf_gradguard.attacks.candidates.inputs import make_entries
+        >>> from hf_gradguard.attacks.candidates.candidate_inputs import make_entries
         >>> pool = Pool([make_entries(observation, ["a fine film", "a dull plot"], [0, 1])])
         >>> len(pool.batches), pool.label, pool.candidate.tolist()
         (2, [0, 1], [0, 1])

@@ -26,9 +26,11 @@ from ...gradient_map.vectorized import ManyGradients, has_draws
 from ..base import Clock, Observation
 from ..likelihood import Likelihood, clipped, mechanism_of, scaled
 from ..uploads import single_batch_entries
+from .candidate_inputs import Entries, spread_out
 from .fitted import Fits, SpanCoordinates, accumulate, draw_span_with_fractions, spans_of
-from .inputs import Entries, spread_out
-from .likelihood import (
+from .pool import Pool
+from .regression import MatchedFilter, WhitenedMessage
+from .sample_likelihood import (
     ProductLikelihood,
     clip_of_samples,
     rescale,
@@ -36,8 +38,6 @@ from .likelihood import (
     weigh_beside_others,
     weigh_by_noise,
 )
-from .pool import Pool
-from .regression import MatchedFilter, WhitenedMessage
 
 _MEAN_OF = 64  # candidates of a label, whose gradients are averaged
 _SPREAD_OF = 4  # candidates, whose gradients are compared between draws of dropout

@@ -27,7 +27,7 @@ from ...gradient_map.replay import Replay
 from ...gradient_map.types import Tensors
 from ...gradient_map.vectorized import ManyGradients
 from ..base import Observation
-from ..candidates.likelihood import ProductLikelihood
+from ..candidates.sample_likelihood import ProductLikelihood
 from .messages import WhiteMessage
 
 Text = tuple[int, ...]

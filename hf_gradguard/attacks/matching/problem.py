@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...gradient_map import GradientMap, Tensors
 from ..base import Observation
-from ..labels import check_classes, recover_labels
+from ..label_recovery import check_classes, recover_labels
 from .objectives import Candidate, Objective, inverse_norm, squared_norm
 from .space import SPACES, STARTS, DeepPrior, SearchSpace
 

@@ -18,7 +18,7 @@ from ...models import without_adapters
 from ..base import ENDLESS, Clock, Observation, ordinary_id
 from ..layer_inputs import Projections, Slots, layer_inputs
 from .row_space import View, distances
-from .texts import Pool, Text, choose
+from .sentences import Pool, Text, choose
 
 
 def inputs_of_endings(

@@ -23,7 +23,7 @@ from ..layer_inputs import Slots
 from .first_attention import FirstAttention
 from .program import SentenceProgram
 from .row_space import View
-from .texts import NEAR, Explained, Pool, Text, choose, distance_outside, vectors_of
+from .sentences import NEAR, Explained, Pool, Text, choose, distance_outside, vectors_of
 
 SWEEPS, ROUNDS = 40, 4
 ROUNDS_NOISELESS, MOST_ENUMERATED = (

@@ -21,7 +21,7 @@ from ...gradient_map.replay import hooked
 from ..base import ENDLESS, Clock, Observation
 from ..layer_inputs import Projections, all_inputs, two_tokens
 from .row_space import View
-from .texts import CHUNK
+from .sentences import CHUNK
 
 TINY = torch.finfo(torch.float64).tiny
 

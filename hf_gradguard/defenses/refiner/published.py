@@ -27,7 +27,7 @@ from ...gradient_map.domain import embed, ordinary_ids
 from ...gradient_map.inputs import PixelSpace
 from ...gradient_map.parameters import layer_numbers
 from ...networks.configuration import EvaluationNetworkBase
-from ...networks.image import ImageEvaluationNetwork, judge_images
+from ...networks.image_network import ImageEvaluationNetwork, judge_images
 from ...networks.trial import FEW_WORDS, LEAST_GAP, check_order, check_slope
 from ...randomness import Stream
 from ..message import norm

@@ -18,7 +18,7 @@ from ...metrics import membership_log_odds
 from ...randomness import Stream, torch_generator
 from ..base import Attack, Clock, Observation, Reconstruction, as_text
 from ..uploads import average, can_average
-from .inputs import Entries, at_places, make_entries
+from .candidate_inputs import Entries, at_places, make_entries
 from .scorer import Scorer
 
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ...gradient_map.domain import TEXT
 from ...models import label_kind
 from ..base import Attack, Clock, Observation, Reconstruction, as_text, without_dropout
-from ..labels import recover_labels
+from ..label_recovery import recover_labels
 from ..layer_inputs import is_causal_lm
 from ..likelihood import mechanism_of
 from .messages import WhiteMessage, white_message

@@ -16,7 +16,7 @@ from .configuration import (
     EvaluationNetworkOutput,
     TextEvaluationNetworkConfig,
 )
-from .noise import embedding_weight
+from .noising import embedding_weight
 
 _RATIO_WEIGHT = 10.0
 """The weight of the squared error of a text's ratio, beside the cross-entropy of its tokens."""

@@ -17,7 +17,7 @@ from ..gradient_map.domain import IMAGE
 from ..gradient_map.inputs import PixelSpace
 from ..metrics import score_images
 from ..models import label_kind
-from .texts import with_labels
+from .text_samples import with_labels
 
 if TYPE_CHECKING:
     from ..attacks import Reconstruction

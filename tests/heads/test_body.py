@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 import torch
 from examples import example_names
@@ -10,10 +13,10 @@ from torch.nn import functional as F
 from transformers import AlbertConfig, AlbertModel
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.bodies import SketchedBody, scaled_directions, sketch, sketched_body
 from hf_gradguard.gradient_map import GradientMap
 from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
-from hf_gradguard.heads import FeatureHead, head_of
+from hf_gradguard.heads import FeatureHead, SketchedBody, head_of, sketched_body
+from hf_gradguard.heads.body import scaled_directions, sketch
 
 PUBLIC = ["a good film", "a bad film", "the plot is slow", "it is a joke", "very warm", "dull"]
 TEXTS, LABELS = ["a fine film", "the plot is long and dull", "a joke"], torch.tensor([1, 0, 2])
@@ -180,3 +183,10 @@ def test_what_cannot_move_is_refused() -> None:
     nn.init.normal_(shared.head.weight)
     with pytest.raises(ValueError, match="twice"):
         sketched_body(shared, PUBLIC)
+
+
+def test_old_place_warns() -> None:
+    sys.modules.pop("hf_gradguard.bodies", None)  # another test may have imported it
+    with pytest.warns(FutureWarning, match=r"hf_gradguard\.heads"):
+        old = importlib.import_module("hf_gradguard.bodies")
+    assert old.sketched_body is sketched_body

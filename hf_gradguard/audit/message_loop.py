@@ -21,7 +21,7 @@ from transformers.utils import logging
 from .. import __version__
 from ..attacks import Attack
 from ..attacks.base import Clock
-from ..attacks.candidates.attack import Candidates
+from ..attacks.candidates.membership import Candidates
 from ..defenses import Defense
 from ..defenses.base import NO_STATE
 from ..defenses.strength import STRENGTH_KEY
@@ -176,7 +176,7 @@ class _Grid:
         self.smoothing = self._smoothing_attackers()
         if self.smoothing:
             self.record["threat_model"].append(SMOOTHING)
-        # Each part of a key is what determines the cells below it, and no more: a mended attack
+        # Each part of a key is what determines the cells below it, and no more: a changed attack
         # leaves the cells of others alone.
         self.defense_keys = {
             label: digest(defense, *([setup.states[label]] if setup.states.get(label) else []))

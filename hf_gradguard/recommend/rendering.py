@@ -16,7 +16,7 @@ from ..audit.report.verdicts import MainScore
 from ..defenses import DEFENSES, Defense
 from ..flags import SourceSettings
 from .choice import Choice, Outcome, low_end, messages_of, percent, shown_leak
-from .settings import WARMUP, TrialSettings
+from .trial_settings import WARMUP, TrialSettings
 
 TRAIN_FILE = "train.yaml"
 _SOURCE = ("model", "task", "dataset", "dataset_config", "split", "column", "label_column")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attacks.layer_inputs import is_causal_lm
-from ..data.labels import explain_label, find_class
+from ..data.class_labels import explain_label, find_class
 from ..gradient_map.domain import IGNORED, TEXT, is_framed
 from ..metrics import Scores, score_text
 from ..models import label_kind, task_of

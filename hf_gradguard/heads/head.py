@@ -22,8 +22,8 @@ from transformers import AutoImageProcessor
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import logging
 
-from .gradient_map.domain import domain_of_model
-from .models import load_tokenizer
+from ..gradient_map.domain import domain_of_model
+from ..models import load_tokenizer
 
 __all__ = ["FeatureHead", "LayerFeatures", "head_of"]
 
@@ -317,7 +317,7 @@ def _processing(
 def packaged_sentences() -> list[str]:
     from importlib.resources import files
 
-    from .data.samples import load_texts
+    from ..data.samples import load_texts
 
     folder = files("hf_gradguard.data") / "sentiment"
     return [text for name in ("train", "dev") for text in load_texts(str(folder / f"{name}.tsv"))]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from ...gradient_map.domain import DOMAINS, IGNORED, IMAGE, TEXT, Domain, is_encoder_decoder
 from ...models import label_kind, task_of
 from ..base import Observation
-from ..labels import recover_labels
+from ..label_recovery import recover_labels
 from ..layer_inputs import is_causal_lm
-from .likelihood import count_labels, mean_items
+from .sample_likelihood import count_labels, mean_items
 
 T = TypeVar("T")
 MOST_COMBINATIONS = 200_000

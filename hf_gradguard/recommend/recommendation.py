@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..audit.cells import Cells, write_json, write_text
 from ..audit.command import check_specs, load
-from ..audit.loop import FEWEST_MESSAGES
+from ..audit.message_loop import FEWEST_MESSAGES
 from ..audit.report.summary import Summary
 from ..audit.report.verdicts import AttackScores, MainScore
 from ..audit.run import Spec, make_defenses
@@ -30,17 +30,17 @@ from ..training.privacy.private_rows import chained_defenses
 from .choice import (
     Choice,
     Outcome,
-    accuracy_over_seeds,
     choose,
     finalists,
     percent,
     promising_first,
     shown_leak,
 )
+from .intervals import accuracy_over_seeds
 from .outcomes import Server, Stages, is_shown_to_reconstruct, outcome_of
 from .pace import OutOfTime, Pace
-from .page import TRAIN_FILE, flags_of, html_report, markdown_table, train_command, train_flags
-from .settings import DEFAULT_DEFENSES, WARMUP, CommandSettings, TrialSettings
+from .rendering import TRAIN_FILE, flags_of, html_report, markdown_table, train_command, train_flags
+from .trial_settings import DEFAULT_DEFENSES, WARMUP, CommandSettings, TrialSettings
 from .trials import MOST_RATES, Split, Trials
 
 logger = logging.get_logger(__name__)

@@ -18,7 +18,7 @@ from ..training.config import setting
 from ..training.mixin import GradGuardMixin
 from .cells import code_digest
 from .client import Modality, Shared, modality_of
-from .loop import Setup
+from .message_loop import Setup
 from .settings import AuditSettings
 
 if TYPE_CHECKING:
