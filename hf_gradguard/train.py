@@ -38,7 +38,7 @@ from .gradient_map.domain import IGNORED, IMAGE
 from .models import TASKS, Head, Task, check_name, find_head, load_model
 from .registry import need
 from .training.config import GradGuardConfig
-from .training.guards.checks import check_arguments
+from .training.refusals import check_arguments
 from .training.requested_settings import resolve_defense
 from .training.trainer import GradGuardTrainer
 

@@ -33,7 +33,6 @@ from .clients.partition import is_of_datasets
 from .config import setting
 from .exchange.start import SaysRanks
 from .guards.batch_statistics import freeze_statistics
-from .guards.checks import check_arguments
 from .guards.hooks import HookGuard
 from .guards.labels import LabelGuard
 from .guards.watch import AgreedTables, Ledger
@@ -41,6 +40,7 @@ from .learning_rate import LearningRateUnderNoise
 from .logs import PoolingHandler, pooled_logs, without_rows
 from .message import MessageMaker, SharedMessages
 from .metrics import without_private_metrics
+from .refusals import check_arguments
 from .weights import Loss, LossWeights, Normalization
 
 

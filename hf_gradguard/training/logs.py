@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
+from transformers.utils import logging
 
-from .guards.trackers import uploads_console
+logger = logging.get_logger(__name__)
+
 
 LEAST_MESSAGES = 50
 """Messages that a figure which leaves the rank is a mean of, at least."""
@@ -28,6 +31,13 @@ MESSAGES_OF_RUN = "shared_messages_of_run"
 """Beside the summary: since training began or was resumed, as its loss is."""
 _CONSOLES = frozenset(
     {"PrinterCallback", "ProgressCallback", "NotebookProgressCallback", "RichProgressCallback"}
+)
+_UPLOAD_CONSOLES = frozenset(
+    {"WandbCallback", "CometCallback", "ClearMLCallback", "NeptuneCallback", "SwanLabCallback"}
+)
+_CONSOLE = (
+    "{} uploads what is printed, so the console shows what trackers may see: means over 50 "
+    "messages. Errors, which may quote a batch, are uploaded too. For wandb set WANDB_CONSOLE=off."
 )
 _OF_NO_BATCH = frozenset(
     {"step", "epoch", "learning_rate", "grad_norm", "train_runtime"}
@@ -298,6 +308,33 @@ def without_rows(card: Any, widget: list[Any], examples: Any) -> None:
 
 _OF_DATA_SET = frozenset({"name", "id", "revision", "split", "size", "columns", "loss"})
 """What a card may say of a data set. All else, also of a newer version, may show its rows."""
+
+
+def uploads_console(callbacks: Iterable[TrainerCallback]) -> str:
+    """Name the tracker that uploads what a rank prints, if there is one: then the console is no
+    place for figures of single messages.
+
+    Example:
+        >>> from transformers import PrinterCallback
+        >>> uploads_console([PrinterCallback()])
+        ''
+    """
+    kinds = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
+    for name in _UPLOAD_CONSOLES & kinds:
+        if name != "WandbCallback" or os.getenv("WANDB_CONSOLE", "").lower() != "off":
+            return name
+    return ""
+
+
+def warn_of_uploaded_console(callbacks: Iterable[TrainerCallback]) -> None:
+    """Say once that a tracker uploads what a rank prints, if one does.
+
+    Example:
+        >>> from transformers import PrinterCallback
+        >>> warn_of_uploaded_console([PrinterCallback()])
+    """
+    if tracker := uploads_console(callbacks):
+        logger.warning_once(_CONSOLE.format(tracker))
 
 
 def _is_console(callback: TrainerCallback) -> bool:

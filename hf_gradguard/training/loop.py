@@ -22,8 +22,6 @@ from ..gradient_map.parameters import is_sharded, shared_parameters
 from ..gradient_map.types import LossFunction, Shards
 from .exchange.average import SecureSum, average
 from .guards.batch_statistics import warn_of_statistics
-from .guards.checks import check_accelerator, check_loader, check_model, unsupported
-from .guards.devices import reason_of_defense
 from .guards.hooks import (
     Differentiation,
     check_hooks,
@@ -37,6 +35,14 @@ from .guards.kept_state import state_guard
 from .guards.watch import AgreedTables, BufferGuard, RowGuard
 from .learning_rate import warn_of_noise
 from .message import RandomStreams, private_draws
+from .refusals import (
+    SHARDED_DEFENSE,
+    check_accelerator,
+    check_loader,
+    check_model,
+    reason_of_sharding,
+    refusal,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -205,8 +211,8 @@ class _Loop:
             if defense not in self._named:
                 self._named[defense] = make_defense(defense)
             defense = self._named[defense]
-        if shards is not None and (reason := reason_of_defense(defense)):
-            raise NotImplementedError(reason)
+        if shards is not None and (values := reason_of_sharding(defense)):
+            raise SHARDED_DEFENSE.error(values)
         if defense is not self._prepared:
             defense.prepare(module)
             warn_of_noise(defense)
@@ -285,10 +291,7 @@ def _bare(model: Any) -> nn.Module:
         return module
     if wrapped:
         if module._forward_hooks or module._forward_pre_hooks or [*hooks_of_module(module, "")]:
-            raise unsupported(
-                "hooks on DistributedDataParallel itself, which does not run. Register them on the "
-                "module inside it."
-            )
+            raise refusal("hook-on-wrapper")
         logger.warning_once(
             "The model is wrapped in DistributedDataParallel, whose reducer is not used: it would "
             "average true gradients. protect() averages protected ones."

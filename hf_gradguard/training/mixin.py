@@ -49,16 +49,7 @@ from .config import GradGuardConfig, setting
 from .exchange.average import any_rank, average, secure_sum_of
 from .exchange.start import StartAlike
 from .guards.batch_statistics import average_statistics, warn_of_statistics
-from .guards.checks import (
-    check_arguments,
-    check_collator,
-    check_loss,
-    check_training,
-)
-from .guards.classes import check_drawing, check_order, draws_batches
 from .guards.kept_state import state_guard
-from .guards.leakage import check_leakage
-from .guards.trackers import check_trackers
 from .message import Client, ClientBatch, RandomStreams
 from .meter import LeakageMeter
 from .metrics import PrivateMetrics
@@ -74,6 +65,18 @@ from .privacy.private_rows import (
     resume_epsilon,
 )
 from .privacy.row_sampling import private_rows_of
+from .refusals import (
+    check_arguments,
+    check_collator,
+    check_drawing,
+    check_leakage,
+    check_loss,
+    check_order,
+    check_trackers,
+    check_training,
+    draws_batches,
+    refusal,
+)
 from .requested_settings import RequestedSettings
 from .weights import Normalization, Spread
 
@@ -102,7 +105,7 @@ class GradGuardMixin(TrainerAdapter):
 
     Raises:
         ValueError: If no defense is named, or one is named twice.
-        NotImplementedError: For set-ups that cannot be protected; see `checks.py`.
+        NotImplementedError: For set-ups that cannot be protected; see `refusals.py`.
 
     Example:
         >>> from transformers import Seq2SeqTrainer
@@ -362,11 +365,7 @@ class GradGuardMixin(TrainerAdapter):
             inputs = dict(self._prepare_inputs(batches[0]))
             self.ledger.check_strangers(self.model, inputs, self._loss)
         if self._rows_of_clients and any(CLIENT not in batch for batch in batches):
-            raise NotImplementedError(
-                "GradGuardTrainer does not support num_clients with a get_train_dataloader whose "
-                "batches do not say whose rows they are. End it with "
-                "super().get_train_dataloader(), or leave num_clients out."
-            )
+            raise refusal("rows-of-no-client")
         return batches, count
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

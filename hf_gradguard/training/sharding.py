@@ -44,9 +44,9 @@ from ..sharded.shards import local
 from .accelerator import GuardedAccelerator
 from .exchange.average import SecureSum, average
 from .exchange.start import StartAlike, agreed_upon, check_agreed
-from .guards.devices import sizes_of
 from .guards.watch import AgreedTables, Ledger
 from .message import ClientBatch, MessageMaker, RandomStreams
+from .refusals import sizes_of
 from .weights import Loss, LossWeights, Normalization, Spread, Weights
 
 _STEPPED = "gradguard_stepped.json"

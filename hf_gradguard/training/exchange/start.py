@@ -17,7 +17,7 @@ from ...defenses import Defense
 from ...gradient_map.parameters import is_sharded
 from ...leakage.received import ADVICE, check_received
 from ..config import setting
-from ..guards.checks import check_loader
+from ..refusals import check_loader
 from .own_settings import compared_settings
 
 ALONE = (

@@ -24,6 +24,7 @@ from ...gradient_map.module_state import ModuleState, WeightState
 from ...gradient_map.replay import draws_kept
 from ...gradient_map.types import LossFunction
 from ..privacy.private_rows import is_proved
+from ..refusals import refusal
 from .watch import BufferGuard
 
 logger = logging.get_logger(__name__)
@@ -90,7 +91,9 @@ class KeptState(BufferGuard):
             logger.warning_once(_PUT_BACK.format(type(model).__name__, _listed(changed)))
         lasting = state.changed_extras() + ([] if weights is None else weights.changed())
         if lasting := [name for name in lasting if name not in self._public]:
-            raise NotImplementedError(_LASTING.format(type(model).__name__, _listed(lasting)))
+            raise refusal(
+                "lasting-state-of-rows", kind=type(model).__name__, names=_listed(lasting)
+            )
 
     def _look(
         self, model: nn.Module, batch: Mapping[str, Any], loss_fn: LossFunction, state: ModuleState
@@ -106,9 +109,10 @@ class KeptState(BufferGuard):
         saved = {*model.state_dict(keep_vars=True), *extras} & follows
         if (written := [name for name in changed if name in saved]) and not self._is_frozen:
             state.restore()
-            raise NotImplementedError(
-                _REFUSED.format(type(model).__name__, _listed(written), self._instead)
-            )
+            raise refusal(
+                "saved-state-of-rows",
+                kind=type(model).__name__, names=_listed(written), way_out=self._instead,
+            )  # fmt: skip
 
 
 def _follow_the_batch(
@@ -134,11 +138,6 @@ def _listed(names: list[str]) -> str:
     return f"{', '.join(names[:5])}{unlisted}"
 
 
-_REFUSED = (
-    "GradGuardTrainer does not support dp_sgd that clips samples, or correlates noise, with {}, "
-    "which writes to {} as it runs. They are saved with the model and hold what it made of private "
-    "rows, which no ε covers. {}"
-)
 _FROZEN = (
     "Set batch_statistics='frozen', under which every message leaves modules as it found them; or "
     "compute this elsewhere than in forward, from public data."
@@ -146,9 +145,4 @@ _FROZEN = (
 _PUT_BACK = (
     "{} writes to {} as it runs. Each message puts that back as it found it: what is made of a "
     "batch stays in no model and reaches no later message."
-)
-_LASTING = (
-    "GradGuardTrainer does not support {}, whose passes write to {}. That is saved with the model, "
-    "cannot be put back, and holds what was made of private rows. Write it elsewhere than in "
-    "forward, or keep it in buffers and set batch_statistics='frozen'."
 )

@@ -26,6 +26,7 @@ from ...gradient_map.parameters import find_tables, remember_tables
 from ...gradient_map.replay import draws_kept, modes_kept, nodes_of
 from ...gradient_map.types import LossFunction, Shards
 from ..exchange.average import SecureSum, average
+from ..refusals import refusal
 from .batch_statistics import tracking_layers
 
 logger = logging.get_logger(__name__)
@@ -137,7 +138,7 @@ class Ledger(TrainerCallback):
                 back.
 
         Raises:
-            NotImplementedError: With their shapes.
+            UnsupportedError: With their shapes.
         """
         batch = {name: value for name, value in batch.items() if not name.startswith("gradguard_")}
         with draws_kept(model), modes_kept(model):
@@ -146,12 +147,8 @@ class Ledger(TrainerCallback):
         trained = [parameter for parameter in self.strangers if id(parameter) in reached]
         self.strangers = []
         if trained:
-            raise NotImplementedError(
-                f"GradGuardTrainer does not support {len(trained)} of the optimizer's parameters "
-                f"(shapes {', '.join(str(tuple(p.shape)) for p in trained[:3])}), which are none "
-                "of the model's: a loss has its own. They would not be trained. Make them part of "
-                "the model, or take a loss without any."
-            )
+            shapes = ", ".join(str(tuple(p.shape)) for p in trained[:3])
+            raise refusal("loss-with-parameters", count=len(trained), shapes=shapes)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         optimized = {p for group in optimizer.param_groups for p in group["params"]}
@@ -160,12 +157,7 @@ class Ledger(TrainerCallback):
         except RuntimeError:
             if not _global_optimizer_pre_hooks:
                 raise
-            raise NotImplementedError(
-                "GradGuardTrainer does not support a hook of "
-                "torch.optim.optimizer.register_optimizer_step_pre_hook that changes .grad: it "
-                "runs before anything could see that .grad was exchanged. Register it on the "
-                "optimizer (register_step_pre_hook), which may change what was."
-            ) from None
+            raise refusal("hook-of-every-optimizer") from None
         if not self._exchanged:
             raise RuntimeError(
                 "GradGuardTrainer will not step: nothing was exchanged since the last step. "

@@ -9,8 +9,8 @@ from typing import Any
 from ...defenses import Chain
 from ...leakage import PrivacyAccount
 from ..config import setting
-from ..guards.checks import is_iterable
 from ..message import Client
+from ..refusals import is_iterable
 from .account import AccountFile
 from .known_seed import is_noise_known
 from .private_rows import PrivateRows, is_proved
