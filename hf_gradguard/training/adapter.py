@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -30,16 +31,14 @@ from .checkpoints.complete import (
 )
 from .clients.batches import PlainRows
 from .clients.partition import is_of_datasets
-from .config import setting
 from .exchange.start import SaysRanks
 from .guards.batch_statistics import freeze_statistics
 from .guards.hooks import HookGuard
 from .guards.labels import LabelGuard
 from .guards.watch import AgreedTables, Ledger
 from .learning_rate import LearningRateUnderNoise
-from .logs import PoolingHandler, pooled_logs, without_rows
+from .logs import LogPolicy, PoolingHandler, without_rows
 from .message import MessageMaker, SharedMessages
-from .metrics import without_private_metrics
 from .refusals import check_arguments
 from .weights import Loss, LossWeights, Normalization
 
@@ -91,8 +90,7 @@ class TrainerAdapter(Trainer):
         self.callback_handler = PoolingHandler(
             self.callback_handler,
             lambda: self.shared_messages.total * self.accelerator.num_senders,
-            lambda: self.messages_per_step,
-            lambda: self.defense.name == "none",
+            lambda: self.log_policy,
         )
 
     def add_model_card_callback(self, *args: Any, **kwargs: Any) -> None:
@@ -167,30 +165,28 @@ class TrainerAdapter(Trainer):
         super().save_state()
         if self.is_world_process_zero():
             path = Path(str(self.args.output_dir)) / TRAINER_STATE_NAME
-            keeps_metrics = setting(self.args, "private_metrics") == "log"
-            without_private_metrics(path, self.messages_per_step, keeps_metrics)
+            public = self.log_policy.public_state(json.loads(path.read_text(encoding="utf-8")))
+            text = json.dumps(public, indent=2, sort_keys=True) + "\n"
+            path.write_text(text, encoding="utf-8")
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """As in `Trainer`, with figures of many messages: a push uploads that file, too."""
-        logged = [entry for entry in self.state.log_history if "train_loss" in entry]
-        if logged and "train_loss" in metrics:
-            history = pooled_logs(self.state.log_history, self.messages_per_step)
-            public = [e for e in history if "train_runtime" in e][-1]
-            metrics = {
-                n: public.get(n, v)
-                for n, v in metrics.items()
-                if n in public or n not in logged[-1]
-            }
-        super().save_metrics(split, metrics, combined)
+        public = self.log_policy.public_summary(metrics, self.state.log_history)
+        super().save_metrics(split, public, combined)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with figures of many messages."""
         history = self.state.log_history
-        self.state.log_history = pooled_logs(history, self.messages_per_step)
+        self.state.log_history = self.log_policy.public_history(history)
         try:
             super().create_model_card(*args, **kwargs)
         finally:
             self.state.log_history = history
+
+    @property
+    def log_policy(self) -> LogPolicy:
+        """Who may see which number of the log, as things are now."""
+        return LogPolicy.of_trainer(self)
 
     @property
     def messages_per_step(self) -> int:

@@ -265,6 +265,11 @@ class MessageMaker:
             parameter.grad = weighted if parameter.grad is None else parameter.grad.add_(weighted)
         self._ledger.write(parameters.values())
 
+    @property
+    def metric_counts(self) -> dict[str, int]:
+        """How many messages each metric is of, that `pop_metrics` would return now."""
+        return {name: len(values) for name, values in self._metrics.items()}
+
     def pop_metrics(self) -> dict[str, float]:
         """Return the defense's metrics, as means over the messages since the last call."""
         means = {name: sum(values) / len(values) for name, values in self._metrics.items()}

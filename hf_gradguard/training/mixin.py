@@ -50,9 +50,9 @@ from .exchange.average import any_rank, average, secure_sum_of
 from .exchange.start import StartAlike
 from .guards.batch_statistics import average_statistics, warn_of_statistics
 from .guards.kept_state import state_guard
+from .logs import PrivateMetrics
 from .message import Client, ClientBatch, RandomStreams
 from .meter import LeakageMeter
-from .metrics import PrivateMetrics
 from .privacy.account import AccountFile
 from .privacy.coupling import CouplingCheck
 from .privacy.failing_rows import AttemptsPassingRows, PassingCollator, ReadableRows, RowTrial
@@ -393,17 +393,16 @@ class GradGuardMixin(TrainerAdapter):
         the last ones beside the summary.
         """
         if "loss" in logs or "train_loss" in logs:
-            metrics = self._messages.pop_metrics()
+            counts, metrics = self._messages.metric_counts, self._messages.pop_metrics()
             if self._meter is not None:
+                counts |= self._meter.metric_counts
                 metrics |= self._meter.pop_metrics() | self._meter.pop_skipped()
+            metrics = self.log_policy.measured(metrics)
             if self.private_rows is not None:
-                # How many rows were drawn and clipped, and how long that took, are no secret that
-                # ε covers: of the defense's metrics ε alone is logged.
-                metrics = {n: v for n, v in metrics.items() if not n.startswith("defense/")}
                 logs.update(self.private_rows.metrics())
             # beside the summary only if something came since the last log
             if "loss" in logs or any(metrics.values()):
-                self._private_metrics.log(self, logs, metrics)
+                self._private_metrics.log(self, logs, metrics, counts)
         super().log(logs, *args, **kwargs)
         self._private_metrics.remember(self.state)
 
@@ -413,8 +412,9 @@ class GradGuardMixin(TrainerAdapter):
         """
         if self._meter is None or self.control.should_log:
             return
+        counts = self._meter.metric_counts
         if metrics := self._meter.pop_metrics():
-            if logs := self._private_metrics.log(self, {}, metrics):
+            if logs := self._private_metrics.log(self, {}, metrics, counts):
                 super().log(logs)
             self._private_metrics.remember(self.state, beside=False)
 
