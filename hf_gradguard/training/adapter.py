@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
@@ -30,17 +30,47 @@ from .checkpoints.complete import (
     without_private_files,
 )
 from .clients.batches import PlainRows
-from .clients.partition import is_of_datasets
-from .exchange.start import SaysRanks
-from .guards.batch_statistics import freeze_statistics
-from .guards.hooks import HookGuard
-from .guards.labels import LabelGuard
-from .guards.watch import AgreedTables, Ledger
-from .learning_rate import LearningRateUnderNoise
+from .exchange.start import StartAlike, log_ranks
+from .guards.labels import check_all_labels
+from .guards.watch import AgreedTables, HookGuard, Ledger, freeze_statistics
+from .learning_rate import set_rates
 from .logs import LogPolicy, PoolingHandler, without_rows
 from .message import MessageMaker, SharedMessages
-from .refusals import check_arguments
+from .refusals import check_arguments, is_of_datasets
 from .weights import Loss, LossWeights, Normalization
+
+
+class Beginning(TrainerCallback):
+    """Sets, checks and logs, when a training begins, what stands before its first step.
+
+    Args:
+        trainer: A protected one, with the optimizer that it was passed.
+
+    Example:
+        >>> from hf_gradguard import GradGuardTrainer
+        >>> beginning = Beginning(GradGuardTrainer(model, defense="pruning"))
+    """
+
+    def __init__(self, trainer: TrainerAdapter) -> None:
+        self._trainer, self._users_optimizer = trainer, trainer.optimizer
+        self._start: StartAlike | None = None
+        self._model: nn.Module | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
+        """Look at rates and labels first, and then compare ranks."""
+        trainer = self._trainer
+        senders = trainer.accelerator.num_senders
+        if not trainer.is_trial:
+            rates = kwargs["optimizer"], kwargs.get("lr_scheduler"), self._users_optimizer
+            set_rates(args, trainer.defense, senders, *rates)
+            log_ranks(senders, state)
+        check_all_labels(trainer)
+        if self._start is None or self._model is not trainer.model:
+            self._model = trainer.model
+            self._start = StartAlike(lambda: trainer.eval_dataset, lambda: trainer.defense)
+        self._start.on_train_begin(args, state, control, **kwargs)
 
 
 class TrainerAdapter(Trainer):
@@ -51,6 +81,8 @@ class TrainerAdapter(Trainer):
         ledger: Of the gradients that may be exchanged and trained on.
         shared_messages: How many this rank has shared, and how, checkpoints included.
         defense: Of the messages.
+        is_trial: Whether this process stands for one client of many, and its rates are what is
+            tried: then nothing is said of either.
         asks_for_input: Whether anything asks for the continuous input of a batch.
 
     Example:
@@ -62,6 +94,7 @@ class TrainerAdapter(Trainer):
         RuntimeError: GradGuardTrainer differentiates and protects a batch by itself: ...
     """
 
+    is_trial: bool = False
     asks_for_input: bool = True
     defense: Defense
     _batch_statistics: str = "local"
@@ -80,13 +113,9 @@ class TrainerAdapter(Trainer):
         self.ledger = Ledger()
         self.shared_messages = SharedMessages(self.describe_message)
         super().__init__(*args, **kwargs)
-        senders = self.accelerator.num_senders
-        self.add_callback(LearningRateUnderNoise(lambda: self.defense, senders, self.optimizer))
-        self.add_callback(self.ledger)
         self.hook_guard = HookGuard(self)
-        self.add_callback(self.hook_guard)
-        self.add_callback(LabelGuard(self))
-        self.add_callback(SaysRanks(senders))
+        for callback in (Beginning(self), self.ledger, self.hook_guard):
+            self.add_callback(callback)
         self.callback_handler = PoolingHandler(
             self.callback_handler,
             lambda: self.shared_messages.total * self.accelerator.num_senders,

@@ -21,7 +21,6 @@ from ..gradient_map.inputs import model_loss
 from ..gradient_map.parameters import is_sharded, shared_parameters
 from ..gradient_map.types import LossFunction, Shards
 from .exchange.average import SecureSum, average
-from .guards.batch_statistics import warn_of_statistics
 from .guards.hooks import (
     Differentiation,
     check_hooks,
@@ -32,9 +31,10 @@ from .guards.hooks import (
     run_hooks_on_sums,
 )
 from .guards.kept_state import state_guard
-from .guards.watch import AgreedTables, BufferGuard, RowGuard
+from .guards.watch import AgreedTables, BufferGuard, RowGuard, warn_of_statistics
 from .learning_rate import warn_of_noise
 from .message import RandomStreams, private_draws
+from .privacy.private_rows import is_proved
 from .refusals import (
     SHARDED_DEFENSE,
     check_accelerator,
@@ -216,7 +216,7 @@ class _Loop:
         if defense is not self._prepared:
             defense.prepare(module)
             warn_of_noise(defense)
-            self.state_guard = state_guard(defense, "local", _KEEP_STATE)
+            self.state_guard = state_guard(is_proved(defense), "local", _KEEP_STATE)
             self._prepared = defense
         self._check_hooks(module, defense, steps)
         return defense

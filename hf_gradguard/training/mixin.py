@@ -45,11 +45,11 @@ from .clients.batches import (
     split,
 )
 from .clients.empty import EmptyClients, is_summed
-from .config import GradGuardConfig, setting
+from .clients.partition import Rows
+from .config import GradGuardConfig, RequestedSettings, setting
 from .exchange.average import any_rank, average, secure_sum_of
-from .exchange.start import StartAlike
-from .guards.batch_statistics import average_statistics, warn_of_statistics
 from .guards.kept_state import state_guard
+from .guards.watch import average_statistics, warn_of_statistics
 from .logs import PrivateMetrics
 from .message import Client, ClientBatch, RandomStreams
 from .meter import LeakageMeter
@@ -61,11 +61,13 @@ from .privacy.labels import RandomizedLabels, Randomizer
 from .privacy.private_rows import (
     PrivateRows,
     RowSampler,
+    is_proved,
     log_protection,
     resume_epsilon,
 )
 from .privacy.row_sampling import private_rows_of
 from .refusals import (
+    Measured,
     check_arguments,
     check_collator,
     check_drawing,
@@ -77,7 +79,6 @@ from .refusals import (
     draws_batches,
     refusal,
 )
-from .requested_settings import RequestedSettings
 from .weights import Normalization, Spread
 
 
@@ -133,8 +134,6 @@ class GradGuardMixin(TrainerAdapter):
             check_arguments(args)
         self._requested, self._accountant = RequestedSettings(args, defense), accountant
         self._privacy_account: PrivacyAccount | None = None
-        self._fingerprints = Fingerprints()
-        self._labels = Randomizer()
         self._private_metrics = PrivateMetrics()
         super().__init__(args=args, **kwargs)
         self.before_training()
@@ -160,7 +159,7 @@ class GradGuardMixin(TrainerAdapter):
         """Check and prepare what was asked for. Clients forget what they remember if arguments,
         defense, model or data changed since the last training.
         """
-        if isinstance(self.args, GradGuardConfig):
+        if isinstance(self.args, GradGuardConfig) and self._requested.changed(self.args):
             self.args.check()
         self._requested.resolve(self.args)
         forget(self.model)  # its loss may be another now
@@ -168,27 +167,30 @@ class GradGuardMixin(TrainerAdapter):
         self._loss_pass = self.loss_pass()
         self._weights, self._normalizations = self.weights_of_clients(self._loss)
         own_batches = draws_batches(type(self), GradGuardMixin)
-        self.account_file.write_to(str(self.args.output_dir))
-        self.train_dataset = self._labels(self.train_dataset, self.args, self.model, own_batches)
+        if "account_file" in vars(self):
+            self.account_file.write_to(str(self.args.output_dir))
+        if setting(self.args, "protect_labels") is not None or "_labels" in vars(self):
+            rows = self.train_dataset, self.args, self.model, own_batches
+            self.train_dataset = self._labels(*rows)
         objects = {n: getattr(self, n) for n in ("model", "train_dataset", "processing_class")}
         defense = self.defense
         check_training(self.args, self.model, self.accelerator, self.train_dataset, defense)
         check_trackers(self.callback_handler.callbacks)
         check_loss(getattr(self, "loss", None))
-        self._secure = secure_sum_of(self.args, self.accelerator)
+        is_secure = setting(self.args, "secure_aggregation")
+        self._secure = secure_sum_of(self.args, self.accelerator) if is_secure else None
         if sums := is_summed(defense, self.args):
             from ..secure.summed_noise import share_of_noise
 
             defense = share_of_noise(defense, self.args, self.accelerator.num_processes)
-        check_leakage(self.args, defense, self._accountant, own_batches, self.train_dataset)
+        rows = self.train_dataset
+        measured = Measured(self.args, defense, self._accountant, own_batches, rows)
+        check_leakage(measured)
         self._empty = EmptyClients(self._shared, sums)
         changed = self._requested.changed(self.args, objects)
         if not changed:
             return
         defense.prepare(self.model, self.processing_class)
-        if "model" in changed:
-            self.remove_callback(StartAlike)
-            self.add_callback(StartAlike(lambda: self.eval_dataset, lambda: self.defense))
         self._share_input_embeddings: bool = setting(self.args, "share_input_embeddings")
         self._batch_statistics: str = setting(self.args, "batch_statistics")
         if self.is_world_process_zero():
@@ -198,14 +200,15 @@ class GradGuardMixin(TrainerAdapter):
         self._tables = self.agreed_tables()
         self._shared(self.model)  # refuse none, name withheld
         self._host_clients(defense, own_batches)
-        meter = LeakageMeter(self.args, defense, self._accountant, self.account_file)
-        self._meter = meter if meter.measures_any else None
-        self.asks_for_input = defense.facts.needs_input or meter.measures_any
+        self._meter: LeakageMeter | None = None
+        if measured.measures:
+            self._meter = LeakageMeter(self.args, defense, self._accountant, self.account_file)
+        self.asks_for_input = defense.facts.needs_input or measured.measures
         streams = RandomStreams.of_arguments(self.args, self.accelerator.process_index)
         shared = self._share_input_embeddings, self._withhold
         self._messages = self.message_maker(streams, self._meter, self.ledger, *shared)
         self._attempt: Any = (self.private_rows and AttemptsPassingRows(self)) or operator.call
-        self.state_guard = state_guard(defense, self._batch_statistics)
+        self.state_guard = state_guard(is_proved(defense), self._batch_statistics)
         self._messages.state_guard = self.state_guard
         self._requested.bind(self.args, objects)
 
@@ -219,14 +222,17 @@ class GradGuardMixin(TrainerAdapter):
         """
         ranks = self.accelerator.num_processes
         self.remove_callback(PrivateRows)
-        self.private_rows = private_rows_of(
-            self, own_batches, lambda: self._clients, self._privacy_account, self.account_file
-        )
+        self.private_rows = None
+        if is_proved(self.defense):
+            self.private_rows = private_rows_of(
+                self, own_batches, lambda: self._clients, self._privacy_account, self.account_file
+            )
         # Each sample's loss is its own mean then; counts of labels would tell of the rows.
         self.counts_items = self.private_rows is None
-        if self.private_rows is None:
+        self._rows_of_clients: list[Rows] = []
+        if self.private_rows is None and setting(self.args, "num_clients") is not None:
             self._rows_of_clients = divide(self.train_dataset, self.args, ranks)
-        else:
+        elif self.private_rows is not None:
             self._privacy_account = self.private_rows.account  # kept under other settings, too
             self._rows_of_clients = self.private_rows.rows_of_clients
             self.add_callback(self.private_rows)
@@ -471,6 +477,14 @@ class GradGuardMixin(TrainerAdapter):
             resume_epsilon(self._privacy_account, (), records)
         if self.accountant is not None:
             self.accountant.load_releases(e["release"] for e in records if "release" in e)
+
+    @functools.cached_property
+    def _labels(self) -> Randomizer:
+        return Randomizer()
+
+    @functools.cached_property
+    def _fingerprints(self) -> Fingerprints:
+        return Fingerprints()
 
     @functools.cached_property
     def account_file(self) -> AccountFile:

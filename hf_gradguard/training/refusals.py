@@ -11,6 +11,7 @@ condition is raised where a training finds it out, by `refusal`.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,7 +28,6 @@ from transformers.utils import ENV_VARS_TRUE_VALUES
 from ..defenses import Defense
 from ..defenses.dp import DPSGD
 from ..leakage import FisherAccountant
-from .clients.partition import is_of_datasets
 from .config import setting
 from .logs import warn_of_uploaded_console
 
@@ -720,17 +720,38 @@ def is_iterable(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or is_of_datasets(dataset, "IterableDataset")
 
 
+def is_of_datasets(data: Any, *kinds: str) -> bool:
+    """Return whether data is of these classes of the library `datasets`.
+
+    The library need not be installed.
+
+    Example:
+        >>> is_of_datasets([1, 2], "Dataset")
+        False
+    """
+    library = sys.modules.get("datasets")  # who holds an object of it has imported it
+    return library is not None and isinstance(data, tuple(getattr(library, k) for k in kinds))
+
+
 # Leakage that is limited, logged or accounted for
 
 
 class Measured(NamedTuple):
-    """What is to be measured, of which messages."""
+    """What is to be measured, of which messages.
+
+    Args:
+        args: Training arguments, whose `leakage_*` and `use_liger_kernel` count.
+        defense: What protects the messages.
+        accountant: Of the Trainer's messages, if there is one.
+        own_batches: Whether the Trainer's class draws its batches in a way of its own.
+        train_dataset: By whose rows an accountant knows the examples.
+    """
 
     args: TrainingArguments
     defense: Defense
-    accountant: FisherAccountant | None
-    own_batches: bool
-    train_dataset: Any
+    accountant: FisherAccountant | None = None
+    own_batches: bool = False
+    train_dataset: Any = None
 
     @property
     def has_limit(self) -> bool:
@@ -825,22 +846,12 @@ LEAKAGE = (
 )
 
 
-def check_leakage(
-    args: TrainingArguments,
-    defense: Defense,
-    accountant: FisherAccountant | None,
-    own_batches: bool,
-    train_dataset: Any = None,
-) -> None:
+def check_leakage(measured: Measured) -> None:
     """Refuse limits and accounts that nothing could keep, and second derivatives through kernels
     that have none.
 
     Args:
-        args: Training arguments, whose `leakage_*` and `use_liger_kernel` count.
-        defense: What protects the messages.
-        accountant: Of the Trainer's messages, if there is one.
-        own_batches: Whether the Trainer's class draws its batches in a way of its own.
-        train_dataset: By whose rows an accountant knows the examples.
+        measured: What is to be measured.
 
     Raises:
         UnsupportedError: With the reason and what to use instead.
@@ -848,11 +859,11 @@ def check_leakage(
     Example:
         >>> from hf_gradguard import GradGuardConfig
         >>> limited = GradGuardConfig("out", leakage_limit=0.1)
-        >>> check_leakage(limited, make_defense("pruning"), None, own_batches=False)
+        >>> check_leakage(Measured(limited, make_defense("pruning")))
         Traceback (most recent call last):
         hf_gradguard.training.refusals.UnsupportedError: ... leakage_limit with pruning: ...
     """
-    refuse(LEAKAGE, Measured(args, defense, accountant, own_batches, train_dataset))
+    refuse(LEAKAGE, measured)
 
 
 def _falls_short(measured: Measured) -> Values:

@@ -12,10 +12,9 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from ..defenses import Defense
 from ..models import explain_missing_model
-from .config import GradGuardConfig, setting
+from .config import GradGuardConfig, resolve_defense, setting
 from .mixin import GradGuardMixin
 from .refusals import check_arguments
-from .requested_settings import resolve_defense
 
 
 class GradGuardTrainer(GradGuardMixin):

@@ -53,6 +53,7 @@ from hf_gradguard.training.guards.kept_state import KeptState
 from hf_gradguard.training.guards.watch import Ledger
 from hf_gradguard.training.refusals import (
     RULES,
+    Measured,
     UnsupportedError,
     check_accelerator,
     check_arguments,
@@ -537,8 +538,8 @@ LEAKAGE: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 
 def leakage_checked(later: dict[str, Any], defense: dict[str, Any], asked: dict[str, Any]) -> None:
     named = {"defense": "gaussian_noise", "scale": 0.1} if not defense else dict(defense)
-    asked = {"accountant": None, "own_batches": False} | asked
-    check_leakage(make_arguments({}, later), make_defense(named.pop("defense"), **named), **asked)
+    made = make_defense(named.pop("defense"), **named)
+    check_leakage(Measured(make_arguments({}, later), made, **asked))
 
 
 for _name, _later, _of, _asked in LEAKAGE:

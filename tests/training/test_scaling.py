@@ -19,7 +19,7 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_de
 from hf_gradguard.defenses import Message
 from hf_gradguard.defenses.pruning import Pruning
 from hf_gradguard.gradient_map.scaled import ScaledMap, ScaleOverflow
-from hf_gradguard.training.refusals import check_accelerator, check_leakage
+from hf_gradguard.training.refusals import Measured, check_accelerator, check_leakage
 
 
 class WithScaler:
@@ -260,4 +260,4 @@ def test_what_cannot_be_scaled_is_refused(tmp_path: Path, own: dict[str, Any], r
     for name, value in ({"fp16": True} | own).items():
         setattr(args, name, value)
     with refuses(rule):
-        check_leakage(args, make_defense("gaussian_noise", scale=0.1), None, own_batches=False)
+        check_leakage(Measured(args, make_defense("gaussian_noise", scale=0.1)))

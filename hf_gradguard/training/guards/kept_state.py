@@ -17,32 +17,30 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ...defenses import Defense
 from ...gradient_map.exchanges import no_exchange
 from ...gradient_map.lookups import vary
 from ...gradient_map.module_state import ModuleState, WeightState
 from ...gradient_map.replay import draws_kept
 from ...gradient_map.types import LossFunction
-from ..privacy.private_rows import is_proved
 from ..refusals import refusal
 from .watch import BufferGuard
 
 logger = logging.get_logger(__name__)
 
 
-def state_guard(defense: Defense, batch_statistics: str, instead: str = "") -> BufferGuard:
-    """What looks after the state of a model's modules while messages are made.
+def state_guard(proves: bool, batch_statistics: str, instead: str = "") -> BufferGuard:
+    """Return what looks after the state of a model's modules while messages are made.
 
     Args:
-        defense: Of the messages.
+        proves: Whether the messages prove something.
         batch_statistics: As for `GradGuardConfig`.
         instead: The way out where it refuses. Default: a Trainer's.
 
     Example:
-        >>> type(state_guard(make_defense("pruning"), "local")).__name__
+        >>> type(state_guard(proves=False, batch_statistics="local")).__name__
         'BufferGuard'
     """
-    is_frozen, proves = batch_statistics == "frozen", is_proved(defense)
+    is_frozen = batch_statistics == "frozen"
     if not (is_frozen or proves):
         return BufferGuard()
     return KeptState(proves, is_frozen, instead or _FROZEN)
