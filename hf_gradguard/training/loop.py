@@ -189,7 +189,7 @@ class _Loop:
         if carrier_of is not self._ranks[0]:
             carrier = accelerator
             if clients is not None:
-                from ..sharded import ClientRanks
+                from .sharding import ClientRanks
 
                 carrier = ClientRanks(clients, shards, next(module.parameters()).device)
             elif hasattr(carrier_of, "all_reduce") and not isinstance(carrier_of, Accelerator):
@@ -236,9 +236,9 @@ def _shards_of(model: nn.Module) -> Shards | None:
     """The client's devices, if the model is cut over several."""
     if not is_sharded(model):
         return None
-    from ..sharded import Shards as ShardsOfModel
+    from .sharding import shards_of
 
-    return ShardsOfModel(model)
+    return shards_of(model)
 
 
 def _check_carriers(

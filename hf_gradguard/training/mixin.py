@@ -47,7 +47,7 @@ from .clients.batches import (
 from .clients.empty import EmptyClients, is_summed
 from .clients.partition import Rows
 from .config import GradGuardConfig, RequestedSettings, setting
-from .exchange.average import any_rank, average, secure_sum_of
+from .exchange.average import SecureSum, any_rank, average
 from .guards.kept_state import state_guard
 from .guards.watch import average_statistics, warn_of_statistics
 from .logs import PrivateMetrics
@@ -177,10 +177,13 @@ class GradGuardMixin(TrainerAdapter):
         check_training(self.args, self.model, self.accelerator, self.train_dataset, defense)
         check_trackers(self.callback_handler.callbacks)
         check_loss(getattr(self, "loss", None))
-        is_secure = setting(self.args, "secure_aggregation")
-        self._secure = secure_sum_of(self.args, self.accelerator) if is_secure else None
+        self._secure: SecureSum | None = None
+        if setting(self.args, "secure_aggregation"):
+            from .exchange.secure import secure_sum_of
+
+            self._secure = secure_sum_of(self.args, self.accelerator)
         if sums := is_summed(defense, self.args):
-            from ..secure.summed_noise import share_of_noise
+            from .exchange.secure import share_of_noise
 
             defense = share_of_noise(defense, self.args, self.accelerator.num_processes)
         rows = self.train_dataset

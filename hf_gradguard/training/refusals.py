@@ -1318,6 +1318,21 @@ AT_RUN_TIME = (
         opening="",
     ),
     Rule(
+        "sum-of-unknown-noise",
+        None,
+        "noise_for='sum' with {defense}: its messages carry no Gaussian noise of a stated scale, "
+        "which alone adds up as is known.",
+        "Use gaussian_noise, optimal_noise, dp_sgd or optimal_dp_sgd with scale=, not in a chain, "
+        "or noise_for='message'; of correlated noise dp_sgd with per_sample=True.",
+    ),
+    Rule(
+        "sum-with-limit",
+        None,
+        "noise_for='sum' with leakage_limit: a message that is kept back takes its noise out of "
+        "the sum.",
+        "Leave one of them out.",
+    ),
+    Rule(
         "rows-of-no-client",
         None,
         "num_clients with a get_train_dataloader whose batches do not say whose rows they are.",

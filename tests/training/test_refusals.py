@@ -41,6 +41,7 @@ from hf_gradguard import GradGuardConfig, GradGuardMixin, GradGuardTrainer, make
 from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.training.accelerator import GuardedAccelerator
 from hf_gradguard.training.clients.batches import CLIENT, SHARE, WholeCollator, clients_in
+from hf_gradguard.training.exchange.secure import share_of_noise
 from hf_gradguard.training.guards.hooks import (
     Differentiation,
     check_free_of_hooks,
@@ -672,6 +673,16 @@ def _a_loss_that_gathers_by_hand() -> None:
         accelerator.in_loss(keeps_own=False),
     ):
         accelerator.gather(torch.zeros(2))
+
+
+def _shared_noise(defense: str, **more: Any) -> None:
+    secure = {"secure_aggregation": True, "noise_for": "sum"}
+    made = make_defense(defense, **({} if defense == "pruning" else {"scale": 0.1}))
+    share_of_noise(made, make_arguments(secure, more), ranks=3)
+
+
+case("sum-of-unknown-noise")(lambda: _shared_noise("pruning"))
+case("sum-with-limit")(lambda: _shared_noise("gaussian_noise", leakage_limit=0.1))
 
 
 def _trained(defense: str = "none", kind: type = GradGuardTrainer, **more: Any) -> None:
