@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -480,49 +480,6 @@ class TrainerAdapter(Trainer):
 
 
 _TRAINING = "Training"  # what the Trainer calls its batches
-
-
-@contextmanager
-def annotate_errors(batch: Mapping[str, Any], hides_content: bool = False) -> Iterator[None]:
-    """Errors in here, which often are a model's own, say what batch they are about.
-
-    Args:
-        batch: Of a rank.
-        hides_content: Whether its names alone are said: how many rows were drawn is a secret that
-            an ε counts on, and logs of errors may be uploaded.
-
-    Example:
-        >>> with annotate_errors({"labels": torch.tensor([7, 9])}):
-        ...     raise IndexError("Target 9 is out of bounds.")
-        Traceback (most recent call last):
-        IndexError: Target 9 is out of bounds.
-        The batch holds labels (2,) of int64 from 7 to 9.
-    """
-    try:
-        yield
-    except Exception as error:
-        contents = [n if hides_content else f"{n} {_described(v)}" for n, v in batch.items()]
-        error.add_note(f"The batch holds {', '.join(contents)}.")
-        if "more than 1 value per channel" in str(error):
-            error.add_note(_SINGLE)
-        raise
-
-
-def _described(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return f"(a {type(value).__name__})"
-    about = f"{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    # an accelerator may be unable to answer after an error
-    if value.numel() and not value.is_floating_point() and value.device.type == "cpu":
-        low, high = value.aminmax()
-        about += f" from {int(low)} to {int(high)}"
-    return about
-
-
-_SINGLE = (
-    "A client of one row has no batch statistics. Take larger batches, fewer clients_per_process, "
-    "dataloader_drop_last=True, or batch_statistics='frozen'."
-)
 
 
 _GATHER_FOR_LOG = {("trl", "SFTTrainer"), ("trl", "DPOTrainer"), ("trl", "RewardTrainer")}

@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 from ..defenses import Defense
 from ..gradient_map.parameters import forget, shared_parameters
 from ..leakage import FisherAccountant, PrivacyAccount
-from .adapter import TrainerAdapter, annotate_errors
+from .adapter import TrainerAdapter
 from .card import complete_card, sharing
 from .checkpoints.private_state import (
     RunRecord,
@@ -51,7 +51,7 @@ from .exchange.average import SecureSum, any_rank, average
 from .guards.kept_state import state_guard
 from .guards.watch import average_statistics, warn_of_statistics
 from .logs import PrivateMetrics
-from .message import Client, ClientBatch, RandomStreams
+from .message import Client, ClientBatch, RandomStreams, annotate_errors
 from .meter import LeakageMeter
 from .privacy.account import AccountFile
 from .privacy.coupling import CouplingCheck
