@@ -1256,6 +1256,127 @@ HOOKS = (
     ),
 )
 
+# Proofs for single rows, and for their labels
+
+PRIVACY = (
+    Rule(
+        "samples-in-chain",
+        None,
+        "dp_sgd with per_sample=True in a chain: what stands beside it may look at the data again, "
+        "and nothing says that it does not.",
+        "Use it alone.",
+    ),
+    Rule(
+        "samples-with-clients",
+        None,
+        "dp_sgd with per_sample=True with num_clients, which draws clients and a fixed number of "
+        "their rows.",
+        "Leave it out: ranks and clients_per_process have fixed rows of their own here.",
+    ),
+    Rule(
+        "samples-with-token-counts",
+        None,
+        "dp_sgd with per_sample=True and include_num_input_tokens_seen: how many tokens a batch "
+        "has tells of its rows, and ε does not cover it.",
+        "Leave it out.",
+    ),
+    Rule(
+        "samples-of-own-batches",
+        None,
+        "dp_sgd with per_sample=True and delta where batches are not drawn by the Trainer itself, "
+        "row by row from a data set with a length: ε is of Poisson sampling.",
+        "Leave get_train_dataloader as it is, or give noise_multiplier without delta, and account "
+        "for your own way of drawing batches.",
+    ),
+    Rule(
+        "samples-by-length",
+        None,
+        "dp_sgd with per_sample=True where batches are made by length or split: ε is of rows that "
+        "are drawn independently.",
+        "Leave train_sampling_strategy and split_batches at their defaults.",
+    ),
+    Rule(
+        "coupled-rows",
+        None,
+        "dp_sgd with per_sample=True where rows are coupled before the model: {fault}. So one row "
+        "changes what all others add, and no clipping bounds that.",
+        "Take a collator that treats each row by itself (no mixup, no statistics of the batch), or "
+        "a defense without per_sample.",
+    ),
+    Rule(
+        "correlated-from-first-rows",
+        None,
+        "dp_sgd with correlated=True and ignore_data_skip, under which a resumed run begins with "
+        "the first rows again: they would be in more messages than promised.",
+        "Leave it out.",
+    ),
+    Rule(
+        "correlated-optimizer",
+        None,
+        "dp_sgd with correlated=True and {kind}: correlated noise cancels in sums of messages, and "
+        "this optimizer does not add them up (Adam divides by a root of their squares, so that "
+        "noise stays).",
+        "Set optim='sgd' (with optim_args='momentum=0.9' if you like) and a learning rate for it, "
+        "or correlated=False.",
+    ),
+    Rule(
+        "correlated-schedule",
+        None,
+        "dp_sgd with correlated=True and {kind}: rates that follow evaluation are no public "
+        "schedule.",
+        "Use a lr_scheduler_type that counts steps, such as 'linear'.",
+    ),
+    Rule(
+        "labels-of-unnumbered-rows",
+        None,
+        "protect_labels with {kind}: its rows have no number, so a row that comes again would "
+        "release its label again.",
+        "Use a data set with __getitem__ and __len__.",
+    ),
+    Rule(
+        "labels-in-two-columns",
+        None,
+        "protect_labels for rows with {names}: a collator may take either one, and with it true "
+        "labels.",
+        "Remove all but one column.",
+    ),
+    Rule(
+        "labels-of-no-class",
+        None,
+        "protect_labels for rows whose label is {what}: randomized response is for one class id a "
+        "row. Labels of tokens, numbers of a regression and several labels a row would each need a "
+        "mechanism of its own:",
+        "leave protect_labels out.",
+    ),
+    Rule(
+        "labels-of-own-batches",
+        None,
+        "protect_labels with a get_train_dataloader of your own: labels are randomized in "
+        "train_dataset, which it need not read.",
+        "Give the data as train_dataset.",
+    ),
+    Rule(
+        "labels-of-other-names",
+        None,
+        "protect_labels with label_names={names}: the loss would take those as they are.",
+        "Call labels `labels`, without label_names.",
+    ),
+    Rule(
+        "labels-with-dirichlet",
+        None,
+        "partition='dirichlet' with protect_labels: clients by class would tell labels, and each "
+        "rank would divide by its own randomized ones.",
+        "Take partition='iid'.",
+    ),
+    Rule(
+        "labels-of-one-class",
+        None,
+        "protect_labels with {kind}, num_labels={classes} and problem_type={problem!r}: randomized "
+        "response needs two classes or more, and one label a row.",
+        "Leave protect_labels out.",
+    ),
+)
+
 # What a training finds out
 
 AT_RUN_TIME = (
@@ -1380,6 +1501,7 @@ GROUPS: dict[str, tuple[Rule, ...]] = {
     "Leakage that is limited, logged or accounted for": LEAKAGE,
     "Trackers": TRACKERS,
     "Classes, losses and batches": (*CLASSES, *DRAWING, *LOSSES, PADDING_FREE),
+    "Proofs for rows and for labels": PRIVACY,
     "Hooks": HOOKS,
     "While training": AT_RUN_TIME,
 }

@@ -38,6 +38,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.training_args import OptimizerNames
 
 from hf_gradguard import GradGuardConfig, GradGuardMixin, GradGuardTrainer, make_defense, protect
+from hf_gradguard.defenses import Chain
 from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.training.accelerator import GuardedAccelerator
 from hf_gradguard.training.clients.batches import CLIENT, SHARE, WholeCollator, clients_in
@@ -52,6 +53,9 @@ from hf_gradguard.training.guards.hooks import (
 )
 from hf_gradguard.training.guards.kept_state import KeptState
 from hf_gradguard.training.guards.watch import Ledger
+from hf_gradguard.training.privacy.correlated_rows import check_is_linear
+from hf_gradguard.training.privacy.coupling import CouplingCheck
+from hf_gradguard.training.privacy.labels import LabelKey, protect_labels
 from hf_gradguard.training.refusals import (
     RULES,
     Measured,
@@ -731,9 +735,77 @@ def _a_hook_of_all_optimizers() -> None:
         _trained()
 
 
-# Hooks: test_torch_hooks.py has more
+# Proofs for rows and for labels: test_private_rows.py, test_correlated_rows.py, test_coupling.py
+# and test_randomized_labels.py have more
 
 SAMPLES: dict[str, Any] = {"per_sample": True, "noise_multiplier": 1.0, "delta": 1e-3}
+
+
+def _private(defense: Any = None, rows: Any = None, **arguments: Any) -> None:
+    model, batch = make_task("bert", dtype=torch.float32)
+    if rows is None:
+        rows = [{name: value[k] for name, value in batch.items()} for k in range(2)] * 2
+    private = defense or make_defense("dp_sgd", **SAMPLES)
+    args = make_arguments({}, {"per_device_train_batch_size": 2, "max_steps": 1, **arguments})
+    GradGuardTrainer(model, args, defense=private, train_dataset=rows).train()
+
+
+case("samples-in-chain")(
+    lambda: _private(Chain(make_defense("dp_sgd", **SAMPLES), make_defense("quantization")))
+)
+case("samples-with-clients")(lambda: _private(num_clients=2))
+case("samples-with-token-counts")(lambda: _private(include_num_input_tokens_seen="all"))
+case("samples-of-own-batches")(lambda: _private(rows=Endless()))
+case("samples-by-length")(lambda: _private(train_sampling_strategy="group_by_length"))
+
+
+@case("coupled-rows")
+def _rows_less_their_mean() -> None:
+    rows = [{"x": torch.tensor([float(k)])} for k in range(2)]
+
+    def centered(rows: list[Any]) -> dict[str, torch.Tensor]:
+        x = torch.stack([row["x"] for row in rows])
+        return {"x": x - x.mean(0)}
+
+    CouplingCheck(rows, centered)([0, 1])
+
+
+@case("correlated-from-first-rows")
+def _correlated_from_the_first_rows() -> None:
+    _private(make_defense("dp_sgd", **SAMPLES, correlated=True), ignore_data_skip=True)
+
+
+def _linear(schedule: Any = None, kind: Any = torch.optim.SGD) -> None:
+    optimizer = kind(make_task("bert")[0].parameters(), lr=0.1)
+    args = make_arguments({}, {})
+    check_is_linear(optimizer, args, schedule and schedule(optimizer))
+
+
+case("correlated-optimizer")(lambda: _linear(kind=torch.optim.Adam))
+case("correlated-schedule")(lambda: _linear(torch.optim.lr_scheduler.ReduceLROnPlateau))
+
+
+def _randomized(data: Any, own_batches: bool = False, **arguments: Any) -> Any:
+    args = make_arguments(
+        {}, {"protect_labels": "randomized_response", "label_epsilon": 1.0, **arguments}
+    )
+    model = make_task("bert")[0]
+    model.config.num_labels = arguments.pop("classes", 3)
+    return protect_labels(data, args, model, LabelKey(), own_batches)
+
+
+NUMBERED = [{"labels": 1}]
+case("labels-of-unnumbered-rows")(lambda: _randomized(Endless()))
+case("labels-in-two-columns")(lambda: _randomized([{"labels": 1, "label": 1}])[0])
+case("labels-of-no-class")(lambda: _randomized([{"labels": 0.5}])[0])
+case("labels-of-no-class")(lambda: _randomized([{"text": "a"}])[0])
+case("labels-of-own-batches")(lambda: _randomized(NUMBERED, own_batches=True))
+case("labels-of-other-names")(lambda: _randomized(NUMBERED, label_names=["target"]))
+case("labels-with-dirichlet")(lambda: _randomized(NUMBERED, num_clients=2, partition="dirichlet"))
+case("labels-of-one-class")(lambda: _randomized(NUMBERED, classes=1))
+
+
+# Hooks: test_torch_hooks.py has more
 
 
 def _hooked(
