@@ -506,13 +506,13 @@ class PoolingHandler(CallbackHandler):
     @contextmanager
     def _public_history(self, state: TrainerState) -> Iterator[None]:
         """A history as others may see it. What is logged meanwhile belongs to the whole one."""
-        whole, shown = state.log_history, list(self._shown)
-        state.log_history, before = shown, len(shown)
+        history, shown = state.log_history, list(self._shown)
+        state.log_history, count = shown, len(shown)
         try:
             yield
         finally:
-            state.log_history = whole
-            whole.extend(shown[before:])
+            state.log_history = history
+            history.extend(shown[count:])
 
 
 def without_gradients(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -544,11 +544,11 @@ def without_rows(card: Any, widget: list[Any], examples: Any) -> None:
     """
     card.widget, card.usage_examples, card.usage_examples_display = widget, examples, None
     for name in ("train_datasets", "eval_datasets"):
-        kept = [
+        public = [
             {key: value for key, value in about.items() if key in _OF_DATA_SET}
             for about in getattr(card, name, ())
         ]
-        setattr(card, name, kept)
+        setattr(card, name, public)
 
 
 _OF_DATA_SET = frozenset({"name", "id", "revision", "split", "size", "columns", "loss"})

@@ -85,7 +85,7 @@ class Rule:
         Args:
             values: What stands in braces.
         """
-        text = " ".join(part for part in (self.opening, self.reason, self.way_out) if part)
+        text = " ".join(text for text in (self.opening, self.reason, self.way_out) if text)
         named = values if isinstance(values, Mapping) else {}
         return UnsupportedError(self.name, text.format(**named))
 
@@ -823,7 +823,7 @@ LEAKAGE = (
     Rule(
         "account-of-little-noise",
         lambda measured: measured.accounts_by_rate and _falls_short(measured),
-        "an accountant with noise_multiplier={asked:g}: its factor κ needs a message that one "
+        "an accountant with noise_multiplier={multiplier:g}: its factor κ needs a message that one "
         "example cannot move by more than a multiple of the noise, and here that gives at most "
         "{most:g}.",
         "Use dp_sgd with clip_by='norm' and scale=noise_multiplier*clip, or leave the three "
@@ -869,10 +869,10 @@ def check_leakage(measured: Measured) -> None:
 def _falls_short(measured: Measured) -> Values:
     """Say by what a defense's noise is less than an account takes it to be."""
     accountant, defense, most = measured.accountant, measured.defense, 0.0
-    asked = 0.0 if accountant is None else accountant.noise_multiplier or 0.0
+    multiplier = 0.0 if accountant is None else accountant.noise_multiplier or 0.0
     if isinstance(defense, DPSGD) and defense.clip_by == "norm" and defense.scale is not None:
         most = defense.scale / defense.clip
-    return asked > most * (1 + 1e-9) and {"asked": asked, "most": most}
+    return multiplier > most * (1 + 1e-9) and {"multiplier": multiplier, "most": most}
 
 
 # Trackers. They belong to Transformers and come by `report_to`, which takes all that are installed
@@ -1343,7 +1343,7 @@ PRIVACY = (
     Rule(
         "labels-of-no-class",
         None,
-        "protect_labels for rows whose label is {what}: randomized response is for one class id a "
+        "protect_labels for rows whose label is {value}: randomized response is for one class id a "
         "row. Labels of tokens, numbers of a regression and several labels a row would each need a "
         "mechanism of its own:",
         "leave protect_labels out.",

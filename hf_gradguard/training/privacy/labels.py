@@ -146,8 +146,8 @@ class RandomizedLabels(Dataset):
         if isinstance(label, Tensor) and label.dim() == 0 and not label.is_floating_point():
             label = int(label)
         if name is None or isinstance(label, bool) or not isinstance(label, int | np.integer):
-            what = "missing" if name is None else repr(row[name])[:60]
-            raise refusal("labels-of-no-class", what=what)
+            value = "missing" if name is None else repr(row[name])[:60]
+            raise refusal("labels-of-no-class", value=value)
         place = index % len(self.data) if index < 0 else index
         new = randomized_response(int(label), self.epsilon, self.classes, self.key.of(place))
         true_label = row[name]
