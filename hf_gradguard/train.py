@@ -37,9 +37,8 @@ from .extras import need
 from .flags import SourceSettings, fill, option
 from .gradient_map.domain import IGNORED, IMAGE
 from .models import TASKS, Head, Task, check_name, find_head, load_model
-from .training.config import GradGuardConfig
-from .training.guards.checks import check_arguments
-from .training.requested_settings import resolve_defense
+from .training.config import GradGuardConfig, resolve_defense
+from .training.refusals import check_arguments
 from .training.trainer import GradGuardTrainer
 
 if TYPE_CHECKING:

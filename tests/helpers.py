@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from PIL import Image
@@ -52,6 +53,7 @@ from transformers import (
 from hf_gradguard import GradientMap
 from hf_gradguard.defenses.noise import NoiseDefense
 from hf_gradguard.randomness import Stream
+from hf_gradguard.training.refusals import UnsupportedError
 
 VOCABULARY = 24
 PAD = 0
@@ -484,6 +486,11 @@ def pad(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         )
         for key in samples[0]
     }
+
+
+def refuses(*rules: str) -> Any:
+    """What is raised in here ends with one of these rules' names."""
+    return pytest.raises(UnsupportedError, match=rf"\[({'|'.join(rules)})\]")
 
 
 def rng(seed: int = 5) -> Stream:

@@ -24,6 +24,7 @@ from hf_gradguard.defenses import Defense
 
 PACKAGE = Path(hf_gradguard.__file__).parent
 FILES_OF_A_STEP = {"none": 11, "gaussian_noise": 14, "optimal_noise": 15, "refiner": 20}
+FILES_OF_A_CONSTRUCTOR, FILES_OF_A_TRAINING = 21, 34
 FILES_OF_AN_AUDIT = 35  # of two texts, by span, undefended and behind pruning
 EMPTY_NAMES = 0.005  # as a share of all names that are bound
 EMPTY = {
@@ -73,6 +74,22 @@ def test_a_step_is_a_short_walk(defense: str, tmp_path: Path) -> None:
 
     Watched(model, args, train_dataset=rows).train()
     assert len(files.names) <= FILES_OF_A_STEP[defense], sorted(files.names)
+
+
+def test_a_trainer_is_made_and_trained_on_a_short_walk(tmp_path: Path) -> None:
+    model, batch = make_task("bert", dtype=torch.float32)
+    rows = [{name: entry[0] for name, entry in batch.items()}] * 12
+    args = GradGuardConfig(
+        str(tmp_path), defense="gaussian_noise", max_steps=3, per_device_train_batch_size=2,
+        use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=100,
+    )  # fmt: skip
+    constructor, training = Files(), Files()
+    with constructor:
+        trainer = GradGuardTrainer(model, args, train_dataset=rows)
+    with training:
+        trainer.train()
+    assert len(constructor.names) <= FILES_OF_A_CONSTRUCTOR, sorted(constructor.names)
+    assert len(training.names) <= FILES_OF_A_TRAINING, sorted(training.names)
 
 
 def test_an_audit_is_a_short_walk(tmp_path: Path) -> None:

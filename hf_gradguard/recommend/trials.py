@@ -25,8 +25,6 @@ from ..defenses.dp import DPSGD
 from ..leakage import dp_sgd_noise_multiplier
 from ..train import accuracy_by_sample
 from ..training.config import GradGuardConfig
-from ..training.exchange.start import SaysRanks
-from ..training.learning_rate import LearningRateUnderNoise
 from ..training.privacy.private_rows import rounding_of_rows
 from ..training.trainer import GradGuardTrainer
 from .pace import OutOfTime, Pace, Progress
@@ -309,8 +307,7 @@ def train(
             data_collator=modality.batch, processing_class=processing_class,
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
-        trainer.remove_callback(LearningRateUnderNoise)  # rates are what is tried
-        trainer.remove_callback(SaysRanks)  # this process simulates one client of many
+        trainer.is_trial = True
         if progress is not None:
             trainer.add_callback(progress)
         trainer.train()

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from .guards.watch import INSTEAD, Ledger
+from .refusals import refusal
 
 
 class GuardedAccelerator(Accelerator):
@@ -135,9 +136,5 @@ class GuardedAccelerator(Accelerator):
 
     def _is_kept(self, operation: str) -> bool:
         if self._keeps_own is False and self.num_processes > 1:
-            raise NotImplementedError(
-                f"GradGuardTrainer does not support a loss that calls accelerator.{operation}: the "
-                "other ranks would be sent figures of this rank's own batch, unprotected. Compute "
-                "the loss without it, or train on one rank."
-            )
+            raise refusal("loss-that-exchanges", operation=operation)
         return bool(self._keeps_own)

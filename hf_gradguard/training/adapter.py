@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
@@ -29,19 +30,47 @@ from .checkpoints.complete import (
     without_private_files,
 )
 from .clients.batches import PlainRows
-from .clients.partition import is_of_datasets
-from .config import setting
-from .exchange.start import SaysRanks
-from .guards.batch_statistics import freeze_statistics
-from .guards.checks import check_arguments
-from .guards.hooks import HookGuard
-from .guards.labels import LabelGuard
-from .guards.watch import AgreedTables, Ledger
-from .learning_rate import LearningRateUnderNoise
-from .logs import PoolingHandler, pooled_logs, without_rows
+from .exchange.start import StartAlike, log_ranks
+from .guards.labels import check_all_labels
+from .guards.watch import AgreedTables, HookGuard, Ledger, freeze_statistics
+from .learning_rate import set_rates
+from .logs import LogPolicy, PoolingHandler, without_rows
 from .message import MessageMaker, SharedMessages
-from .metrics import without_private_metrics
+from .refusals import check_arguments, is_of_datasets
 from .weights import Loss, LossWeights, Normalization
+
+
+class Beginning(TrainerCallback):
+    """Sets, checks and logs, when a training begins, what stands before its first step.
+
+    Args:
+        trainer: A protected one, with the optimizer that it was passed.
+
+    Example:
+        >>> from hf_gradguard import GradGuardTrainer
+        >>> beginning = Beginning(GradGuardTrainer(model, defense="pruning"))
+    """
+
+    def __init__(self, trainer: TrainerAdapter) -> None:
+        self._trainer, self._users_optimizer = trainer, trainer.optimizer
+        self._start: StartAlike | None = None
+        self._model: nn.Module | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
+        """Look at rates and labels first, and then compare ranks."""
+        trainer = self._trainer
+        senders = trainer.accelerator.num_senders
+        if not trainer.is_trial:
+            rates = kwargs["optimizer"], kwargs.get("lr_scheduler"), self._users_optimizer
+            set_rates(args, trainer.defense, senders, *rates)
+            log_ranks(senders, state)
+        check_all_labels(trainer)
+        if self._start is None or self._model is not trainer.model:
+            self._model = trainer.model
+            self._start = StartAlike(lambda: trainer.eval_dataset, lambda: trainer.defense)
+        self._start.on_train_begin(args, state, control, **kwargs)
 
 
 class TrainerAdapter(Trainer):
@@ -52,6 +81,8 @@ class TrainerAdapter(Trainer):
         ledger: Of the gradients that may be exchanged and trained on.
         shared_messages: How many this rank has shared, and how, checkpoints included.
         defense: Of the messages.
+        is_trial: Whether this process stands for one client of many, and its rates are what is
+            tried: then nothing is said of either.
         asks_for_input: Whether anything asks for the continuous input of a batch.
 
     Example:
@@ -63,6 +94,7 @@ class TrainerAdapter(Trainer):
         RuntimeError: GradGuardTrainer differentiates and protects a batch by itself: ...
     """
 
+    is_trial: bool = False
     asks_for_input: bool = True
     defense: Defense
     _batch_statistics: str = "local"
@@ -81,18 +113,13 @@ class TrainerAdapter(Trainer):
         self.ledger = Ledger()
         self.shared_messages = SharedMessages(self.describe_message)
         super().__init__(*args, **kwargs)
-        senders = self.accelerator.num_senders
-        self.add_callback(LearningRateUnderNoise(lambda: self.defense, senders, self.optimizer))
-        self.add_callback(self.ledger)
         self.hook_guard = HookGuard(self)
-        self.add_callback(self.hook_guard)
-        self.add_callback(LabelGuard(self))
-        self.add_callback(SaysRanks(senders))
+        for callback in (Beginning(self), self.ledger, self.hook_guard):
+            self.add_callback(callback)
         self.callback_handler = PoolingHandler(
             self.callback_handler,
             lambda: self.shared_messages.total * self.accelerator.num_senders,
-            lambda: self.messages_per_step,
-            lambda: self.defense.name == "none",
+            lambda: self.log_policy,
         )
 
     def add_model_card_callback(self, *args: Any, **kwargs: Any) -> None:
@@ -167,30 +194,28 @@ class TrainerAdapter(Trainer):
         super().save_state()
         if self.is_world_process_zero():
             path = Path(str(self.args.output_dir)) / TRAINER_STATE_NAME
-            keeps_metrics = setting(self.args, "private_metrics") == "log"
-            without_private_metrics(path, self.messages_per_step, keeps_metrics)
+            public = self.log_policy.public_state(json.loads(path.read_text(encoding="utf-8")))
+            text = json.dumps(public, indent=2, sort_keys=True) + "\n"
+            path.write_text(text, encoding="utf-8")
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """As in `Trainer`, with figures of many messages: a push uploads that file, too."""
-        logged = [entry for entry in self.state.log_history if "train_loss" in entry]
-        if logged and "train_loss" in metrics:
-            history = pooled_logs(self.state.log_history, self.messages_per_step)
-            public = [e for e in history if "train_runtime" in e][-1]
-            metrics = {
-                n: public.get(n, v)
-                for n, v in metrics.items()
-                if n in public or n not in logged[-1]
-            }
-        super().save_metrics(split, metrics, combined)
+        public = self.log_policy.public_summary(metrics, self.state.log_history)
+        super().save_metrics(split, public, combined)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with figures of many messages."""
         history = self.state.log_history
-        self.state.log_history = pooled_logs(history, self.messages_per_step)
+        self.state.log_history = self.log_policy.public_history(history)
         try:
             super().create_model_card(*args, **kwargs)
         finally:
             self.state.log_history = history
+
+    @property
+    def log_policy(self) -> LogPolicy:
+        """Who may see which number of the log, as things are now."""
+        return LogPolicy.of_trainer(self)
 
     @property
     def messages_per_step(self) -> int:
@@ -455,49 +480,6 @@ class TrainerAdapter(Trainer):
 
 
 _TRAINING = "Training"  # what the Trainer calls its batches
-
-
-@contextmanager
-def annotate_errors(batch: Mapping[str, Any], hides_content: bool = False) -> Iterator[None]:
-    """Errors in here, which often are a model's own, say what batch they are about.
-
-    Args:
-        batch: Of a rank.
-        hides_content: Whether its names alone are said: how many rows were drawn is a secret that
-            an ε counts on, and logs of errors may be uploaded.
-
-    Example:
-        >>> with annotate_errors({"labels": torch.tensor([7, 9])}):
-        ...     raise IndexError("Target 9 is out of bounds.")
-        Traceback (most recent call last):
-        IndexError: Target 9 is out of bounds.
-        The batch holds labels (2,) of int64 from 7 to 9.
-    """
-    try:
-        yield
-    except Exception as error:
-        contents = [n if hides_content else f"{n} {_described(v)}" for n, v in batch.items()]
-        error.add_note(f"The batch holds {', '.join(contents)}.")
-        if "more than 1 value per channel" in str(error):
-            error.add_note(_SINGLE)
-        raise
-
-
-def _described(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return f"(a {type(value).__name__})"
-    about = f"{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    # an accelerator may be unable to answer after an error
-    if value.numel() and not value.is_floating_point() and value.device.type == "cpu":
-        low, high = value.aminmax()
-        about += f" from {int(low)} to {int(high)}"
-    return about
-
-
-_SINGLE = (
-    "A client of one row has no batch statistics. Take larger batches, fewer clients_per_process, "
-    "dataloader_drop_last=True, or batch_statistics='frozen'."
-)
 
 
 _GATHER_FOR_LOG = {("trl", "SFTTrainer"), ("trl", "DPOTrainer"), ("trl", "RewardTrainer")}

@@ -16,7 +16,7 @@ from ..leakage.differential_privacy import protection_note
 from ..models import TASKS
 from .adapter import TrainerAdapter
 from .config import setting
-from .guards.batch_statistics import tracking_layers
+from .guards.watch import tracking_layers
 from .message import SharedMessages
 from .privacy.known_seed import FIXED_SEED, NO_EPSILON, has_known_seed, is_noise_known
 from .privacy.labels import UNIT_OF_LABELS

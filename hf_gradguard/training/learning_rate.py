@@ -9,11 +9,10 @@ docs/findings/rates.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ..defenses import Defense
@@ -30,68 +29,57 @@ _LEAST_RATIO = 1.0
 """Noise below the gradient's own size changes steps by less than the grid of rates to try."""
 
 
-class LearningRateUnderNoise(TrainerCallback):
-    """When a training begins: says what this noise does to the optimizer's steps, and with
-    `scale_learning_rate` multiplies rates by √(1 + r²), r of the mean of a step's messages.
+def set_rates(
+    args: TrainingArguments,
+    defense: Defense,
+    processes: int,
+    optimizer: Any,
+    lr_scheduler: Any = None,
+    users_optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Multiply an optimizer's rates by √(1 + r²), r of the mean of a step's messages, if
+    `scale_learning_rate` asks for that. Else log on rank 0 what this noise does to its steps.
 
     Args:
-        defense: Gives that of the messages.
+        args: Training arguments.
+        defense: Of the messages.
         processes: How many share messages.
+        optimizer: That of the training that begins.
+        lr_scheduler: Its schedule.
         users_optimizer: That which the Trainer was passed as `optimizers=`: its rates stay.
+
+    Raises:
+        ValueError: If the user's own optimizer is to be changed, or settings do not say r.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
         >>> noise = make_defense("gaussian_noise", relative_scale=3.0)
-        >>> under_noise = LearningRateUnderNoise(lambda: noise)
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        >>> under_noise.on_train_begin(GradGuardConfig("out"), optimizer=optimizer)
+        >>> set_rates(GradGuardConfig("out"), noise, 1, optimizer)
         >>> optimizer.param_groups[0]["lr"]
         0.0001
         >>> args = GradGuardConfig("out", scale_learning_rate=True)
-        >>> under_noise.on_train_begin(args, optimizer=optimizer)
+        >>> set_rates(args, noise, 1, optimizer)
         >>> round(optimizer.param_groups[0]["lr"] / 1e-4, 3)
         3.162
     """
-
-    def __init__(
-        self,
-        defense: Callable[[], Defense],
-        processes: int = 1,
-        users_optimizer: torch.optim.Optimizer | None = None,
-    ) -> None:
-        self._defense, self._processes = defense, processes
-        self._users_optimizer = users_optimizer
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        *_: Any,
-        optimizer: Any,
-        lr_scheduler: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        """Scale rates if that is asked for. Else log the notice, on rank 0."""
-        plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-        messages = (
-            self._processes
-            * setting(args, "clients_per_process")
-            * args.gradient_accumulation_steps
-        )
-        factor = 1.0
-        if setting(args, "scale_learning_rate"):
-            factor = _requested_factor(self._defense(), messages)
-            if plain is self._users_optimizer:
-                raise ValueError(_GIVEN.format(factor=factor))
-        if plain is not self._users_optimizer:
-            # Also where nothing is asked for: a checkpoint may bring the factor of other noise.
-            changes = [_set_factor(group, factor) for group in plain.param_groups]
-            _scale_schedule(getattr(lr_scheduler, "scheduler", lr_scheduler), changes)
-        if args.process_index:
-            return
-        if factor > 1:
-            logger.warning_once(_SCALED.format(factor=factor, rate=plain.param_groups[0]["lr"]))
-        elif notice := rate_notice(plain, self._defense(), messages, args.max_grad_norm):
-            logger.warning_once(notice)
+    plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+    per_process = setting(args, "clients_per_process") * args.gradient_accumulation_steps
+    messages, factor = processes * per_process, 1.0
+    if setting(args, "scale_learning_rate"):
+        factor = _requested_factor(defense, messages)
+        if plain is users_optimizer:
+            raise ValueError(_GIVEN.format(factor=factor))
+    if plain is not users_optimizer:
+        # Also where nothing is asked for: a checkpoint may bring the factor of other noise.
+        changes = [_set_factor(group, factor) for group in plain.param_groups]
+        _scale_schedule(getattr(lr_scheduler, "scheduler", lr_scheduler), changes)
+    if args.process_index:
+        return
+    if factor > 1:
+        logger.warning_once(_SCALED.format(factor=factor, rate=plain.param_groups[0]["lr"]))
+    elif notice := rate_notice(plain, defense, messages, args.max_grad_norm):
+        logger.warning_once(notice)
 
 
 def _requested_factor(defense: Defense, messages: int) -> float:

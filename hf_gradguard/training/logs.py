@@ -1,48 +1,211 @@
-"""What leaves a rank by its log: figures of training batches as means over many messages.
+"""Who may see which number of a training's log: `LogPolicy`.
 
 The loss of one text names it, to who knows the model; so do TRL's log-probabilities and the parts
-of a loss that sentence-transformers logs. Trackers, cards and files that a push uploads get means.
-The rank's own console, and `trainer.state.log_history` in memory, have them as they are; while
-another callback runs, its `state.log_history` has what it may see, and so has a console whose
-output a tracker uploads.
+of a loss that sentence-transformers logs. Two figures of true gradients, to 16 digits, name a
+sentence among hundreds, whatever noise its message has. So there are four kinds of numbers:
+
+- what is of no batch, or what all ranks have anyway, is everybody's;
+- figures of training batches leave a rank as means over 50 messages at least;
+- counters, of which two tell what was between them, leave it every 50 messages at most;
+- metrics of true gradients do not leave it, unless `private_metrics="log"` asks for that: then two
+  digits of means over 50 messages do. Two digits alone do not do: under noise of a known strength,
+  ‖noise‖/‖g‖ of one message says how large its gradient was.
+
+The rank's own console and its history in memory have all of them (of gradients, the console has two
+digits), and so have checkpoints: those are private, and pushing them is refused. Trackers, model
+cards and files that a push uploads have what leaves; so has a console whose output a tracker
+uploads. While a tracker's callback runs, its `state.log_history` is the public one.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
+from transformers.utils import logging
 
-from .guards.trackers import uploads_console
+from .config import setting
+from .privacy.known_seed import is_noise_known
+
+logger = logging.get_logger(__name__)
 
 LEAST_MESSAGES = 50
 """Messages that a figure which leaves the rank is a mean of, at least."""
+DIGITS = 2
+"""Of a metric of true gradients, wherever it is shown."""
 MESSAGES = "shared_messages"
 """In the history in memory: of all ranks, since the last entry of a training."""
 MESSAGES_OF_RUN = "shared_messages_of_run"
 """Beside the summary: since training began or was resumed, as its loss is."""
+
+
+PUBLISHED = "published_metrics"
+"""In the history in memory: the entry's metrics of true gradients are means that others have."""
+
+
+class Kind(Enum):
+    """What a number of a log tells of."""
+
+    NO_BATCH = "nothing that a single message tells: everybody sees it"
+    BATCHES = "training batches: others see means over 50 messages"
+    COUNTER = "all messages so far: others see it after 50 more"
+    GRADIENTS = "true gradients: the rank's own"
+
+
+_KINDS = {
+    Kind.NO_BATCH: frozenset(
+        {"step", "epoch", "learning_rate", "train_runtime"}
+        | {"train_samples_per_second", "train_steps_per_second"}
+        | {"grad_norm"}  # of the mean of messages, which all ranks have
+        | {"defense/seconds", "defense/noise_scale", "defense/client_noise_multiplier"}
+        | {"defense/epsilon", "defense/epsilon_secret_positions"}
+    ),
+    Kind.COUNTER: frozenset(
+        {"total_flos", "num_input_tokens_seen", "num_tokens"}
+        | {"train_tokens_per_second", "train_tokens_per_second_per_gpu"}
+    ),
+}
+_CLAIMS = frozenset(
+    {"defense/epsilon", "defense/epsilon_secret_positions", "defense/client_noise_multiplier"}
+)
+"""What a log states of a proof, which there is none of where somebody may know the noise."""
 _CONSOLES = frozenset(
     {"PrinterCallback", "ProgressCallback", "NotebookProgressCallback", "RichProgressCallback"}
 )
-_OF_NO_BATCH = frozenset(
-    {"step", "epoch", "learning_rate", "grad_norm", "train_runtime"}
-    | {"train_samples_per_second", "train_steps_per_second"}
+_UPLOAD_CONSOLES = frozenset(
+    {"WandbCallback", "CometCallback", "ClearMLCallback", "NeptuneCallback", "SwanLabCallback"}
 )
-"""`grad_norm` is of the mean of messages, which all ranks have."""
-_OF_NO_GRADIENT = frozenset(
-    {"defense/seconds", "defense/noise_scale", "defense/client_noise_multiplier"}
-    | {"defense/epsilon", "defense/epsilon_secret_positions"}
-)
-COUNTERS = frozenset(
-    {"total_flos", "num_input_tokens_seen", "num_tokens"}
-    | {"train_tokens_per_second", "train_tokens_per_second_per_gpu"}
-)
-"""Sums over all messages so far: two of them tell the tokens of those between."""
+
+
+def kind_of(name: str) -> Kind:
+    """Say what a number of an entry of a training tells of. An unknown one is taken for one of
+    batches, and an unknown metric of a defense for one of gradients.
+
+    Example:
+        >>> kind_of("loss").name, kind_of("defense/cosine").name, kind_of("epoch").name
+        ('BATCHES', 'GRADIENTS', 'NO_BATCH')
+    """
+    for kind, names in _KINDS.items():
+        if name in names:
+            return kind
+    return Kind.GRADIENTS if name.startswith(("defense/", "leakage/")) else Kind.BATCHES
+
+
+@dataclass(frozen=True)
+class LogPolicy:
+    """Who may see which number of a training's log.
+
+    Args:
+        messages_per_step: Of all ranks, for entries that do not say how many they are of.
+        publishes_metrics: Whether others get means of metrics of true gradients.
+        is_unprotected: Whether trackers get each log as it is, since messages are shared as they
+            are.
+        hides_rows: Whether how many rows were drawn and clipped, and how long that took, is a
+            secret that an ε counts on: then no defense's metrics are shown to anybody.
+        is_noise_known: Whether somebody may know the noise: then a proof is claimed nowhere.
+
+    Example:
+        >>> log = [{"loss": 2.0, "step": 20}, {"loss": 1.0, "step": 60}]
+        >>> LogPolicy(messages_per_step=1).public_history(log)
+        [{'step': 20}, {'loss': 1.333, 'step': 60}]
+        >>> LogPolicy(messages_per_step=4).public_history(log) == log
+        True
+    """
+
+    messages_per_step: int
+    publishes_metrics: bool = False
+    is_unprotected: bool = False
+    hides_rows: bool = False
+    is_noise_known: bool = False
+
+    @classmethod
+    def of_trainer(cls, trainer: Any) -> LogPolicy:
+        """Read it off a protected Trainer as it is now.
+
+        Args:
+            trainer: With `defense`, `messages_per_step`, `private_rows` and `shared_messages`.
+        """
+        return cls(
+            trainer.messages_per_step,
+            setting(trainer.args, "private_metrics") == "log",
+            trainer.defense.name == "none",
+            trainer.private_rows is not None,
+            is_noise_known(trainer),
+        )
+
+    def measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Leave out of a message's metrics what nobody may see.
+
+        Args:
+            metrics: Of the defense and of the meter.
+        """
+        hidden = ("defense/",) if self.hides_rows else ()
+        return {
+            name: value
+            for name, value in metrics.items()
+            if not name.startswith(hidden) and not (self.is_noise_known and name in _CLAIMS)
+        }
+
+    def public_history(self, history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return a log as others may see it.
+
+        Args:
+            history: As `trainer.state.log_history`.
+        """
+        return PooledLogs(self.messages_per_step).add_all(history)
+
+    def public_state(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `trainer_state.json` may hold, which a push uploads.
+
+        Args:
+            saved: As the Trainer writes it.
+        """
+        history, counted = self.public_history(saved["log_history"]), {}
+        for name in ("total_flos", "num_input_tokens_seen"):
+            shown = [entry[name] for entry in history if name in entry]
+            counted[name] = shown[-1] if shown else 0
+        return {
+            **saved,
+            **counted,
+            "log_history": [entry for entry in history if entry.keys() != {"step"}],
+        }
+
+    def public_summary(
+        self, metrics: Mapping[str, Any], history: Iterable[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Return what a file of a training's metrics may hold, which a push uploads, too.
+
+        Args:
+            metrics: As `train()` returns them, or an evaluation's.
+            history: As `trainer.state.log_history`.
+        """
+        history = list(history)
+        logged = [entry for entry in history if "train_loss" in entry]
+        if not logged or "train_loss" not in metrics:
+            return dict(metrics)
+        public = [e for e in self.public_history(history) if "train_runtime" in e][-1]
+        return {
+            name: public.get(name, value)
+            for name, value in metrics.items()
+            if name in public or name not in logged[-1]
+        }
+
+    def shows_all(self, callback: TrainerCallback, callbacks: Iterable[TrainerCallback]) -> bool:
+        """Say whether a callback prints on the rank's own console, and no tracker uploads that.
+
+        Args:
+            callback: One of the Trainer's.
+            callbacks: All of them.
+        """
+        return is_console(callback) and not uploads_console(callbacks)
 
 
 class PooledLogs:
@@ -63,7 +226,8 @@ class PooledLogs:
     def __init__(self, messages_per_step: int) -> None:
         self._per_step = messages_per_step
         self._step = self._messages = 0
-        self._logged: dict[str, int] = {}  # after how many messages each figure was logged
+        self._at_loss = 0  # after how many messages a loss was logged
+        self._logged: dict[str, int] = {}  # and each figure
         self._shown: dict[str, int] = {}  # and each counter shown
         self._sums: dict[str, tuple[float, int]] = {}  # not shown yet: sum, messages
         self._losses = 0.0, 0  # of the losses shown: their sum, messages
@@ -76,32 +240,49 @@ class PooledLogs:
             entry: As in `trainer.state.log_history`.
         """
         messages, of_run = entry.get(MESSAGES), entry.get(MESSAGES_OF_RUN)
-        shown = {n: v for n, v in entry.items() if n not in (MESSAGES, MESSAGES_OF_RUN)}
+        notes = (MESSAGES, MESSAGES_OF_RUN, PUBLISHED)
+        shown = {name: value for name, value in entry.items() if name not in notes}
         if not is_of_training(entry):
             return shown
-        step, before = entry.get("step", self._step), self._messages
+        step = entry.get("step", self._step)
         self._messages += (step - self._step) * self._per_step if messages is None else messages
         self._step = step
         of_run = self._messages if of_run is None else of_run
         for name, value in list(shown.items()):
             if name == "train_loss":
                 public = self._summarized(value, of_run)
-            elif name in COUNTERS:
+            elif (kind := kind_of(name)) is Kind.COUNTER:
                 public = self._counter(name, value)
-            elif name in _OF_NO_BATCH or name.startswith(("defense/", "leakage/")):
-                continue  # figures of gradients are another's task: see metrics.py
+            elif kind is Kind.BATCHES:
+                public = self._mean(name, value)
             else:
-                public = self._mean(name, value, before)
+                continue  # PrivateMetrics says what of gradients is logged
             if public is None:
                 del shown[name]
             else:
                 shown[name] = public
+        if "loss" in entry:
+            self._at_loss = self._messages
         return shown
 
-    def _mean(self, name: str, value: Any, before: int) -> float | None:
+    def add_all(self, history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the entries of a history as others may see them: of metrics of true gradients
+        those that were published as means.
+
+        Args:
+            history: As `trainer.state.log_history`.
+        """
+        shown = [(entry, self.add(entry)) for entry in history]
+        return [
+            public if entry.get(PUBLISHED) else without_gradients(public) for entry, public in shown
+        ]
+
+    def _mean(self, name: str, value: Any) -> float | None:
         if not isinstance(value, int | float):
             return None
-        count = self._messages - self._logged.get(name, before)
+        # A figure is of what came since the last loss: it was of that if it stood beside it, and of
+        # nothing if it did not.
+        count = self._messages - max(self._logged.get(name, 0), self._at_loss)
         self._logged[name] = self._messages
         total, pooled = self._sums.pop(name, (0.0, 0))
         total, pooled = total + count * value, pooled + count
@@ -130,16 +311,6 @@ class PooledLogs:
         return float(f"{total / shown:.4g}")
 
 
-def is_of_gradient(name: str) -> bool:
-    """Whether a metric is of true gradients.
-
-    Example:
-        >>> is_of_gradient("defense/cosine"), is_of_gradient("defense/epsilon")
-        (True, False)
-    """
-    return name.startswith(("defense/", "leakage/")) and name not in _OF_NO_GRADIENT
-
-
 def is_of_training(entry: Mapping[str, Any]) -> bool:
     """Whether an entry is of training batches, and not of an evaluation or a user's own.
 
@@ -150,22 +321,104 @@ def is_of_training(entry: Mapping[str, Any]) -> bool:
     return "loss" in entry or "train_loss" in entry or any(n.startswith("leakage/") for n in entry)
 
 
-def pooled_logs(history: Iterable[Mapping[str, Any]], messages_per_step: int) -> list[Any]:
-    """A log as others may see it.
-
-    Args:
-        history: As `trainer.state.log_history`.
-        messages_per_step: Of all ranks.
+class PrivateMetrics:
+    """Metrics of true gradients of a rank's messages, from one log to the next.
 
     Example:
-        >>> log = [{"loss": 2.0, "step": 20}, {"loss": 1.0, "step": 60}]
-        >>> pooled_logs(log, messages_per_step=1)
-        [{'step': 20}, {'loss': 1.333, 'step': 60}]
-        >>> pooled_logs(log, messages_per_step=4) == log
-        True
+        >>> metrics = PrivateMetrics()
+        >>> metrics.rounded({"defense/cosine": 0.123456})
+        {'defense/cosine': 0.12}
     """
-    pool = PooledLogs(messages_per_step)
-    return [pool.add(entry) for entry in history]
+
+    def __init__(self) -> None:
+        self._pending: dict[str, float] = {}
+        self._sums: dict[str, tuple[float, int]] = {}  # for the log: of metrics, and of how many
+        self._messages = 0
+        self._is_published = False
+
+    def rounded(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """To two significant digits."""
+        return {name: float(f"{value:.{DIGITS}g}") for name, value in metrics.items()}
+
+    def log(
+        self,
+        trainer: Any,
+        logs: dict[str, float],
+        metrics: Mapping[str, float],
+        counts: Mapping[str, int] | None = None,
+    ) -> dict[str, float]:
+        """Keep metrics, and show them where the policy says: in the log itself, or rounded on this
+        rank's console.
+
+        Args:
+            trainer: Whose callbacks print, and whose `log_policy` it is.
+            logs: What is logged; gets what is of no gradient, or all of them.
+            metrics: Since the last log.
+            counts: Of how many messages those are that are not of all.
+
+        Returns:
+            `logs`.
+        """
+        policy: LogPolicy = trainer.log_policy
+        if policy.publishes_metrics:
+            shown = self.means(metrics, trainer.shared_messages.total, counts)
+            self._is_published = any(kind_of(name) is Kind.GRADIENTS for name in shown)
+            logs.update(shown)
+            return logs
+        self._pending = dict(metrics)
+        shown = {n: v for n, v in metrics.items() if kind_of(n) is Kind.GRADIENTS}
+        logs.update({n: v for n, v in metrics.items() if n not in shown})
+        callbacks = trainer.callback_handler.callbacks
+        for callback in callbacks if shown else ():
+            is_printed = isinstance(callback, PrinterCallback | ProgressCallback)
+            if is_printed and policy.shows_all(callback, callbacks):
+                callback.on_log(
+                    trainer.args, trainer.state, trainer.control, logs=self.rounded(shown)
+                )
+        return logs
+
+    def means(
+        self,
+        metrics: Mapping[str, float],
+        messages: int,
+        counts: Mapping[str, int] | None = None,
+    ) -> dict[str, float]:
+        """Return the mean of each metric since its last one, to two digits, once it is of so many
+        messages that it may leave the rank; what is of no gradient at once, as it is.
+
+        Args:
+            metrics: Of the messages since this was asked last.
+            messages: How many there were of the rank in all.
+            counts: As for `log`.
+
+        Example:
+            >>> private = PrivateMetrics()
+            >>> private.means({"defense/cosine": 0.5}, messages=30)
+            {}
+            >>> private.means({"defense/cosine": 0.2}, messages=60)
+            {'defense/cosine': 0.35}
+        """
+        since, self._messages = messages - self._messages, messages
+        shown = {n: v for n, v in metrics.items() if kind_of(n) is not Kind.GRADIENTS}
+        for name in metrics.keys() - shown.keys():
+            count = since if counts is None else counts.get(name, since)
+            total, pooled = self._sums.pop(name, (0.0, 0))
+            total, pooled = total + count * metrics[name], pooled + count
+            if pooled < LEAST_MESSAGES:
+                self._sums[name] = total, pooled
+            else:
+                shown |= self.rounded({name: total / pooled})
+        return shown
+
+    def remember(self, state: TrainerState, beside: bool = True) -> None:
+        """Add what callbacks did not get to the history in memory: to its last entry, or as one."""
+        if self._pending and not beside:
+            state.log_history.append({"step": state.global_step})
+        if self._pending:
+            state.log_history[-1].update(self._pending)
+        if self._is_published:
+            state.log_history[-1][PUBLISHED] = True
+        self._pending, self._is_published = {}, False
 
 
 class PoolingHandler(CallbackHandler):
@@ -175,8 +428,7 @@ class PoolingHandler(CallbackHandler):
     Args:
         handler: Of the Trainer.
         messages: How many all ranks have shared.
-        messages_per_step: Of all ranks.
-        is_unprotected: Whether trackers get each log, too, since messages are shared as they are.
+        policy: Says who may see what, as the Trainer's arguments are now.
 
     Example:
         >>> from hf_gradguard import GradGuardTrainer
@@ -188,17 +440,17 @@ class PoolingHandler(CallbackHandler):
         self,
         handler: CallbackHandler,
         messages: Callable[[], int],
-        messages_per_step: Callable[[], int],
-        is_unprotected: Callable[[], bool],
+        policy: Callable[[], LogPolicy],
     ) -> None:
         self.__dict__.update(vars(handler))
-        self._messages, self._per_step = messages, messages_per_step
-        self._is_unprotected = is_unprotected
-        self._begin([])
+        self._messages, self._policy = messages, policy
+        self._pool = PooledLogs(1)  # its entries say how many messages they are of
+        self._shown: list[dict[str, Any]] = []
+        self._counted = self._begun = 0
 
     def _begin(self, history: Iterable[Mapping[str, Any]]) -> None:
-        self._pool = PooledLogs(self._per_step())
-        self._shown = [_without_gradients(self._pool.add(entry)) for entry in history]
+        self._pool = PooledLogs(self._policy().messages_per_step)
+        self._shown = self._pool.add_all(history)
         self._counted = self._begun = self._messages()
 
     def on_train_begin(self, args: Any, state: Any, control: Any) -> Any:
@@ -239,35 +491,38 @@ class PoolingHandler(CallbackHandler):
             public_logs: Of `on_log`: what others than the rank's own console see.
             **kwargs: Of the event.
         """
-        if self._is_unprotected():
+        policy = self._policy()
+        if policy.is_unprotected:
             return super().call_event(event, args, state, control, **kwargs)
         public = kwargs if public_logs is None else kwargs | {"logs": public_logs}
-        for sees_all, callbacks in itertools.groupby(self.callbacks, self.sees_all):
+        shows_all = lambda callback: policy.shows_all(callback, self.callbacks)  # noqa: E731
+        for sees_all, callbacks in itertools.groupby(self.callbacks, shows_all):
             audience, shown = copy.copy(self), kwargs if sees_all else public
             audience.callbacks = list(callbacks)
             with nullcontext() if sees_all else self._public_history(state):
                 control = CallbackHandler.call_event(audience, event, args, state, control, **shown)
         return control
 
-    def sees_all(self, callback: TrainerCallback) -> bool:
-        """Whether a callback prints on the rank's own console, and no tracker uploads that."""
-        return _is_console(callback) and not uploads_console(self.callbacks)
-
     @contextmanager
     def _public_history(self, state: TrainerState) -> Iterator[None]:
         """A history as others may see it. What is logged meanwhile belongs to the whole one."""
-        whole, shown = state.log_history, list(self._shown)
-        state.log_history, before = shown, len(shown)
+        history, shown = state.log_history, list(self._shown)
+        state.log_history, count = shown, len(shown)
         try:
             yield
         finally:
-            state.log_history = whole
-            whole.extend(shown[before:])
+            state.log_history = history
+            history.extend(shown[count:])
 
 
-def _without_gradients(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of a run that is resumed, whose metrics of true gradients stay in memory."""
-    return {n: v for n, v in entry.items() if not is_of_gradient(n)}
+def without_gradients(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry of a log without metrics of true gradients.
+
+    Example:
+        >>> without_gradients({"loss": 0.5, "defense/cosine": 0.1})
+        {'loss': 0.5}
+    """
+    return {name: v for name, v in entry.items() if kind_of(name) is not Kind.GRADIENTS}
 
 
 def without_rows(card: Any, widget: list[Any], examples: Any) -> None:
@@ -289,17 +544,53 @@ def without_rows(card: Any, widget: list[Any], examples: Any) -> None:
     """
     card.widget, card.usage_examples, card.usage_examples_display = widget, examples, None
     for name in ("train_datasets", "eval_datasets"):
-        kept = [
+        public = [
             {key: value for key, value in about.items() if key in _OF_DATA_SET}
             for about in getattr(card, name, ())
         ]
-        setattr(card, name, kept)
+        setattr(card, name, public)
 
 
 _OF_DATA_SET = frozenset({"name", "id", "revision", "split", "size", "columns", "loss"})
 """What a card may say of a data set. All else, also of a newer version, may show its rows."""
 
 
-def _is_console(callback: TrainerCallback) -> bool:
-    """Tells whether a callback prints, by the names of its classes."""
+def uploads_console(callbacks: Iterable[TrainerCallback]) -> str:
+    """Name the tracker that uploads what a rank prints, if there is one: then the console is no
+    place for figures of single messages.
+
+    Example:
+        >>> from transformers import PrinterCallback
+        >>> uploads_console([PrinterCallback()])
+        ''
+    """
+    kinds = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
+    for name in _UPLOAD_CONSOLES & kinds:
+        if name != "WandbCallback" or os.getenv("WANDB_CONSOLE", "").lower() != "off":
+            return name
+    return ""
+
+
+def warn_of_uploaded_console(callbacks: Iterable[TrainerCallback]) -> None:
+    """Say once that a tracker uploads what a rank prints, if one does.
+
+    Example:
+        >>> from transformers import PrinterCallback
+        >>> warn_of_uploaded_console([PrinterCallback()])
+    """
+    if tracker := uploads_console(callbacks):
+        logger.warning_once(
+            f"{tracker} uploads what is printed, so the console shows what trackers may see: means "
+            "over 50 messages. Errors, which may quote a batch, are uploaded too. For wandb set "
+            "WANDB_CONSOLE=off."
+        )
+
+
+def is_console(callback: TrainerCallback) -> bool:
+    """Say whether a callback prints, by the names of its classes.
+
+    Example:
+        >>> is_console(PrinterCallback())
+        True
+    """
     return not _CONSOLES.isdisjoint(kind.__name__ for kind in type(callback).__mro__)

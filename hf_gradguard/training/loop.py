@@ -21,9 +21,6 @@ from ..gradient_map.inputs import model_loss
 from ..gradient_map.parameters import is_sharded, shared_parameters
 from ..gradient_map.types import LossFunction, Shards
 from .exchange.average import SecureSum, average
-from .guards.batch_statistics import warn_of_statistics
-from .guards.checks import check_accelerator, check_loader, check_model, unsupported
-from .guards.devices import reason_of_defense
 from .guards.hooks import (
     Differentiation,
     check_hooks,
@@ -34,9 +31,18 @@ from .guards.hooks import (
     run_hooks_on_sums,
 )
 from .guards.kept_state import state_guard
-from .guards.watch import AgreedTables, BufferGuard, RowGuard
+from .guards.watch import AgreedTables, BufferGuard, RowGuard, warn_of_statistics
 from .learning_rate import warn_of_noise
 from .message import RandomStreams, private_draws
+from .privacy.private_rows import is_proved
+from .refusals import (
+    SHARDED_DEFENSE,
+    check_accelerator,
+    check_loader,
+    check_model,
+    reason_of_sharding,
+    refusal,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -183,7 +189,7 @@ class _Loop:
         if carrier_of is not self._ranks[0]:
             carrier = accelerator
             if clients is not None:
-                from ..sharded import ClientRanks
+                from .sharding import ClientRanks
 
                 carrier = ClientRanks(clients, shards, next(module.parameters()).device)
             elif hasattr(carrier_of, "all_reduce") and not isinstance(carrier_of, Accelerator):
@@ -205,12 +211,12 @@ class _Loop:
             if defense not in self._named:
                 self._named[defense] = make_defense(defense)
             defense = self._named[defense]
-        if shards is not None and (reason := reason_of_defense(defense)):
-            raise NotImplementedError(reason)
+        if shards is not None and (values := reason_of_sharding(defense)):
+            raise SHARDED_DEFENSE.error(values)
         if defense is not self._prepared:
             defense.prepare(module)
             warn_of_noise(defense)
-            self.state_guard = state_guard(defense, "local", _KEEP_STATE)
+            self.state_guard = state_guard(is_proved(defense), "local", _KEEP_STATE)
             self._prepared = defense
         self._check_hooks(module, defense, steps)
         return defense
@@ -230,9 +236,9 @@ def _shards_of(model: nn.Module) -> Shards | None:
     """The client's devices, if the model is cut over several."""
     if not is_sharded(model):
         return None
-    from ..sharded import Shards as ShardsOfModel
+    from .sharding import shards_of
 
-    return ShardsOfModel(model)
+    return shards_of(model)
 
 
 def _check_carriers(
@@ -285,10 +291,7 @@ def _bare(model: Any) -> nn.Module:
         return module
     if wrapped:
         if module._forward_hooks or module._forward_pre_hooks or [*hooks_of_module(module, "")]:
-            raise unsupported(
-                "hooks on DistributedDataParallel itself, which does not run. Register them on the "
-                "module inside it."
-            )
+            raise refusal("hook-on-wrapper")
         logger.warning_once(
             "The model is wrapped in DistributedDataParallel, whose reducer is not used: it would "
             "average true gradients. protect() averages protected ones."

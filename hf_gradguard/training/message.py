@@ -265,6 +265,11 @@ class MessageMaker:
             parameter.grad = weighted if parameter.grad is None else parameter.grad.add_(weighted)
         self._ledger.write(parameters.values())
 
+    @property
+    def metric_counts(self) -> dict[str, int]:
+        """How many messages each metric is of, that `pop_metrics` would return now."""
+        return {name: len(values) for name, values in self._metrics.items()}
+
     def pop_metrics(self) -> dict[str, float]:
         """Return the defense's metrics, as means over the messages since the last call."""
         means = {name: sum(values) / len(values) for name, values in self._metrics.items()}
@@ -430,3 +435,46 @@ class SharedMessages:
             return
         self.complete = self.complete and state["complete"]
         self._counts = Counter[str](state["messages"]) | self._counts
+
+
+@contextmanager
+def annotate_errors(batch: Mapping[str, Any], hides_content: bool = False) -> Iterator[None]:
+    """Errors in here, which often are a model's own, say what batch they are about.
+
+    Args:
+        batch: Of a rank.
+        hides_content: Whether its names alone are said: how many rows were drawn is a secret that
+            an ε counts on, and logs of errors may be uploaded.
+
+    Example:
+        >>> with annotate_errors({"labels": torch.tensor([7, 9])}):
+        ...     raise IndexError("Target 9 is out of bounds.")
+        Traceback (most recent call last):
+        IndexError: Target 9 is out of bounds.
+        The batch holds labels (2,) of int64 from 7 to 9.
+    """
+    try:
+        yield
+    except Exception as error:
+        contents = [n if hides_content else f"{n} {_described(v)}" for n, v in batch.items()]
+        error.add_note(f"The batch holds {', '.join(contents)}.")
+        if "more than 1 value per channel" in str(error):
+            error.add_note(_SINGLE)
+        raise
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"(a {type(value).__name__})"
+    about = f"{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    # an accelerator may be unable to answer after an error
+    if value.numel() and not value.is_floating_point() and value.device.type == "cpu":
+        low, high = value.aminmax()
+        about += f" from {int(low)} to {int(high)}"
+    return about
+
+
+_SINGLE = (
+    "A client of one row has no batch statistics. Take larger batches, fewer clients_per_process, "
+    "dataloader_drop_last=True, or batch_statistics='frozen'."
+)

@@ -208,6 +208,12 @@ class LeakageMeter:
             self.accountant.step(numbers, *leakage.samples)
         return True
 
+    @property
+    def metric_counts(self) -> dict[str, int]:
+        """How many messages each figure is of, that `pop_metrics` would return now."""
+        counts = {name: len(values) for name, values in self._metrics.items()}
+        return counts | {"leakage/mse_bound_with_prior": len(self._prior_precisions)}
+
     def pop_metrics(self) -> dict[str, float]:
         """Return the figures since the last call.
 

@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 from ..defenses import Defense
 from ..gradient_map.parameters import forget, shared_parameters
 from ..leakage import FisherAccountant, PrivacyAccount
-from .adapter import TrainerAdapter, annotate_errors
+from .adapter import TrainerAdapter
 from .card import complete_card, sharing
 from .checkpoints.private_state import (
     RunRecord,
@@ -45,23 +45,14 @@ from .clients.batches import (
     split,
 )
 from .clients.empty import EmptyClients, is_summed
-from .config import GradGuardConfig, setting
-from .exchange.average import any_rank, average, secure_sum_of
-from .exchange.start import StartAlike
-from .guards.batch_statistics import average_statistics, warn_of_statistics
-from .guards.checks import (
-    check_arguments,
-    check_collator,
-    check_loss,
-    check_training,
-)
-from .guards.classes import check_drawing, check_order, draws_batches
+from .clients.partition import Rows
+from .config import GradGuardConfig, RequestedSettings, setting
+from .exchange.average import SecureSum, any_rank, average
 from .guards.kept_state import state_guard
-from .guards.leakage import check_leakage
-from .guards.trackers import check_trackers
-from .message import Client, ClientBatch, RandomStreams
+from .guards.watch import average_statistics, warn_of_statistics
+from .logs import PrivateMetrics
+from .message import Client, ClientBatch, RandomStreams, annotate_errors
 from .meter import LeakageMeter
-from .metrics import PrivateMetrics
 from .privacy.account import AccountFile
 from .privacy.coupling import CouplingCheck
 from .privacy.failing_rows import AttemptsPassingRows, PassingCollator, ReadableRows, RowTrial
@@ -70,11 +61,24 @@ from .privacy.labels import RandomizedLabels, Randomizer
 from .privacy.private_rows import (
     PrivateRows,
     RowSampler,
+    is_proved,
     log_protection,
     resume_epsilon,
 )
 from .privacy.row_sampling import private_rows_of
-from .requested_settings import RequestedSettings
+from .refusals import (
+    Measured,
+    check_arguments,
+    check_collator,
+    check_drawing,
+    check_leakage,
+    check_loss,
+    check_order,
+    check_trackers,
+    check_training,
+    draws_batches,
+    refusal,
+)
 from .weights import Normalization, Spread
 
 
@@ -102,7 +106,7 @@ class GradGuardMixin(TrainerAdapter):
 
     Raises:
         ValueError: If no defense is named, or one is named twice.
-        NotImplementedError: For set-ups that cannot be protected; see `checks.py`.
+        NotImplementedError: For set-ups that cannot be protected; see `refusals.py`.
 
     Example:
         >>> from transformers import Seq2SeqTrainer
@@ -130,8 +134,6 @@ class GradGuardMixin(TrainerAdapter):
             check_arguments(args)
         self._requested, self._accountant = RequestedSettings(args, defense), accountant
         self._privacy_account: PrivacyAccount | None = None
-        self._fingerprints = Fingerprints()
-        self._labels = Randomizer()
         self._private_metrics = PrivateMetrics()
         super().__init__(args=args, **kwargs)
         self.before_training()
@@ -157,7 +159,7 @@ class GradGuardMixin(TrainerAdapter):
         """Check and prepare what was asked for. Clients forget what they remember if arguments,
         defense, model or data changed since the last training.
         """
-        if isinstance(self.args, GradGuardConfig):
+        if isinstance(self.args, GradGuardConfig) and self._requested.changed(self.args):
             self.args.check()
         self._requested.resolve(self.args)
         forget(self.model)  # its loss may be another now
@@ -165,27 +167,33 @@ class GradGuardMixin(TrainerAdapter):
         self._loss_pass = self.loss_pass()
         self._weights, self._normalizations = self.weights_of_clients(self._loss)
         own_batches = draws_batches(type(self), GradGuardMixin)
-        self.account_file.write_to(str(self.args.output_dir))
-        self.train_dataset = self._labels(self.train_dataset, self.args, self.model, own_batches)
+        if "account_file" in vars(self):
+            self.account_file.write_to(str(self.args.output_dir))
+        if setting(self.args, "protect_labels") is not None or "_labels" in vars(self):
+            rows = self.train_dataset, self.args, self.model, own_batches
+            self.train_dataset = self._labels(*rows)
         objects = {n: getattr(self, n) for n in ("model", "train_dataset", "processing_class")}
         defense = self.defense
         check_training(self.args, self.model, self.accelerator, self.train_dataset, defense)
         check_trackers(self.callback_handler.callbacks)
         check_loss(getattr(self, "loss", None))
-        self._secure = secure_sum_of(self.args, self.accelerator)
+        self._secure: SecureSum | None = None
+        if setting(self.args, "secure_aggregation"):
+            from .exchange.secure import secure_sum_of
+
+            self._secure = secure_sum_of(self.args, self.accelerator)
         if sums := is_summed(defense, self.args):
-            from ..secure.summed_noise import share_of_noise
+            from .exchange.secure import share_of_noise
 
             defense = share_of_noise(defense, self.args, self.accelerator.num_processes)
-        check_leakage(self.args, defense, self._accountant, own_batches, self.train_dataset)
+        rows = self.train_dataset
+        measured = Measured(self.args, defense, self._accountant, own_batches, rows)
+        check_leakage(measured)
         self._empty = EmptyClients(self._shared, sums)
         changed = self._requested.changed(self.args, objects)
         if not changed:
             return
         defense.prepare(self.model, self.processing_class)
-        if "model" in changed:
-            self.remove_callback(StartAlike)
-            self.add_callback(StartAlike(lambda: self.eval_dataset, lambda: self.defense))
         self._share_input_embeddings: bool = setting(self.args, "share_input_embeddings")
         self._batch_statistics: str = setting(self.args, "batch_statistics")
         if self.is_world_process_zero():
@@ -195,14 +203,15 @@ class GradGuardMixin(TrainerAdapter):
         self._tables = self.agreed_tables()
         self._shared(self.model)  # refuse none, name withheld
         self._host_clients(defense, own_batches)
-        meter = LeakageMeter(self.args, defense, self._accountant, self.account_file)
-        self._meter = meter if meter.measures_any else None
-        self.asks_for_input = defense.facts.needs_input or meter.measures_any
+        self._meter: LeakageMeter | None = None
+        if measured.measures:
+            self._meter = LeakageMeter(self.args, defense, self._accountant, self.account_file)
+        self.asks_for_input = defense.facts.needs_input or measured.measures
         streams = RandomStreams.of_arguments(self.args, self.accelerator.process_index)
         shared = self._share_input_embeddings, self._withhold
         self._messages = self.message_maker(streams, self._meter, self.ledger, *shared)
         self._attempt: Any = (self.private_rows and AttemptsPassingRows(self)) or operator.call
-        self.state_guard = state_guard(defense, self._batch_statistics)
+        self.state_guard = state_guard(is_proved(defense), self._batch_statistics)
         self._messages.state_guard = self.state_guard
         self._requested.bind(self.args, objects)
 
@@ -216,14 +225,17 @@ class GradGuardMixin(TrainerAdapter):
         """
         ranks = self.accelerator.num_processes
         self.remove_callback(PrivateRows)
-        self.private_rows = private_rows_of(
-            self, own_batches, lambda: self._clients, self._privacy_account, self.account_file
-        )
+        self.private_rows = None
+        if is_proved(self.defense):
+            self.private_rows = private_rows_of(
+                self, own_batches, lambda: self._clients, self._privacy_account, self.account_file
+            )
         # Each sample's loss is its own mean then; counts of labels would tell of the rows.
         self.counts_items = self.private_rows is None
-        if self.private_rows is None:
+        self._rows_of_clients: list[Rows] = []
+        if self.private_rows is None and setting(self.args, "num_clients") is not None:
             self._rows_of_clients = divide(self.train_dataset, self.args, ranks)
-        else:
+        elif self.private_rows is not None:
             self._privacy_account = self.private_rows.account  # kept under other settings, too
             self._rows_of_clients = self.private_rows.rows_of_clients
             self.add_callback(self.private_rows)
@@ -362,11 +374,7 @@ class GradGuardMixin(TrainerAdapter):
             inputs = dict(self._prepare_inputs(batches[0]))
             self.ledger.check_strangers(self.model, inputs, self._loss)
         if self._rows_of_clients and any(CLIENT not in batch for batch in batches):
-            raise NotImplementedError(
-                "GradGuardTrainer does not support num_clients with a get_train_dataloader whose "
-                "batches do not say whose rows they are. End it with "
-                "super().get_train_dataloader(), or leave num_clients out."
-            )
+            raise refusal("rows-of-no-client")
         return batches, count
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -394,17 +402,16 @@ class GradGuardMixin(TrainerAdapter):
         the last ones beside the summary.
         """
         if "loss" in logs or "train_loss" in logs:
-            metrics = self._messages.pop_metrics()
+            counts, metrics = self._messages.metric_counts, self._messages.pop_metrics()
             if self._meter is not None:
+                counts |= self._meter.metric_counts
                 metrics |= self._meter.pop_metrics() | self._meter.pop_skipped()
+            metrics = self.log_policy.measured(metrics)
             if self.private_rows is not None:
-                # How many rows were drawn and clipped, and how long that took, are no secret that
-                # ε covers: of the defense's metrics ε alone is logged.
-                metrics = {n: v for n, v in metrics.items() if not n.startswith("defense/")}
                 logs.update(self.private_rows.metrics())
             # beside the summary only if something came since the last log
             if "loss" in logs or any(metrics.values()):
-                self._private_metrics.log(self, logs, metrics)
+                self._private_metrics.log(self, logs, metrics, counts)
         super().log(logs, *args, **kwargs)
         self._private_metrics.remember(self.state)
 
@@ -414,8 +421,9 @@ class GradGuardMixin(TrainerAdapter):
         """
         if self._meter is None or self.control.should_log:
             return
+        counts = self._meter.metric_counts
         if metrics := self._meter.pop_metrics():
-            if logs := self._private_metrics.log(self, {}, metrics):
+            if logs := self._private_metrics.log(self, {}, metrics, counts):
                 super().log(logs)
             self._private_metrics.remember(self.state, beside=False)
 
@@ -472,6 +480,14 @@ class GradGuardMixin(TrainerAdapter):
             resume_epsilon(self._privacy_account, (), records)
         if self.accountant is not None:
             self.accountant.load_releases(e["release"] for e in records if "release" in e)
+
+    @functools.cached_property
+    def _labels(self) -> Randomizer:
+        return Randomizer()
+
+    @functools.cached_property
+    def _fingerprints(self) -> Fingerprints:
+        return Fingerprints()
 
     @functools.cached_property
     def account_file(self) -> AccountFile:

@@ -39,17 +39,27 @@ from ..gradient_map.parameters import is_sharded
 from ..gradient_map.types import LossFunction
 from ..gradient_map.views import ZeroGradient
 from ..randomness import Stream
-from ..sharded import ClientRanks, Shards
+from ..sharded import ClientRanks as ClientRanks
+from ..sharded import Shards
 from ..sharded.shards import local
 from .accelerator import GuardedAccelerator
 from .exchange.average import SecureSum, average
 from .exchange.start import StartAlike, agreed_upon, check_agreed
-from .guards.devices import sizes_of
 from .guards.watch import AgreedTables, Ledger
 from .message import ClientBatch, MessageMaker, RandomStreams
+from .refusals import sizes_of
 from .weights import Loss, LossWeights, Normalization, Spread, Weights
 
 _STEPPED = "gradguard_stepped.json"
+
+
+def shards_of(model: nn.Module) -> Shards:
+    """Return the devices of a client whose model is cut over several.
+
+    Args:
+        model: Cut by `fully_shard`.
+    """
+    return Shards(model)
 
 
 class ClientParallelism(ParallelismConfig):

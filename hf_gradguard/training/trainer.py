@@ -12,10 +12,9 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from ..defenses import Defense
 from ..models import explain_missing_model
-from .config import GradGuardConfig, setting
-from .guards.checks import check_arguments
+from .config import GradGuardConfig, resolve_defense, setting
 from .mixin import GradGuardMixin
-from .requested_settings import resolve_defense
+from .refusals import check_arguments
 
 
 class GradGuardTrainer(GradGuardMixin):
@@ -31,7 +30,7 @@ class GradGuardTrainer(GradGuardMixin):
 
     Raises:
         ValueError: If no defense is named, or one is named twice.
-        NotImplementedError: For set-ups that cannot be protected; see `checks.py`.
+        NotImplementedError: For set-ups that cannot be protected; see `refusals.py`.
 
     Example:
         >>> settings = {"max_steps": 1, "logging_steps": 1, "use_cpu": True, "save_strategy": "no"}

@@ -23,6 +23,7 @@ from transformers import Trainer
 from ..gradient_map.domain import count_rows
 from ..gradient_map.forward_hooks import has_forward_hooks
 from ..gradient_map.replay import Replay
+from .refusals import refusal
 
 Loss = Callable[[nn.Module, dict[str, Any], float | None], Tensor]
 """`(module, batch, items)`: the Trainer's loss, with `items` as its `num_items_in_batch`."""
@@ -181,11 +182,7 @@ class LossWeights:
         if not 0 < largest < math.inf:
             return None  # a loss that is not finite is refused later
         if abs(of_two - (of_one + of_many) / 2) > 1e-2 * largest:
-            raise NotImplementedError(
-                f"The loss changes by a factor of {of_two / of_one:g} when num_items_in_batch "
-                "doubles. It has to be a sum divided by it, a mean that ignores it, or one of "
-                "each added up: change compute_loss_func or compute_loss."
-            )
+            raise refusal("loss-normalization", factor=of_two / of_one)
         # so small an A makes no difference that arithmetic could tell
         return abs(of_one - of_many) <= 1e-6 * largest
 

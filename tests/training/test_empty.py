@@ -15,7 +15,7 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, chain, 
 from hf_gradguard.gradient_map.views import ZeroGradient
 from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.randomness import Stream
-from hf_gradguard.secure.summed_noise import share_of_noise
+from hf_gradguard.training.exchange.secure import share_of_noise
 
 SCALE = 50.0  # hides every gradient here
 STATED = ["gaussian_noise", "laplace_noise", "optimal_noise", "dp_sgd", "optimal_dp_sgd"]

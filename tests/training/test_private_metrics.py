@@ -20,8 +20,7 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.training.logs import pooled_logs
-from hf_gradguard.training.metrics import PrivateMetrics
+from hf_gradguard.training.logs import LogPolicy, PrivateMetrics
 
 OF_GRADIENTS = ("defense/relative_error", "defense/cosine", "leakage/dfil_max", "leakage/mse_bound")
 
@@ -179,8 +178,8 @@ def test_pushed_losses_are_of_many_messages(tmp_path: Path, private_metrics: str
 def test_losses_of_many_messages_are_as_logged() -> None:
     log = [{"step": step, "loss": float(step), "grad_norm": 1.0} for step in range(10, 130, 10)]
     log += [{"step": 120, "train_loss": 2.0}]
-    assert pooled_logs(log, messages_per_step=5) == log
-    pooled = pooled_logs(log, messages_per_step=1)
+    assert LogPolicy(messages_per_step=5).public_history(log) == log
+    pooled = LogPolicy(messages_per_step=1).public_history(log)
     assert {entry["step"]: entry["loss"] for entry in pooled if "loss" in entry} == {
         50: 30.0, 100: 80.0,
     }  # fmt: skip

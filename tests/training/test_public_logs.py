@@ -6,21 +6,33 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 from transformers import TrainerCallback, trainer_callback
 from transformers.integrations import integration_utils
 
-from hf_gradguard.training.logs import PooledLogs, _is_console, pooled_logs, without_rows
-from hf_gradguard.training.metrics import PrivateMetrics, without_private_metrics
+from hf_gradguard.training.logs import (
+    LEAST_MESSAGES,
+    MESSAGES,
+    PUBLISHED,
+    LogPolicy,
+    PooledLogs,
+    PrivateMetrics,
+    is_console,
+    without_rows,
+)
 
 OF_NO_BATCH = ["step", "epoch", "learning_rate", "grad_norm", "train_runtime",
                "train_samples_per_second", "train_steps_per_second"]  # fmt: skip
-OF_GRADIENTS = ["defense/cosine", "leakage/i2f_lower_bound"]  # metrics.py rounds or withholds them
+OF_GRADIENTS = [
+    "defense/cosine",
+    "leakage/i2f_lower_bound",
+]  # PrivateMetrics rounds or withholds them
 COUNTERS = ["total_flos", "num_input_tokens_seen", "num_tokens", "train_tokens_per_second",
             "train_tokens_per_second_per_gpu"]  # fmt: skip
 OF_BATCHES = ["loss", "entropy", "mean_token_accuracy", "rewards/chosen", "logps/rejected",
@@ -54,7 +66,7 @@ def test_counters_are_shown_as_they_are_after_fifty_messages(name: str) -> None:
 
 
 def test_leakage_alone_makes_an_entry_of_training() -> None:
-    (entry,) = pooled_logs([{"leakage/dfil_bound": 0.1, "margin": 0.5, "step": 3}], 1)
+    entry = PooledLogs(1).add({"leakage/dfil_bound": 0.1, "margin": 0.5, "step": 3})
     assert entry == {"leakage/dfil_bound": 0.1, "step": 3}
 
 
@@ -83,14 +95,14 @@ def callbacks() -> dict[str, type]:
 @pytest.mark.parametrize(("name", "kind"), callbacks().items())
 def test_what_shows_single_losses_is_a_console(name: str, kind: type) -> None:
     silent = type(name, (kind,), {"__del__": lambda self: None})  # which wants what __init__ made
-    assert _is_console(silent.__new__(silent)) == (name in CONSOLES)
+    assert is_console(silent.__new__(silent)) == (name in CONSOLES)
 
 
 @pytest.mark.parametrize("name", sorted(CONSOLES))
 def test_consoles_are_known_by_name(name: str) -> None:
     """Also where the library that has it is not installed."""
-    assert _is_console(type(name, (TrainerCallback,), {})())
-    assert _is_console(type("Own", (type(name, (TrainerCallback,), {}),), {})())
+    assert is_console(type(name, (TrainerCallback,), {})())
+    assert is_console(type("Own", (type(name, (TrainerCallback,), {}),), {})())
 
 
 def test_trackers_are_among_what_is_looked_at() -> None:
@@ -126,26 +138,170 @@ OF_ONE = ["defense/relative_error", "defense/cosine", "defense/left_out", "leaka
 
 
 @pytest.mark.parametrize("name", OF_NO_GRADIENT + OF_ONE)
-def test_what_is_of_no_gradient_is_logged_and_saved(name: str, tmp_path: Path) -> None:
+def test_what_is_of_no_gradient_is_logged_and_saved(name: str) -> None:
     """At the first message, to all digits. All else waits for 50, or stays out."""
     is_public, figure = name in OF_NO_GRADIENT, 0.123456
     assert (name in PrivateMetrics().means({name: figure}, messages=1)) == is_public
     means = PrivateMetrics()
     means.means({name: figure}, messages=49)
     assert means.means({name: figure}, messages=50)[name] == (figure if is_public else 0.12)
-    state = tmp_path / "trainer_state.json"
     entry = {"step": 1, "learning_rate": 0.1, name: figure}
-    state.write_text(json.dumps({"log_history": [entry], "total_flos": 1.0}))
-    without_private_metrics(state, messages_per_step=1)
-    (saved,) = json.loads(state.read_text())["log_history"]
+    state = LogPolicy(messages_per_step=1).public_state({"log_history": [entry], "total_flos": 1.0})
+    (saved,) = state["log_history"]
     assert (name in saved) == is_public
 
 
 @pytest.mark.parametrize("name", ["total_flos", "num_input_tokens_seen"])
-def test_a_saved_state_counts_as_its_log_does(name: str, tmp_path: Path) -> None:
+def test_a_saved_state_counts_as_its_log_does(name: str) -> None:
     """To the last 50 messages that are shown: what came since is of few batches."""
-    state = tmp_path / "trainer_state.json"
     log = [{"loss": 1.0, "step": step, name: 8 * step} for step in (49, 50, 70)]
-    state.write_text(json.dumps({"log_history": log, name: 560}))
-    without_private_metrics(state, messages_per_step=1)
-    assert json.loads(state.read_text())[name] == 400
+    state = LogPolicy(messages_per_step=1).public_state({"log_history": log, name: 560})
+    assert state[name] == 400
+
+
+# Windows. Each entry of a history is of messages of its own, and has figures that are means of
+# them. A public figure's weights say how far it follows each entry's. Whoever has all public
+# figures has all their sums and differences, too: none may be of fewer than 50 messages.
+
+
+class Logged(NamedTuple):
+    """An entry of a history.
+
+    Args:
+        messages: How many were shared since the entry before it.
+        entry: Whether it has a loss, and a figure beside the loss; else leakage alone is logged.
+        writes: Whether a file is written after it.
+    """
+
+    messages: int
+    entry: str
+    writes: bool
+
+
+Runs = some.lists(
+    some.builds(
+        Logged, some.integers(0, 60), some.sampled_from(["loss", "figure", "leakage"]),
+        some.booleans(),
+    ),
+    min_size=1, max_size=12,
+)  # fmt: skip
+
+
+def history_of(run: list[Logged], follows: int | None) -> list[dict[str, Any]]:
+    """A history of messages whose figures are 1 if they came with one entry, and else 0."""
+    history: list[dict[str, Any]] = []
+    total = since = ones = 0
+    for place, (messages, kind, _) in enumerate(run):
+        total, since = total + messages, since + messages
+        ones += messages * (place == follows)
+        entry: dict[str, Any] = {"step": total, MESSAGES: messages, "total_flos": 8 * total}
+        history.append(entry)
+        if kind == "leakage":
+            entry["leakage/dfil_mean"] = 1.0
+            continue
+        figure = ones / max(since, 1)
+        entry |= {"loss": figure} | ({"entropy": figure} if kind == "figure" else {})
+        since = ones = 0
+    mean = 0.0 if follows is None else run[follows].messages / max(total, 1)
+    return [*history, {"train_loss": mean, "step": total, MESSAGES: 0, "train_runtime": 1.0}]
+
+
+def public_figures(run: list[Logged], follows: int | None, name: str) -> list[float]:
+    """All that leaves under a name: what a tracker is handed, what files hold that are written on
+    the way, and the summary.
+    """
+    policy, history = LogPolicy(messages_per_step=1), history_of(run, follows)
+    windows = PooledLogs(1)
+    seen = [windows.add(entry) for entry in history]
+    for place, logged in enumerate(run):
+        if logged.writes or place == len(run) - 1:
+            seen += policy.public_state({"log_history": history[: place + 1]})["log_history"]
+    seen += policy.public_state({"log_history": history})["log_history"]
+    seen.append(policy.public_summary(history[-1], history))
+    names = {"loss", "train_loss"} if name == "loss" else {name}
+    return [entry[n] for entry in seen for n in sorted(names) if n in entry]
+
+
+def fewest_messages(weights: np.ndarray, counts: np.ndarray) -> int:
+    """Of how few messages a sum or a difference of figures is, of which each row has the weights.
+    Rows are reduced, so that each is free of as many entries as may be. Figures are rounded to four
+    digits, and weigh an entry by 1/720 at least.
+    """
+    rows, start = weights.astype(float).copy(), 0
+    for column in range(rows.shape[1]):
+        sizes = np.abs(rows[start:, column])
+        if not len(sizes) or sizes.max() < 5e-4:
+            continue
+        pivot = start + int(sizes.argmax())
+        rows[[start, pivot]] = rows[[pivot, start]]
+        rows[start] /= rows[start, column]
+        for other in range(len(rows)):
+            if other != start:
+                rows[other] -= rows[other, column] * rows[start]
+        start += 1
+    supports = [np.abs(row) > 1e-3 for row in (*weights, *rows[:start])]
+    return min((int(counts[support].sum()) for support in supports), default=LEAST_MESSAGES)
+
+
+@given(Runs)
+@pytest.mark.parametrize("name", ["loss", "entropy"])
+def test_nothing_that_leaves_is_of_fewer_than_fifty_messages(name: str, run: list[Logged]) -> None:
+    without = public_figures(run, None, name)
+    assert not any(without)
+    follows = [public_figures(run, place, name) for place in range(len(run))]
+    if without:
+        weights = np.array(follows).T
+        counts = np.array([logged.messages for logged in run])
+        assert fewest_messages(weights, counts) >= LEAST_MESSAGES
+
+
+@given(Runs)
+def test_counters_that_leave_are_fifty_messages_apart(run: list[Logged]) -> None:
+    history = history_of(run, None)
+    shown = [e["total_flos"] for e in PooledLogs(1).add_all(history) if "total_flos" in e]
+    state = LogPolicy(1).public_state({"log_history": history})
+    assert state["total_flos"] == (shown[-1] if shown else 0)
+    apart = np.diff([0, *shown])
+    assert (apart >= 8 * LEAST_MESSAGES).all()
+
+
+@given(
+    some.lists(
+        some.tuples(some.integers(0, 60), some.integers(0, 60), some.booleans()), max_size=15
+    )
+)
+def test_metrics_that_leave_are_of_fifty_messages_that_were_measured(
+    run: list[tuple[int, int, bool]],
+) -> None:
+    """However few of a run's messages are measured, and however often it is logged."""
+    private, total, pooled = PrivateMetrics(), 0, {"defense/cosine": 0, "leakage/dfil_mean": 0}
+    for messages, measured, has_leakage in run:
+        total += messages
+        metrics, counts = {"defense/cosine": 0.123456}, {"defense/cosine": messages}
+        if has_leakage and (measured := min(measured, messages)):
+            metrics |= {"leakage/dfil_mean": 0.123456}
+            counts |= {"leakage/dfil_mean": measured}
+        for name in metrics:
+            pooled[name] += counts[name]
+        shown = private.means(metrics, total, counts)
+        for name, value in shown.items():
+            assert value == 0.12
+            assert pooled[name] >= LEAST_MESSAGES
+            pooled[name] = 0
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_metrics_of_a_history_leave_if_they_were_published(published: bool) -> None:
+    """As after `private_metrics="log"` was set for a run that is resumed: what stands in its
+    history is of single messages.
+    """
+    entry = {"loss": 1.0, "step": 50, "defense/cosine": 0.123456, "defense/seconds": 1.0}
+    history = [entry | ({PUBLISHED: True} if published else {})]
+    policy = LogPolicy(messages_per_step=1, publishes_metrics=True)
+    for (shown,) in (
+        policy.public_history(history),
+        policy.public_state({"log_history": history})["log_history"],
+    ):
+        assert ("defense/cosine" in shown) == published
+        assert "defense/seconds" in shown
+        assert PUBLISHED not in shown

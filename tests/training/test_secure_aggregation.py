@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-from helpers import make_task, reachable
+from helpers import make_task, reachable, refuses
 from scipy import stats
 from torch import Tensor, nn
 
@@ -21,8 +21,8 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.defenses import chain, make_defense
 from hf_gradguard.randomness import Stream
 from hf_gradguard.secure.aggregation import FixedPoint, SecureAggregation
-from hf_gradguard.secure.summed_noise import rounding_of_sum, share_of_noise
 from hf_gradguard.training.clients.empty import is_summed
+from hf_gradguard.training.exchange.secure import rounding_of_sum, share_of_noise
 
 WORDS = {32: torch.int32, 64: torch.int64}
 
@@ -244,14 +244,14 @@ def test_noise_of_the_sum_keeps_the_other_settings(name: str) -> None:
     ids=str,
 )
 def test_noise_of_the_sum_needs_a_stated_gaussian(defense: Any) -> None:
-    with pytest.raises(NotImplementedError, match="no Gaussian noise of a stated scale"):
+    with refuses("sum-of-unknown-noise"):
         share_of_noise(defense, summed(), ranks=3)
     assert not is_summed(defense, config())
 
 
 def test_noise_of_the_sum_needs_every_message() -> None:
     defense = make_defense("gaussian_noise", scale=1.0)
-    with pytest.raises(NotImplementedError, match="takes its noise out of the sum"):
+    with refuses("sum-with-limit"):
         share_of_noise(defense, summed(leakage_limit=0.1), ranks=3)
 
 

@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 
 from ...gradient_map.domain import count_rows, domains_in
 from ..config import setting
-from ..guards.checks import PADDING_FREE
+from ..refusals import refusal
 from .partition import Rows, fetched, make_partition
 
 CLIENT, SHARE, ROW = "gradguard_client", "gradguard_share", "gradguard_row"
@@ -183,7 +183,7 @@ class WholeCollator:
         >>> answers = WholeCollator(lambda rows: {"input_ids": torch.zeros(2 * len(rows), 3)})
         >>> answers(["one", "two"])
         Traceback (most recent call last):
-        NotImplementedError: A batch has 4 rows of 2 examples, ...
+        hf_gradguard.training.refusals.UnsupportedError: A batch has 4 rows of 2 examples, ...
     """
 
     collate: Callable[[list[Any]], dict[str, Any]]
@@ -193,11 +193,7 @@ class WholeCollator:
         domains = domains_in(batch) if isinstance(batch, dict) else []
         rows = batch[domains[0].key] if domains else None
         if isinstance(rows, Tensor) and rows.dim() and len(rows) > len(examples):
-            raise NotImplementedError(
-                f"A batch has {len(rows)} rows of {len(examples)} examples, such as preference "
-                "pairs, so it cannot be cut into clients. Give each rank one client: "
-                "clients_per_process=1, num_clients left out."
-            )
+            raise refusal("rows-of-one-example", rows=len(rows), examples=len(examples))
         return batch
 
 
@@ -316,7 +312,7 @@ def split(batch: dict[str, Any], num_clients: int) -> list[dict[str, Any]]:
     # All texts in one row: cut by rows, one client would have them all.
     rows = count_rows(batch)
     if rows == 1 and _is_padding_free(batch):
-        raise NotImplementedError(f"GradGuardTrainer does not support {PADDING_FREE}")
+        raise refusal("padding-free")
     device = next(value.device for value in batch.values() if isinstance(value, Tensor))
     parts_of = torch.arange(rows, device=device).tensor_split(num_clients)
     return [_take(batch, index, rows) for index in parts_of]
@@ -339,7 +335,7 @@ def clients_in(
     columns = {key: value for key, value in batch.items() if key not in (CLIENT, SHARE)}
     numbers, shares = batch[CLIENT], batch[SHARE]
     if count_rows(columns) != len(numbers):
-        raise NotImplementedError(f"GradGuardTrainer does not support {PADDING_FREE}")
+        raise refusal("padding-free")
     # In the order of their numbers: messages of one noise_seed come in the same order again.
     for number in numbers.unique():
         index = (numbers == number).nonzero().flatten()
@@ -360,11 +356,7 @@ def _take(batch: dict[str, Any], index: Tensor, rows: int) -> dict[str, Any]:
         elif length == 1 or not isinstance(value, Tensor | list | tuple):
             taken[key] = value
         else:
-            raise NotImplementedError(
-                f"{key!r} of a batch has {length} entries where the batch has {rows} rows, so it "
-                "cannot be cut into clients. Return one entry per row from the collator, or give "
-                "each rank one client: clients_per_process=1, num_clients left out."
-            )
+            raise refusal("entries-of-no-row", name=key, entries=length, rows=rows)
     return taken
 
 

@@ -6,27 +6,14 @@ Federated Visual Classification" (2019).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-PARTITIONS = ("iid", "dirichlet")
+from ..refusals import is_of_datasets
+
 Rows = np.ndarray
-
-
-def is_of_datasets(data: Any, *kinds: str) -> bool:
-    """Return whether data is of these classes of the library `datasets`.
-
-    The library need not be installed.
-
-    Example:
-        >>> is_of_datasets([1, 2], "Dataset")
-        False
-    """
-    library = sys.modules.get("datasets")  # who holds an object of it has imported it
-    return library is not None and isinstance(data, tuple(getattr(library, k) for k in kinds))
 
 
 def partition_iid(rows: int, num_clients: int, generator: np.random.Generator) -> list[Rows]:

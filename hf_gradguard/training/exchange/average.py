@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import TrainingArguments
-
-from ..config import setting
 
 Bits = Literal[32, 64]
 
@@ -29,22 +26,6 @@ class SecureSum(Protocol):
 
     def check_carrier(self, accelerator: object) -> None:
         """Raise an error for another accelerator than its own."""
-
-
-def secure_sum_of(args: TrainingArguments, accelerator: Accelerator) -> SecureSum | None:
-    """Return the secure aggregation that training arguments ask for, or `None`.
-
-    Example:
-        >>> secure_sum_of(TrainingArguments("out"), Accelerator(cpu=True)) is None
-        True
-    """
-    settings: Any = args
-    if not setting(args, "secure_aggregation"):
-        return None
-    from ...secure import SecureAggregation
-
-    bound, keys = settings.secure_aggregation_range, settings.secure_aggregation_keys
-    return SecureAggregation(accelerator, bound, keys)
 
 
 def average(

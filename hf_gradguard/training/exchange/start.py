@@ -10,14 +10,14 @@ from weakref import WeakSet
 import torch
 from accelerate.utils import broadcast, gather
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from ...defenses import Defense
 from ...gradient_map.parameters import is_sharded
 from ...leakage.received import ADVICE, check_received
 from ..config import setting
-from ..guards.checks import check_loader
+from ..refusals import check_loader
 from .own_settings import compared_settings
 
 ALONE = (
@@ -91,7 +91,7 @@ def say_received(model: nn.Module) -> None:
 _TRAINED: WeakSet[nn.Module] = WeakSet()
 
 
-class StartAlike(TrainerCallback):
+class StartAlike:
     """Every rank is asked for the same, and starts, as wrapping in DDP would have made it, from
     rank 0's parameters and buffers.
 
@@ -305,23 +305,20 @@ def _settings(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield name, repr(value.tolist() if isinstance(value, Tensor) else value)
 
 
-class SaysRanks(TrainerCallback):
-    """Says, when training begins, how many ranks there are: warns of one that is alone, once.
+def log_ranks(ranks: int, state: TrainerState) -> None:
+    """Log how many ranks train, on one for all: warn of one that is alone, once.
+
+    Args:
+        ranks: How many there are.
+        state: Of the training.
 
     Example:
-        >>> from hf_gradguard import GradGuardTrainer
-        >>> trainer = GradGuardTrainer(model, defense="pruning")
-        >>> trainer.remove_callback(SaysRanks)  # where one process simulates a client of many
+        >>> from transformers import TrainerState
+        >>> log_ranks(2, TrainerState())
     """
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """On one rank for all."""
-        if not state.is_world_process_zero:
-            return
-        if self._ranks == 1:
-            logger.warning_once(ALONE)
-        else:
-            logger.info(f"{self._ranks} ranks share protected gradients.")
+    if not state.is_world_process_zero:
+        return
+    if ranks == 1:
+        logger.warning_once(ALONE)
+    else:
+        logger.info(f"{ranks} ranks share protected gradients.")

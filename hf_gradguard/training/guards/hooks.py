@@ -15,20 +15,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as every_module
-from transformers import TrainerCallback, TrainingArguments
 
 from ...defenses import Defense
 from ...gradient_map.parameters import is_sharded
 from ..config import setting
-from .checks import beyond_gradient, unsupported
-from .leakage import Measured
-
-_REMOVE = "Remove it (the handle's remove())"
-_INSTEAD = (
-    f"{_REMOVE}. Work on the protected gradient in Tensor.register_post_accumulate_grad_hook or "
-    "the optimizer's register_step_pre_hook, and on the true one in the loss (compute_loss) or in "
-    "a Defense."
-)
+from ..refusals import HOOKS, Measured, refusal, refuse
 
 
 class Hook(NamedTuple):
@@ -71,62 +62,32 @@ class Differentiation(NamedTuple):
         args, defense = trainer.args, trainer.defense
         return cls(
             defense,
-            Measured(args, defense, trainer.accountant, False, None).measures,
+            Measured(args, defense, trainer.accountant).measures,
             trainer.messages_per_step * setting(args, "clients_per_process"),
             setting(args, "noise_for") == "sum",
             trainer.accelerator.scaler is not None,
         )
 
 
-class HookGuard(TrainerCallback):
-    """Looks before each optimizer step for hooks that would not run as in a plain training, and
-    runs those that wait for `.grad`.
+class HookedTraining(NamedTuple):
+    """A hook in a training, which the rules `HOOKS` look at.
 
     Args:
-        trainer: A protected one.
-
-    Attributes:
-        has_sums: Whether any hook waits for `.grad`.
-
-    Example:
-        >>> guard = HookGuard(trainer=None)
-        >>> guard.has_sums  # nothing was looked at yet
-        False
+        hook: On the model.
+        differentiation: Says how gradients are made.
+        is_sharded: Whether a device holds a part of the model.
+        is_withheld: Whether the hook is on a parameter that no message is of.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.has_sums = False
+    hook: Hook
+    differentiation: Differentiation
+    is_sharded: bool
+    is_withheld: bool
 
-    def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
-        """Look also at the steps of autograd's that add to `.grad`, which takes a while."""
-        self._check(hooks_of_accumulation(self._trainer.model))
-
-    def on_step_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
-        """Look again, for a callback may have registered one since."""
-        self._check(())
-
-    def on_substep_end(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
-        """Look again before the next micro-batch."""
-        self._check(())
-
-    def _check(self, hooks: Iterable[Hook]) -> None:
-        trainer, hooks = self._trainer, [*hooks, *hooks_of(self._trainer.model)]
-        if hooks or packs_tensors():
-            shared_names = trainer.shared_names
-            check_hooks(trainer.model, hooks, Differentiation.of_trainer(trainer), shared_names)
-        self.has_sums = any(hook.sees == "sum" for hook in hooks)
-
-    def run(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Run the hooks that wait for `.grad`, when all messages of a micro-batch are in it.
-
-        Raises:
-            NotImplementedError: For a hook that does more than change `.grad`.
-        """
-        summed = [parameter for parameter in parameters if parameter.grad is not None]
-        self._trainer.ledger.check(summed, "run hooks")
-        run_hooks_on_sums(summed)
-        self._trainer.ledger.write(summed)
+    @property
+    def values(self) -> dict[str, object]:
+        """What stands in braces in the rules' texts."""
+        return {"hook": f"{self.hook.call} ({self.hook.place})"}
 
 
 def check_hooks(
@@ -144,7 +105,7 @@ def check_hooks(
         shared_names: Of the parameters that messages are of.
 
     Raises:
-        NotImplementedError: With the hook, the reason and the way out.
+        UnsupportedError: With the hook, the reason and the way out.
 
     Example:
         >>> names = [name for name, _ in model.named_parameters()]
@@ -155,76 +116,15 @@ def check_hooks(
         >>> apart = Differentiation(make_defense("dp_sgd", **settings))
         >>> check_hooks(model, hooks_of(model), apart, names)
         Traceback (most recent call last):
-        NotImplementedError: ... does not support Tensor.register_hook (classifier.bias) with ...
+        hf_gradguard.training.refusals.UnsupportedError: ... (classifier.bias) with ...
         >>> handle.remove()
     """
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     for hook in hooks:
-        named = f"{hook.call} ({hook.place})"
-        if hook.sees == "step":
-            raise unsupported(
-                f"{named}: it waits for a backward pass that adds to .grad, and there is none. "
-                f"{_INSTEAD}"
-            )
-        if is_sharded(model):
-            raise unsupported(
-                f"{named} on a sharded model: it would see a device's own part of the true "
-                f"gradient. {_REMOVE}, or give each client one device."
-            )
-        if hook.place in trainable and hook.place not in shared_names:
-            raise unsupported(
-                f"{named}: this parameter is withheld, so there is no gradient that the hook could "
-                f"see. {_REMOVE}, or share the parameter (share_input_embeddings=True; withhold)."
-            )
-        reason = _reason_of_sum if hook.sees == "sum" else _reason_of_slopes
-        if why := reason(hook, differentiation):
-            raise unsupported(f"{named} with {why}")
+        is_withheld = hook.place in trainable and hook.place not in shared_names
+        refuse(HOOKS, HookedTraining(hook, differentiation, is_sharded(model), is_withheld))
     if differentiation.defense.facts.needs_samples and packs_tensors():
-        raise unsupported(
-            "torch.autograd.graph.saved_tensors_hooks with per_sample=True: samples' gradients are "
-            "made of what layers took in, and not of what such hooks make of it. Leave their "
-            "context, also that of save_on_cpu; activation checkpointing saves memory, too."
-        )
-
-
-def _reason_of_sum(_: Hook, differentiation: Differentiation) -> str:
-    if differentiation.is_summed:
-        return (
-            "noise_for='sum': it would work on a message that has a share of the noise alone. "
-            f"{_REMOVE}, or set noise_for='message'; the optimizer's register_step_pre_hook works "
-            "on the sum."
-        )
-    if differentiation.is_scaled:
-        return (
-            "fp16: gradients are unscaled before they are added to .grad. Use bf16=True, or the "
-            "optimizer's register_step_pre_hook."
-        )
-    return ""
-
-
-def _reason_of_slopes(hook: Hook, differentiation: Differentiation) -> str:
-    defense = differentiation.defense
-    facts = defense.facts
-    if facts.needs_samples:
-        return (
-            "per_sample=True: samples' gradients are made of what layers took in and gave back. "
-            "This hook would join samples, which ε counts apart, or would not be seen. "
-            f"{_INSTEAD}"
-        )
-    if needs := beyond_gradient(defense):
-        return f"{defense.name}: {needs} The hook would have no part in that. {_INSTEAD}"
-    if differentiation.is_measured:
-        return (
-            "leakage_logging_steps, leakage_limit or an accountant: they ask how the gradient "
-            f"depends on the input, and the hook would have no part in that. {_INSTEAD}"
-        )
-    if differentiation.messages > 1 and hook.package != "peft":  # its own are projections
-        return (
-            f"{differentiation.messages} messages a step (accumulation, clients, ranks): it would "
-            "see the gradient of each message's own mean loss, where a plain training weighs the "
-            f"loss before. {_INSTEAD}"
-        )
-    return ""
+        raise refusal("saved-tensors-hooks")
 
 
 def hooks_of(model: nn.Module) -> list[Hook]:
@@ -264,17 +164,13 @@ def check_free_of_hooks(model: nn.Module) -> None:
     """Refuse an audit of a model with hooks that see gradients.
 
     Raises:
-        NotImplementedError: With the hook, the reason and the way out.
+        UnsupportedError: With the hook, the reason and the way out.
 
     Example:
         >>> check_free_of_hooks(model)
     """
     for hook in hooks_of(model):
-        raise NotImplementedError(
-            f"An audit does not support {hook.call} ({hook.place}): attackers compute gradients "
-            f"anew, and the hook would have no part in that. {_REMOVE}, and audit the defense "
-            "without it, or write what it does as a Defense."
-        )
+        raise refusal("hook-in-audit", hook=f"{hook.call} ({hook.place})")
 
 
 def _hooks_of_parameter(name: str, parameter: nn.Parameter) -> Iterator[Hook]:
@@ -346,7 +242,7 @@ def run_hooks_on_sums(parameters: Iterable[nn.Parameter]) -> None:
         parameters: Those whose `.grad` was added to, in the model's order.
 
     Raises:
-        NotImplementedError: For a hook that takes `.grad` away or writes to the parameter, as
+        UnsupportedError: For a hook that takes `.grad` away or writes to the parameter, as
             optimizers within the backward pass do.
 
     Example:
@@ -362,9 +258,4 @@ def run_hooks_on_sums(parameters: Iterable[nn.Parameter]) -> None:
             writes = parameter._version
             hook(parameter)
             if parameter.grad is None or parameter._version != writes:
-                raise unsupported(
-                    "a hook of Tensor.register_post_accumulate_grad_hook that takes .grad away or "
-                    "writes to the parameter: an optimizer's step there would come before "
-                    "messages are averaged. Change .grad in place, and leave the step to the "
-                    "Trainer's optimizer."
-                )
+                raise refusal("hook-that-steps")

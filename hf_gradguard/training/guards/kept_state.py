@@ -17,30 +17,29 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ...defenses import Defense
 from ...gradient_map.exchanges import no_exchange
 from ...gradient_map.lookups import vary
 from ...gradient_map.replay import ModuleState, WeightState, draws_kept
 from ...gradient_map.types import LossFunction
-from ..privacy.private_rows import is_proved
+from ..refusals import refusal
 from .watch import BufferGuard
 
 logger = logging.get_logger(__name__)
 
 
-def state_guard(defense: Defense, batch_statistics: str, instead: str = "") -> BufferGuard:
-    """What looks after the state of a model's modules while messages are made.
+def state_guard(proves: bool, batch_statistics: str, instead: str = "") -> BufferGuard:
+    """Return what looks after the state of a model's modules while messages are made.
 
     Args:
-        defense: Of the messages.
+        proves: Whether the messages prove something.
         batch_statistics: As for `GradGuardConfig`.
         instead: The way out where it refuses. Default: a Trainer's.
 
     Example:
-        >>> type(state_guard(make_defense("pruning"), "local")).__name__
+        >>> type(state_guard(proves=False, batch_statistics="local")).__name__
         'BufferGuard'
     """
-    is_frozen, proves = batch_statistics == "frozen", is_proved(defense)
+    is_frozen = batch_statistics == "frozen"
     if not (is_frozen or proves):
         return BufferGuard()
     return KeptState(proves, is_frozen, instead or _FROZEN)
@@ -90,7 +89,9 @@ class KeptState(BufferGuard):
         lasting = state.changed_extras() + ([] if weights is None else weights.changed())
         lasting += state.variables_set()
         if lasting := [name for name in lasting if name not in self._public]:
-            raise NotImplementedError(_LASTING.format(type(model).__name__, _listed(lasting)))
+            raise refusal(
+                "lasting-state-of-rows", kind=type(model).__name__, names=_listed(lasting)
+            )
 
     def _look(
         self, model: nn.Module, batch: Mapping[str, Any], loss_fn: LossFunction, state: ModuleState
@@ -106,9 +107,10 @@ class KeptState(BufferGuard):
         saved = {*model.state_dict(keep_vars=True), *extras} & follows
         if (written := [name for name in changed if name in saved]) and not self._is_frozen:
             state.restore()
-            raise NotImplementedError(
-                _REFUSED.format(type(model).__name__, _listed(written), self._instead)
-            )
+            raise refusal(
+                "saved-state-of-rows",
+                kind=type(model).__name__, names=_listed(written), way_out=self._instead,
+            )  # fmt: skip
 
 
 def _follow_the_batch(
@@ -134,11 +136,6 @@ def _listed(names: list[str]) -> str:
     return f"{', '.join(names[:5])}{unlisted}"
 
 
-_REFUSED = (
-    "GradGuardTrainer does not support dp_sgd that clips samples, or correlates noise, with {}, "
-    "which writes to {} as it runs. They are saved with the model and hold what it made of private "
-    "rows, which no ε covers. {}"
-)
 _FROZEN = (
     "Set batch_statistics='frozen', under which every message leaves modules as it found them; or "
     "compute this elsewhere than in forward, from public data."
@@ -146,9 +143,4 @@ _FROZEN = (
 _PUT_BACK = (
     "{} writes to {} as it runs. Each message puts that back as it found it: what is made of a "
     "batch stays in no model and reaches no later message."
-)
-_LASTING = (
-    "GradGuardTrainer does not support {}, whose passes write to {}. That is saved with the model "
-    "or stays around it, cannot be put back, and holds what was made of private rows. Write it "
-    "elsewhere than in forward, or keep it in buffers and set batch_statistics='frozen'."
 )

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer
 
 from ...models import label_kind, task_of
-from ..clients.partition import is_of_datasets
 from ..privacy.labels import RandomizedLabels
+from ..refusals import is_of_datasets
 
 _COLUMNS = ("labels", "label", "label_ids")
 _TASKS = ("text-classification", "image-classification", "token-classification")
@@ -24,36 +24,33 @@ _IGNORED = -100
 _INSTEAD = "Make them class ids: whole numbers from 0 to {}"
 
 
-class LabelGuard(TrainerCallback):
-    """Looks at all labels of tables and lists when training begins.
+def check_all_labels(trainer: Any) -> None:
+    """Look at all labels of tables and lists that a Trainer trains on, or evaluates on meanwhile.
 
     Args:
         trainer: Its model, data and loss count: a loss or a collator of the user's own may take
             other labels.
 
+    Raises:
+        ValueError: As for `check_labels`.
+
     Example:
-        >>> guard = LabelGuard(trainer=None)
-        >>> guard.on_init_end(args=None, state=None, control=None)  # looks at nothing yet
+        >>> from hf_gradguard import GradGuardTrainer
+        >>> trainer = GradGuardTrainer(model, defense="pruning", train_dataset=train_dataset)
+        >>> check_all_labels(trainer)
     """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
-        """Look at what is trained on, and at what is evaluated meanwhile."""
-        trainer = self._trainer
-        task, loss = task_of(trainer.model), trainer.compute_loss_func or type(trainer).compute_loss
-        collator = trainer.data_collator
-        source = getattr(collator, "__module__", type(collator).__module__)
-        is_stock = loss is Trainer.compute_loss and source.split(".")[0] == "transformers"
-        if task is None or task.name not in _TASKS or not is_stock:
-            return
-        takes_bools = not hasattr(collator, "tokenizer")  # of a column called label
-        check_labels("train_dataset", trainer.train_dataset, trainer.model, takes_bools)
-        if args.eval_strategy != "no":
-            datasets = trainer.eval_dataset
-            for dataset in datasets.values() if isinstance(datasets, dict) else [datasets]:
-                check_labels("eval_dataset", dataset, trainer.model, takes_bools)
+    task, loss = task_of(trainer.model), trainer.compute_loss_func or type(trainer).compute_loss
+    collator = trainer.data_collator
+    source = getattr(collator, "__module__", type(collator).__module__)
+    is_stock = loss is Trainer.compute_loss and source.split(".")[0] == "transformers"
+    if task is None or task.name not in _TASKS or not is_stock:
+        return
+    takes_bools = not hasattr(collator, "tokenizer")  # of a column called label
+    check_labels("train_dataset", trainer.train_dataset, trainer.model, takes_bools)
+    if trainer.args.eval_strategy != "no":
+        datasets = trainer.eval_dataset
+        for dataset in datasets.values() if isinstance(datasets, dict) else [datasets]:
+            check_labels("eval_dataset", dataset, trainer.model, takes_bools)
 
 
 def check_labels(name: str, dataset: Any, model: Any, takes_bools: bool = False) -> None:

@@ -1,9 +1,16 @@
-"""What may reach the optimizer: gradients that were protected and exchanged, and nothing else.
+"""What is watched while a training runs.
+
+`Ledger`: what may reach the optimizer are gradients that were protected and exchanged, and nothing
+else.
 
 Whoever calls `loss.backward()` (a `training_step` of one's own, a callback, a loss that
 differentiates) adds a true gradient to `.grad`, from where it would be sent to other ranks or
 trained on. So the package writes down which tensors it put there, and every later hand-over looks
 whether they are those, unchanged. That is a comparison of two integers a parameter.
+
+`HookGuard`: users' hooks run as in a plain training, or are refused. `AgreedTables`: ranks withhold
+the same tables. `RowGuard` and `BufferGuard` warn of zero rows, and of buffers, that tell of a
+batch.
 """
 
 from __future__ import annotations
@@ -25,7 +32,16 @@ from ...gradient_map.parameters import find_tables, remember_tables
 from ...gradient_map.replay import ModuleState, draws_kept, modes_kept, nodes_of
 from ...gradient_map.types import LossFunction, Shards
 from ..exchange.average import SecureSum, average
-from .batch_statistics import tracking_layers
+from ..refusals import refusal
+from .hooks import (
+    Differentiation,
+    Hook,
+    check_hooks,
+    hooks_of,
+    hooks_of_accumulation,
+    packs_tensors,
+    run_hooks_on_sums,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -136,7 +152,7 @@ class Ledger(TrainerCallback):
                 back.
 
         Raises:
-            NotImplementedError: With their shapes.
+            UnsupportedError: With their shapes.
         """
         batch = {name: value for name, value in batch.items() if not name.startswith("gradguard_")}
         with draws_kept(model), modes_kept(model):
@@ -145,12 +161,8 @@ class Ledger(TrainerCallback):
         trained = [parameter for parameter in self.strangers if id(parameter) in reached]
         self.strangers = []
         if trained:
-            raise NotImplementedError(
-                f"GradGuardTrainer does not support {len(trained)} of the optimizer's parameters "
-                f"(shapes {', '.join(str(tuple(p.shape)) for p in trained[:3])}), which are none "
-                "of the model's: a loss has its own. They would not be trained. Make them part of "
-                "the model, or take a loss without any."
-            )
+            shapes = ", ".join(str(tuple(p.shape)) for p in trained[:3])
+            raise refusal("loss-with-parameters", count=len(trained), shapes=shapes)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         optimized = {p for group in optimizer.param_groups for p in group["params"]}
@@ -159,12 +171,7 @@ class Ledger(TrainerCallback):
         except RuntimeError:
             if not _global_optimizer_pre_hooks:
                 raise
-            raise NotImplementedError(
-                "GradGuardTrainer does not support a hook of "
-                "torch.optim.optimizer.register_optimizer_step_pre_hook that changes .grad: it "
-                "runs before anything could see that .grad was exchanged. Register it on the "
-                "optimizer (register_step_pre_hook), which may change what was."
-            ) from None
+            raise refusal("hook-of-every-optimizer") from None
         if not self._exchanged:
             raise RuntimeError(
                 "GradGuardTrainer will not step: nothing was exchanged since the last step. "
@@ -183,6 +190,57 @@ class Ledger(TrainerCallback):
     def _stamps(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, tuple[Tensor, int]]:
         """What tells a `.grad` from any other, and from itself once it was written to."""
         return {p: (p.grad, self.writes(p.grad)) for p in parameters if p.grad is not None}
+
+
+class HookGuard(TrainerCallback):
+    """Looks before each optimizer step for hooks that would not run as in a plain training, and
+    runs those that wait for `.grad`.
+
+    Args:
+        trainer: A protected one.
+
+    Attributes:
+        has_sums: Whether any hook waits for `.grad`.
+
+    Example:
+        >>> guard = HookGuard(trainer=None)
+        >>> guard.has_sums  # nothing was looked at yet
+        False
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.has_sums = False
+
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
+        """Look also at the steps of autograd's that add to `.grad`, which takes a while."""
+        self._check(hooks_of_accumulation(self._trainer.model))
+
+    def on_step_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
+        """Look again, for a callback may have registered one since."""
+        self._check(())
+
+    def on_substep_end(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
+        """Look again before the next micro-batch."""
+        self._check(())
+
+    def _check(self, hooks: Iterable[Hook]) -> None:
+        trainer, hooks = self._trainer, [*hooks, *hooks_of(self._trainer.model)]
+        if hooks or packs_tensors():
+            shared_names = trainer.shared_names
+            check_hooks(trainer.model, hooks, Differentiation.of_trainer(trainer), shared_names)
+        self.has_sums = any(hook.sees == "sum" for hook in hooks)
+
+    def run(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Run the hooks that wait for `.grad`, when all messages of a micro-batch are in it.
+
+        Raises:
+            UnsupportedError: For a hook that does more than change `.grad`.
+        """
+        summed = [parameter for parameter in parameters if parameter.grad is not None]
+        self._trainer.ledger.check(summed, "run hooks")
+        run_hooks_on_sums(summed)
+        self._trainer.ledger.write(summed)
 
 
 class AgreedTables:
@@ -368,3 +426,75 @@ def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers():
         if name in saved and not name.startswith(layers):
             yield name, buffer
+
+
+# Running statistics of normalization layers. Batch normalization keeps means and variances of the
+# last batches' activations. They are computed on private data, no defense protects them, and an
+# attacker uses them (GradInversion matches them).
+
+
+def tracking_layers(model: nn.Module) -> dict[str, nn.modules.batchnorm._NormBase]:
+    """The layers that keep running statistics, by name.
+
+    Example:
+        >>> list(tracking_layers(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))))
+        ['1']
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
+    }
+
+
+def warn_of_statistics(model: nn.Module, choice: str) -> None:
+    """Say once what becomes of a model's running statistics.
+
+    Args:
+        model: What is trained.
+        choice: One of `BATCH_STATISTICS` of `config.py`.
+
+    Example:
+        >>> warn_of_statistics(model, "local")  # BERT has none, so nothing is said
+    """
+    layers = tracking_layers(model)
+    if layers and choice == "local":
+        logger.warning(
+            f"{type(model).__name__} keeps batch statistics ({len(layers)} layers, the first is "
+            f"{next(iter(layers))!r}). Each rank's stay its own; rank 0's are saved with the "
+            "model, so publishing it publishes them. Group normalization has none; "
+            "batch_statistics='frozen' takes those that the model came with; 'shared' averages "
+            "them over ranks. In a loop of your own put these layers in eval mode."
+        )
+
+
+def freeze_statistics(model: nn.Module) -> None:
+    """Normalize by the statistics that the model came with. `model.train()` undoes it.
+
+    Example:
+        >>> layer = nn.BatchNorm1d(4)
+        >>> freeze_statistics(layer)
+        >>> layer.training
+        False
+    """
+    for layer in tracking_layers(model).values():
+        layer.eval()
+
+
+def average_statistics(
+    model: nn.Module, accelerator: Accelerator, secure: SecureSum | None = None
+) -> None:
+    """Replace running means and variances by their means over ranks, as federated averaging does.
+    Unprotected but for `secure`, which hides each rank's behind the mean.
+
+    Example:
+        >>> average_statistics(nn.BatchNorm1d(4), Accelerator(cpu=True))
+    """
+    layers = tracking_layers(model).values()
+    buffers = [
+        buffer
+        for layer in layers
+        for buffer in (layer.running_mean, layer.running_var)
+        if buffer is not None
+    ]
+    average(buffers, accelerator, secure)

@@ -29,6 +29,7 @@ from ..clients.batches import SampledRow
 from ..config import setting
 from ..exchange.start import check_agreed
 from ..message import ClientBatch
+from ..refusals import refusal
 from .known_seed import NO_EPSILON
 from .private_rows import (
     DUMMY,
@@ -128,10 +129,7 @@ class CorrelatedRows(PrivateRows):
         super().__init__(*args, **kwargs)
         arguments = self._args
         if arguments.ignore_data_skip:
-            raise NotImplementedError(
-                f"{_SAY} and ignore_data_skip, under which a resumed run begins with the first "
-                "rows again: they would be in more messages than promised. Leave it out."
-            )
+            raise refusal("correlated-from-first-rows")
         if self.batch_size != int(self.batch_size):
             raise ValueError(
                 f"per_device_train_batch_size={arguments.per_device_train_batch_size} rows cannot "
@@ -506,21 +504,13 @@ def check_is_linear(optimizer: Any, args: TrainingArguments, schedule: Any = Non
     Example:
         >>> check_is_linear(torch.optim.Adam(model.parameters()), TrainingArguments("out"))
         Traceback (most recent call last):
-        NotImplementedError: GradGuardTrainer does not support dp_sgd with correlated=True and ...
+        hf_gradguard.training.refusals.UnsupportedError: ... dp_sgd with correlated=True and ...
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     if not isinstance(optimizer, torch.optim.SGD):
-        raise NotImplementedError(
-            f"{_SAY} and {type(optimizer).__name__}: correlated noise cancels in sums of messages, "
-            "and this optimizer does not add them up (Adam divides by a root of their squares, so "
-            "that noise stays). Set optim='sgd' (with optim_args='momentum=0.9' if you like) and a "
-            "learning rate for it, or correlated=False."
-        )
+        raise refusal("correlated-optimizer", kind=type(optimizer).__name__)
     if follows_evaluation(schedule):
-        raise NotImplementedError(
-            f"{_SAY} and {type(schedule).__name__}: rates that follow evaluation are no public "
-            "schedule. Use a lr_scheduler_type that counts steps, such as 'linear'."
-        )
+        raise refusal("correlated-schedule", kind=type(schedule).__name__)
     if args.max_grad_norm:
         logger.warning_once(
             f"max_grad_norm={args.max_grad_norm:g} scales each step by the norm of its noise, "
@@ -531,7 +521,6 @@ def check_is_linear(optimizer: Any, args: TrainingArguments, schedule: Any = Non
 
 TOLERANCE = 1e-3
 """By how much more than a target is no more than rounding."""
-_SAY = "GradGuardTrainer does not support dp_sgd with correlated=True"
 _ALL_SHARED = (
     "{} of the {} messages that the noise was planned for were shared before the run ended, which "
     "leaves no step to go on with. Take the model of the last checkpoint, or begin a new run, "

@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from ...gradient_map.replay import DrawState, draws_restored
 from ..clients.partition import fetched
+from ..refusals import refusal
 from .fingerprint import seed_all
 
 logger = logging.get_logger(__name__)
@@ -53,7 +54,7 @@ class CouplingCheck:
         ...     return {"x": x - x.mean(0)}
         >>> CouplingCheck(rows, centered)([0, 1])
         Traceback (most recent call last):
-        NotImplementedError: GradGuardTrainer does not support dp_sgd with per_sample=True where ...
+        hf_gradguard.training.refusals.UnsupportedError: ... with per_sample=True where rows are ...
     """
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Mapping[str, Any]]) -> None:
@@ -85,7 +86,7 @@ class CouplingCheck:
             for place, rows in ((0, [number, *others]), (-1, [*others, number])):
                 copies = [n if n == longest else number for n in rows]
                 if name := self._coupled(rows, copies, place):
-                    raise NotImplementedError(COUPLED.format(CHANGES.format(name)))
+                    raise refusal("coupled-rows", fault=CHANGES.format(name))
 
     def _coupled(self, rows: list[int], copies: list[int], place: int) -> str:
         """The entry in which one of some rows is coupled to the others; nothing if none is.
@@ -288,12 +289,6 @@ def _state_of(generator: Any) -> Any:
 
 
 CHANGES = "{!r} of a row is another beside other rows than without them"
-COUPLED = (
-    "GradGuardTrainer does not support dp_sgd with per_sample=True where rows are coupled before "
-    "the model: {}. So one row changes what all others add, and no clipping bounds that. Take a "
-    "collator that treats each row by itself (no mixup, no statistics of the batch), or a "
-    "defense without per_sample."
-)
 ALONE = (
     "dp_sgd with per_sample=True collates some rows of a batch by themselves, to see that no other "
     "row changes what they become. The collator has to take any number of rows."

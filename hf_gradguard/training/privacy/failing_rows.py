@@ -28,7 +28,8 @@ from ...gradient_map.replay import ModuleState, draws_restored
 from ...gradient_map.types import LossFunction
 from ..clients.batches import CLIENT, ROW, SHARE, ClientCollator, ClientRows, SampledRow
 from ..message import ClientBatch
-from .coupling import ALONE, CHANGES, COUPLED, collate_watched, copied, different
+from ..refusals import refusal
+from .coupling import ALONE, CHANGES, collate_watched, copied, different
 from .private_rows import DUMMY
 
 logger = logging.get_logger(__name__)
@@ -188,9 +189,9 @@ class RowTrial:
                 log_failure(error)
                 errors.append(error)
         if not rows:
-            for refusal in errors:
-                if isinstance(refusal, NotImplementedError):  # with its own way out
-                    raise refusal
+            for failure in errors:
+                if isinstance(failure, NotImplementedError):  # with its own way out
+                    raise failure
             raise ValueError(_NONE.format(len(errors))) from next(iter(errors), None)
         self._form = max(forms, key=forms.count)
         usual = [row for row, form in zip(rows, forms, strict=True) if form == self._form]
@@ -202,7 +203,7 @@ class RowTrial:
         for row in usual[1:]:
             try:
                 if fault := self._fault(row, collate):
-                    faults.append(NotImplementedError(COUPLED.format(fault)))
+                    faults.append(refusal("coupled-rows", fault=fault))
             except Exception as error:
                 faults.append(error)
         if len(faults) > (1 - USUAL) * len(usual):

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from ...gradient_map.replay import draws_restored
-from ..clients.partition import fetched, is_of_datasets
+from ..clients.partition import fetched
+from ..refusals import is_of_datasets
 
 MOST = 1024
 """Rows that are read. Of a larger data set they are spread evenly, from the first to the last."""

@@ -7,7 +7,6 @@ card nor file states an ε or a noise multiplier of such a run. The account goes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainingArguments
@@ -21,10 +20,6 @@ NO_EPSILON = (
 FIXED_SEED = (
     "**The noise was drawn from a fixed seed, so it hides nothing from whoever knows the seed.**"
 )
-_CLAIMS = frozenset(
-    {"defense/epsilon", "defense/epsilon_secret_positions", "defense/client_noise_multiplier"}
-)
-"""What a log states of a proof."""
 
 
 def has_known_seed(args: TrainingArguments) -> bool:
@@ -49,16 +44,3 @@ def is_noise_known(trainer: Any) -> bool:
     """
     messages = trainer.shared_messages
     return has_known_seed(trainer.args) or bool(messages.total and messages.by("noise")[FIXED_SEED])
-
-
-def without_claims(trainer: Any, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics as they may be logged: where the noise is known, without what they state of a proof.
-
-    Example:
-        >>> from hf_gradguard import GradGuardTrainer
-        >>> trainer = GradGuardTrainer(model, defense="pruning")
-        >>> without_claims(trainer, {"defense/epsilon": 2.0})
-        {'defense/epsilon': 2.0}
-    """
-    is_known = is_noise_known(trainer)
-    return {name: value for name, value in metrics.items() if not (is_known and name in _CLAIMS)}

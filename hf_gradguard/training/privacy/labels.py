@@ -25,6 +25,7 @@ from transformers.utils import logging
 from ...randomness import Stream
 from ..clients.partition import fetched
 from ..config import setting
+from ..refusals import refusal
 from .known_seed import NO_EPSILON
 
 logger = logging.get_logger(__name__)
@@ -113,7 +114,7 @@ class RandomizedLabels(Dataset):
         key: The key of the draws.
 
     Raises:
-        NotImplementedError: If rows have no number, or a row's label is no class id.
+        UnsupportedError: If rows have no number, or a row's label is no class id.
 
     Example:
         >>> rows = [{"labels": 1}, {"labels": 0}]
@@ -123,11 +124,7 @@ class RandomizedLabels(Dataset):
 
     def __init__(self, data: Any, epsilon: float, classes: int, key: LabelKey) -> None:
         if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-            raise NotImplementedError(
-                f"GradGuardTrainer does not support protect_labels with {type(data).__name__}: its "
-                "rows have no number, so a row that comes again would release its label again. Use "
-                "a data set with __getitem__ and __len__."
-            )
+            raise refusal("labels-of-unnumbered-rows", kind=type(data).__name__)
         self.data, self.epsilon, self.classes, self.key = data, epsilon, classes, key
 
     def __len__(self) -> int:
@@ -143,21 +140,14 @@ class RandomizedLabels(Dataset):
     def _with_label(self, row: Any, index: int) -> dict[str, Any]:
         names = [name for name in _NAMES if isinstance(row, Mapping) and name in row]
         if len(names) > 1:
-            raise NotImplementedError(
-                f"GradGuardTrainer does not support protect_labels for rows with {names}: a "
-                "collator may take either one, and with it true labels. Remove all but one column."
-            )
+            raise refusal("labels-in-two-columns", names=names)
         name = names[0] if names else None
         label = None if name is None else row[name]
         if isinstance(label, Tensor) and label.dim() == 0 and not label.is_floating_point():
             label = int(label)
         if name is None or isinstance(label, bool) or not isinstance(label, int | np.integer):
-            raise NotImplementedError(
-                "GradGuardTrainer does not support protect_labels for rows whose label is "
-                f"{'missing' if name is None else repr(row[name])[:60]}: randomized response is "
-                "for one class id a row. Labels of tokens, numbers of a regression and several "
-                "labels a row would each need a mechanism of its own: leave protect_labels out."
-            )
+            value = "missing" if name is None else repr(row[name])[:60]
+            raise refusal("labels-of-no-class", value=value)
         place = index % len(self.data) if index < 0 else index
         new = randomized_response(int(label), self.epsilon, self.classes, self.key.of(place))
         true_label = row[name]
@@ -178,7 +168,7 @@ def protect_labels(
         own_batches: Whether the Trainer's class reads its batches in a way of its own.
 
     Raises:
-        NotImplementedError: If labels are no classes, clients are to have some of them, or batches
+        UnsupportedError: If labels are no classes, clients are to have some of them, or batches
             need not come from `data`.
         ValueError: If the labels were randomized with another ε.
 
@@ -193,22 +183,11 @@ def protect_labels(
     if data is None:
         return None
     if own_batches:
-        raise NotImplementedError(
-            "GradGuardTrainer does not support protect_labels with a get_train_dataloader of your "
-            "own: labels are randomized in train_dataset, which it need not read. Give the data as "
-            "train_dataset."
-        )
+        raise refusal("labels-of-own-batches")
     if unknown := set(getattr(args, "label_names", None) or []) - {*_NAMES}:
-        raise NotImplementedError(
-            f"GradGuardTrainer does not support protect_labels with label_names={sorted(unknown)}: "
-            "the loss would take those as they are. Call labels `labels`, without label_names."
-        )
+        raise refusal("labels-of-other-names", names=sorted(unknown))
     if setting(args, "num_clients") and args.partition == "dirichlet":
-        raise NotImplementedError(
-            "GradGuardTrainer does not support partition='dirichlet' with protect_labels: clients "
-            "by class would tell labels, and each rank would divide by its own randomized ones. "
-            "Take partition='iid'."
-        )
+        raise refusal("labels-with-dirichlet")
     epsilon = setting(args, "label_epsilon")
     if epsilon is None:
         raise ValueError(
@@ -281,7 +260,7 @@ def number_of_classes(model: nn.Module) -> int:
     """Return the number K of classes of a model that has one for each label.
 
     Raises:
-        NotImplementedError: If labels are no classes.
+        UnsupportedError: If labels are no classes.
 
     Example:
         >>> number_of_classes(model)
@@ -292,8 +271,6 @@ def number_of_classes(model: nn.Module) -> int:
     problem = getattr(config, "problem_type", None)
     if problem in (None, "single_label_classification") and classes is not None and classes > 1:
         return int(classes)
-    raise NotImplementedError(
-        f"GradGuardTrainer does not support protect_labels with {type(model).__name__}, "
-        f"num_labels={classes} and problem_type={problem!r}: randomized response needs two classes "
-        "or more, and one label a row. Leave protect_labels out."
+    raise refusal(
+        "labels-of-one-class", kind=type(model).__name__, classes=classes, problem=problem
     )

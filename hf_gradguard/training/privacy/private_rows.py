@@ -221,7 +221,7 @@ class PrivateRows(TrainerCallback):
         """
         if setting(args, "noise_for") != "sum":
             return 0.0
-        from ...secure.summed_noise import rounding_of_sum
+        from ..exchange.secure import rounding_of_sum
 
         clients = len(self.rows_of_clients) / self._ranks * args.gradient_accumulation_steps
         unit = self.defense.clip / (self.batch_size * clients)  # C in what a rank sends

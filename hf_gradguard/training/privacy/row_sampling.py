@@ -9,8 +9,8 @@ from typing import Any
 from ...defenses import Chain
 from ...leakage import PrivacyAccount
 from ..config import setting
-from ..guards.checks import is_iterable
 from ..message import Client
+from ..refusals import is_iterable, refusal
 from .account import AccountFile
 from .known_seed import is_noise_known
 from .private_rows import PrivateRows, is_proved
@@ -34,7 +34,7 @@ def private_rows_of(
         account_file: Likewise.
 
     Raises:
-        NotImplementedError: Where batches could not be drawn as (ε, δ) takes them to be.
+        UnsupportedError: Where batches could not be drawn as (ε, δ) takes them to be.
 
     Example:
         >>> from hf_gradguard import GradGuardTrainer
@@ -62,35 +62,18 @@ def private_rows_of(
 
 
 def _refuse(trainer: Any, chained: bool, own_batches: bool) -> None:
-    args, say = trainer.args, "GradGuardTrainer does not support dp_sgd with per_sample=True"
+    args = trainer.args
     if chained:
-        raise NotImplementedError(
-            f"{say} in a chain: what stands beside it may look at the data again, and nothing says "
-            "that it does not. Use it alone."
-        )
+        raise refusal("samples-in-chain")
     if setting(args, "num_clients"):
-        raise NotImplementedError(
-            f"{say} with num_clients, which draws clients and a fixed number of their rows. Leave "
-            "it out: ranks and clients_per_process have fixed rows of their own here."
-        )
+        raise refusal("samples-with-clients")
     if getattr(args, "include_num_input_tokens_seen", "no") not in (False, "no"):
-        raise NotImplementedError(
-            f"{say} and include_num_input_tokens_seen: how many tokens a batch has tells of its "
-            "rows, and ε does not cover it. Leave it out."
-        )
+        raise refusal("samples-with-token-counts")
     if own_batches or trainer.train_dataset is None or is_iterable(trainer.train_dataset):
         if trainer.defense.delta is not None or is_iterable(trainer.train_dataset):
-            raise NotImplementedError(
-                f"{say} and delta where batches are not drawn by the Trainer itself, row by row "
-                "from a data set with a length: ε is of Poisson sampling. Leave "
-                "get_train_dataloader as it is, or give noise_multiplier without delta, and "
-                "account for your own way of drawing batches."
-            )
+            raise refusal("samples-of-own-batches")
         return
     if getattr(args, "train_sampling_strategy", "random") != "random" or (
         args.accelerator_config.split_batches
     ):
-        raise NotImplementedError(
-            f"{say} where batches are made by length or split: ε is of rows that are drawn "
-            "independently. Leave train_sampling_strategy and split_batches at their defaults."
-        )
+        raise refusal("samples-by-length")

@@ -1,4 +1,9 @@
-"""Noise whose scale is stated for the sum of all clients' messages."""
+"""What a Trainer with `secure_aggregation` needs: the secure sum, and noise whose strength is
+stated for the sum of all clients' messages.
+
+This is the Trainer's one door to the room `secure`: nothing else imports that, and only a Trainer
+that is asked for it does.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,18 @@ import dataclasses
 import math
 from typing import Any
 
+from accelerate import Accelerator
 from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from ..defenses import Defense
-from ..defenses.noise import NoiseDefense
-from .aggregation import FixedPoint
+from ...defenses import Defense
+from ...defenses.noise import NoiseDefense
+from ...secure import SecureAggregation
+from ...secure.aggregation import FixedPoint
+from ..config import setting
+from ..refusals import refusal
+from .average import SecureSum
 
 logger = logging.get_logger(__name__)
 
@@ -21,6 +31,20 @@ LEAST_STEPS = 4.0
 their way. Rounded noise then has the same distribution on the grid, whatever was added to it, up to
 exp(-2π² 4²) of it.
 """
+
+
+def secure_sum_of(args: TrainingArguments, accelerator: Accelerator) -> SecureSum | None:
+    """Return the secure sum that training arguments ask for; `None` without it.
+
+    Example:
+        >>> secure_sum_of(TrainingArguments("out"), Accelerator(cpu=True)) is None
+        True
+    """
+    if not setting(args, "secure_aggregation"):
+        return None
+    settings: Any = args
+    bound, keys = settings.secure_aggregation_range, settings.secure_aggregation_keys
+    return SecureAggregation(accelerator, bound, keys)
 
 
 def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Defense:
@@ -35,8 +59,8 @@ def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Def
         ranks: The number of ranks.
 
     Raises:
-        NotImplementedError: If the defense has no Gaussian noise of a stated `scale`, or a limit
-            could keep messages, and so their noise, back.
+        UnsupportedError: For a defense without Gaussian noise of a
+            stated `scale`, or a limit that would keep messages, and so their noise, back.
         ValueError: If there are more clients than rows of a batch, or the noise is finer than the
             grid of secure aggregation.
 
@@ -52,17 +76,9 @@ def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Def
         and defense.facts.adds_gaussian_noise
         and defense.scale is not None
     ):
-        raise NotImplementedError(
-            f"GradGuardTrainer does not support noise_for='sum' with {defense}: its messages carry "
-            "no Gaussian noise of a stated scale, which alone adds up as is known. Use "
-            "gaussian_noise, optimal_noise, dp_sgd or optimal_dp_sgd with scale=, not in a chain, "
-            "or noise_for='message'; of correlated noise dp_sgd with per_sample=True."
-        )
+        raise refusal("sum-of-unknown-noise", defense=defense)
     if settings.leakage_limit is not None:
-        raise NotImplementedError(
-            "GradGuardTrainer does not support noise_for='sum' with leakage_limit: a message that "
-            "is kept back takes its noise out of the sum. Leave one of them out."
-        )
+        raise refusal("sum-with-limit")
     if settings.per_device_train_batch_size < settings.clients_per_process:
         raise ValueError(
             f"noise_for='sum' with clients_per_process={settings.clients_per_process} of "
