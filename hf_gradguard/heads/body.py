@@ -290,6 +290,11 @@ def scaled_directions(moment: Tensor, count: int) -> Tensor:
     Args:
         moment: A second moment, `(n, n)`.
         count: The number of eigenvectors, those of the largest eigenvalues first.
+
+    Example:
+        >>> scaled_directions(torch.diag(torch.tensor([16.0, 1.0])), 1).abs()
+        tensor([[0.5000],
+                [0.0000]])
     """
     values, vectors = torch.linalg.eigh(moment.double())
     values, vectors = values.flip(0)[:count], vectors.flip(1)[:, :count]

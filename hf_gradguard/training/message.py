@@ -267,7 +267,7 @@ class MessageMaker:
 
     @property
     def metric_counts(self) -> dict[str, int]:
-        """How many messages each metric is of, that `pop_metrics` would return now."""
+        """Return how many messages each metric of `pop_metrics` is of."""
         return {name: len(values) for name, values in self._metrics.items()}
 
     def pop_metrics(self) -> dict[str, float]:
@@ -439,7 +439,7 @@ class SharedMessages:
 
 @contextmanager
 def annotate_errors(batch: Mapping[str, Any], hides_content: bool = False) -> Iterator[None]:
-    """Errors in here, which often are a model's own, say what batch they are about.
+    """Add to errors, which often are a model's own, what batch they are about.
 
     Args:
         batch: Of a rank.

@@ -1,5 +1,6 @@
-"""What `GradGuardTrainer` refuses: one table of rules, each with its condition, its reason and the
-way out.
+"""The rules by which `GradGuardTrainer` refuses a set-up, in one table.
+
+Each has its condition, its reason and the way out.
 
 A backend that exchanges gradients itself, or never holds a rank's whole local gradient, cannot be
 protected from the outside. Better no training than training that only looks protected.
@@ -36,7 +37,7 @@ Values = Mapping[str, object] | bool | str
 
 
 class UnsupportedError(NotImplementedError):
-    """What is raised for a set-up that cannot be protected.
+    """An error for a set-up that cannot be protected.
 
     Attributes:
         rule: The name of the rule in `RULES`, which the message ends with.
@@ -484,8 +485,10 @@ def _is_cut(model: Model) -> bool:
 
 
 class Ranks(NamedTuple):
-    """Who trains together, and on what. The defense is a Trainer's, which compiles the model and
-    unscales losses itself; a loop of the user's own has none here.
+    """The ranks that train together, and on what.
+
+    The defense is a Trainer's, which compiles the model and unscales losses itself; a loop of the
+    user's own has none here.
     """
 
     accelerator: Accelerator
@@ -737,7 +740,7 @@ def is_of_datasets(data: Any, *kinds: str) -> bool:
 
 
 class Measured(NamedTuple):
-    """What is to be measured, of which messages.
+    """A request to measure messages, and of which.
 
     Args:
         args: Training arguments, whose `leakage_*` and `use_liger_kernel` count.
@@ -904,7 +907,7 @@ def _argument(name: str, uploads: Callable[[Any], bool]) -> Callable[[Any], str]
 
 @dataclass(frozen=True)
 class Upload:
-    """What a callback uploads under which setting.
+    """An upload that a callback makes, and under which setting.
 
     Args:
         callback: Its class's name, or a base's.

@@ -1,5 +1,4 @@
-"""What a Trainer with `secure_aggregation` needs: the secure sum, and noise whose strength is
-stated for the sum of all clients' messages.
+"""Secure sums of a Trainer, and noise whose strength is stated for the sum of all messages.
 
 This is the Trainer's one door to the room `secure`: nothing else imports that, and only a Trainer
 that is asked for it does.
