@@ -24,7 +24,7 @@ from ..attacks.base import Clock
 from ..attacks.candidates.membership import Candidates
 from ..defenses import Defense
 from ..defenses.base import NO_STATE
-from ..defenses.strength import STRENGTH_KEY
+from ..defenses.noise import STRENGTH_KEY
 from ..models import task_of
 from .attackers import (
     SMOOTHING,

@@ -35,9 +35,8 @@ from .guards.labels import check_all_labels
 from .guards.watch import AgreedTables, HookGuard, Ledger, freeze_statistics
 from .learning_rate import set_rates
 from .logs import LogPolicy, PoolingHandler, without_rows
-from .message import MessageMaker, SharedMessages
+from .message import Loss, LossWeights, MessageMaker, Normalization, SharedMessages
 from .refusals import check_arguments, is_of_datasets
-from .weights import Loss, LossWeights, Normalization
 
 
 class Beginning(TrainerCallback):

@@ -30,8 +30,7 @@ from .guards.hooks import (
     packs_tensors,
     run_hooks_on_sums,
 )
-from .guards.kept_state import state_guard
-from .guards.watch import AgreedTables, BufferGuard, RowGuard, warn_of_statistics
+from .guards.watch import AgreedTables, BufferGuard, RowGuard, state_guard, warn_of_statistics
 from .learning_rate import warn_of_noise
 from .message import RandomStreams, private_draws
 from .privacy.private_rows import is_proved

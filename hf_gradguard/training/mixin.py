@@ -44,14 +44,21 @@ from .clients.batches import (
     round_sampler,
     split,
 )
-from .clients.empty import EmptyClients, is_summed
 from .clients.partition import Rows
 from .config import GradGuardConfig, RequestedSettings, setting
 from .exchange.average import SecureSum, any_rank, average
-from .guards.kept_state import state_guard
-from .guards.watch import average_statistics, warn_of_statistics
+from .guards.watch import average_statistics, state_guard, warn_of_statistics
 from .logs import PrivateMetrics
-from .message import Client, ClientBatch, RandomStreams, annotate_errors
+from .message import (
+    Client,
+    ClientBatch,
+    EmptyClients,
+    Normalization,
+    RandomStreams,
+    Spread,
+    annotate_errors,
+    is_summed,
+)
 from .meter import LeakageMeter
 from .privacy.account import AccountFile
 from .privacy.coupling import CouplingCheck
@@ -79,7 +86,6 @@ from .refusals import (
     draws_batches,
     refusal,
 )
-from .weights import Normalization, Spread
 
 
 class GradGuardMixin(TrainerAdapter):

@@ -46,9 +46,17 @@ from .accelerator import GuardedAccelerator
 from .exchange.average import SecureSum, average
 from .exchange.start import StartAlike, agreed_upon, check_agreed
 from .guards.watch import AgreedTables, Ledger
-from .message import ClientBatch, MessageMaker, RandomStreams
+from .message import (
+    ClientBatch,
+    Loss,
+    LossWeights,
+    MessageMaker,
+    Normalization,
+    RandomStreams,
+    Spread,
+    Weights,
+)
 from .refusals import sizes_of
-from .weights import Loss, LossWeights, Normalization, Spread, Weights
 
 _STEPPED = "gradguard_stepped.json"
 

@@ -16,7 +16,7 @@ from helpers import flat, make_task, small_convolution
 from torch import Tensor, nn
 
 from hf_gradguard import GradientMap, chain, make_defense
-from hf_gradguard.defenses.strength import UsualPower
+from hf_gradguard.defenses.noise import UsualPower
 from hf_gradguard.federation import UpdateMap, protect_update
 from hf_gradguard.gradient_map.views import PrecomputedGradient
 from hf_gradguard.randomness import Stream

@@ -51,8 +51,8 @@ from hf_gradguard.training.guards.hooks import (
     hooks_of_accumulation,
     run_hooks_on_sums,
 )
-from hf_gradguard.training.guards.kept_state import KeptState
-from hf_gradguard.training.guards.watch import Ledger
+from hf_gradguard.training.guards.watch import KeptState, Ledger
+from hf_gradguard.training.message import LossWeights, Normalization
 from hf_gradguard.training.privacy.correlated_rows import check_is_linear
 from hf_gradguard.training.privacy.coupling import CouplingCheck
 from hf_gradguard.training.privacy.labels import LabelKey, protect_labels
@@ -71,7 +71,6 @@ from hf_gradguard.training.refusals import (
     refusal,
     sizes_of,
 )
-from hf_gradguard.training.weights import LossWeights, Normalization
 
 
 @pytest.fixture(autouse=True)

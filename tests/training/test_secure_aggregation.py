@@ -21,8 +21,8 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.defenses import chain, make_defense
 from hf_gradguard.randomness import Stream
 from hf_gradguard.secure.aggregation import FixedPoint, SecureAggregation
-from hf_gradguard.training.clients.empty import is_summed
 from hf_gradguard.training.exchange.secure import rounding_of_sum, share_of_noise
+from hf_gradguard.training.message import is_summed
 
 WORDS = {32: torch.int32, 64: torch.int64}
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.training.weights import LossWeights, Normalization, Spread, Weights
+from hf_gradguard.training.message import LossWeights, Normalization, Spread, Weights
 
 # --- closed forms
 
