@@ -86,7 +86,7 @@ def protect(
         The batch-mean loss, detached.
 
     Raises:
-        NotImplementedError: For models and accelerators that cannot be protected; see `refusals.py`.
+        NotImplementedError: For models and accelerators that cannot be protected (`refusals.py`).
         FloatingPointError: If the true or the protected gradient is not finite.
         ValueError: If there is no usable continuous input, and the defense asks for one; nothing to
             share; or no loss.

@@ -47,6 +47,7 @@ from .clients.batches import (
 from .clients.partition import Rows
 from .config import GradGuardConfig, RequestedSettings, setting
 from .exchange.average import SecureSum, any_rank, average
+from .guards.labels import check_all_labels
 from .guards.watch import average_statistics, state_guard, warn_of_statistics
 from .logs import PrivateMetrics
 from .message import (
@@ -393,6 +394,7 @@ class GradGuardMixin(TrainerAdapter):
         if self._rows_of_clients:
             if self.private_rows is None:
                 return ClientCollator(collate)
+            check_all_labels(self)  # with their own reasons, before rows are tried
             check = CouplingCheck(self.train_dataset, collate)
             trial = RowTrial(self.train_dataset, collate, getattr(self.model, "config", None))
             return PassingCollator(collate, check, trial)

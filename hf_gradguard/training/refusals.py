@@ -39,8 +39,12 @@ Values = Mapping[str, object] | bool | str
 class UnsupportedError(NotImplementedError):
     """An error for a set-up that cannot be protected.
 
+    Args:
+        message: The text, which ends with the name of a rule in brackets. A worker of a data loader
+            raises the error again by its text alone.
+
     Attributes:
-        rule: The name of the rule in `RULES`, which the message ends with.
+        rule: That name, as `RULES` has it.
 
     Example:
         >>> check_arguments(TrainingArguments("out", ddp_static_graph=True))
@@ -48,12 +52,9 @@ class UnsupportedError(NotImplementedError):
         hf_gradguard.training.refusals.UnsupportedError: ... Leave ddp_static_graph unset. [...]
     """
 
-    def __init__(self, rule: str, message: str) -> None:
-        super().__init__(rule, message)
-        self.rule = rule
-
-    def __str__(self) -> str:
-        return f"{self.args[1]} [{self.rule}]"
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.rule = message.rstrip().removesuffix("]").rpartition("[")[2]
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Rule:
         """
         text = " ".join(text for text in (self.opening, self.reason, self.way_out) if text)
         named = values if isinstance(values, Mapping) else {}
-        return UnsupportedError(self.name, text.format(**named))
+        return UnsupportedError(f"{text.format(**named)} [{self.name}]")
 
 
 def refuse(rules: Iterable[Rule], subject: Any) -> None:

@@ -125,13 +125,13 @@ SEAMS = (
         )
         for kind, name in (("LRScheduler", "_last_lr"), ("SequentialLR", "_schedulers"))
     ),
-    Seam(_MODULE, "_compiled_call_impl", "training/guards/checks.py refuses compiled modules"),
-    Seam("torch._dynamo", "OptimizedModule", "training/guards/checks.py refuses compiled models"),
+    Seam(_MODULE, "_compiled_call_impl", "training/refusals.py refuses compiled modules"),
+    Seam("torch._dynamo", "OptimizedModule", "training/refusals.py refuses compiled models"),
     Seam(_MODULE, "_buffers", "gradient_map/replay.py keeps batch statistics as they were"),
     Seam(
         "torch.nn.modules.batchnorm",
         "_NormBase",
-        "training/guards/batch_statistics.py finds batch statistics",
+        "training/guards/watch.py finds batch statistics",
     ),
     Seam(
         "torch.nn.modules.instancenorm",

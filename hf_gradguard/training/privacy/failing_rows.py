@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import DataCollatorWithPadding, DefaultDataCollator, default_data_collator
 from transformers.utils import logging
 
 from ...gradient_map.domain import check_batch, count_rows
@@ -125,23 +126,28 @@ class RowTrial:
         self.anchor: Any = None
         self._draws = False
         self._passed: set[Hashable] = set()
+        self._is_stock = is_stock(collate)
         with draws_restored():
             self._learn(data)
 
     def passing(self, rows: list[Any]) -> list[bool]:
-        """Tell of each of some rows whether it passes. Where a row of its kind passed before, it
-        does. All generators are put back, and what the collator counts or draws by itself stays.
+        """Tell of each of some rows whether it passes.
+
+        Where the collator is one of Transformers' own, which do by all values alike, a row passes
+        if one of its kind did. All generators are put back, and what the collator counts or draws
+        by itself stays.
         """
         kinds = [kind_of(row) for row in rows]
-        if self._passed.issuperset(kinds):
+        if self._is_stock and self._passed.issuperset(kinds):
             return [True] * len(rows)
         verdicts = []
         with draws_restored():
             collate = copied(self._collate)
             for kind, row in zip(kinds, rows, strict=True):
-                if kind not in self._passed and self.passes(row, collate):
+                is_known = self._is_stock and kind in self._passed
+                verdicts.append(is_known or self.passes(row, collate))
+                if verdicts[-1]:
                     self._passed.add(kind)
-                verdicts.append(kind in self._passed)
         return verdicts
 
     def passes(self, row: Any, collate: Callable[..., Any] | None = None) -> bool:
@@ -209,6 +215,22 @@ class RowTrial:
         if len(faults) > (1 - USUAL) * len(usual):
             faults[0].add_note(ALONE)
             raise faults[0]
+
+
+def is_stock(collate: Any) -> bool:
+    """Tell whether a collator is one of Transformers' own, which do by all values alike.
+
+    Example:
+        >>> is_stock(default_data_collator), is_stock(lambda rows: {})
+        (True, False)
+    """
+    inner = getattr(collate, "collate", getattr(collate, "data_collator", None))
+    if inner is not None:
+        return is_stock(inner)
+    return collate is default_data_collator or type(collate) in _STOCK
+
+
+_STOCK = (DataCollatorWithPadding, DefaultDataCollator)
 
 
 def kind_of(entry: Any) -> Hashable:
