@@ -8,6 +8,7 @@ from helpers import flat, make_task
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.randomness import Stream
+from hf_gradguard.training.message import Client
 from recipes.studies.refiner_parts import Sums
 
 
@@ -15,10 +16,13 @@ from recipes.studies.refiner_parts import Sums
 def test_sums_are_of_gradients_without_what_is_fed_back(feedback: bool) -> None:
     defense = make_defense("quantization", sign_only=True, error_feedback=feedback)
     sums, shared, gradient = Sums(), torch.tensor(0.0), torch.tensor(0.0)
-    sums.watch(defense)
+    client = Client(defense)
+    sums.watch(client)
     for seed in range(3):
         gmap = GradientMap(*make_task("bert", batch_size=seed + 1))
-        shared = shared + flat(defense(gmap, Stream.from_seeds(seed)))
+        stream = Stream.from_seeds(seed)
+        message, client.state = client.defense.apply(gmap, client.state, stream)
+        shared = shared + flat(message)
         gradient = gradient + flat(gmap.gradient())
     torch.testing.assert_close(sums.gradient, gradient)
     torch.testing.assert_close(sums.shared, shared)
