@@ -21,7 +21,6 @@ import hf_gradguard
 
 PACKAGE = Path(hf_gradguard.__file__).parent
 TO_DO = (
-    "gradient_map/per_sample",
     "training/__init__",
     "training/adapter",
     "training/config",

@@ -250,8 +250,10 @@ class SampleMap(GradientMap):
 
     @cached_property
     def contributions(self) -> Mapping[str, Contribution] | None:
-        """What samples add, by module; `None` if this pass does not tell: where a module did not
-        run when the model was tried out, or samples lie in it otherwise than then.
+        """Return what samples add, by module; `None` if this pass does not tell.
+
+        A module may not have run when the model was tried out, or samples may have lain in it
+        otherwise then.
         """
         if self._listener is None:
             return None
@@ -315,7 +317,7 @@ def norms_of(contributions: Mapping[str, Contribution]) -> Tensor:
 def total_of(
     parameters: Mapping[str, Tensor], contributions: Mapping[str, Contribution], factors: Tensor
 ) -> Tensors:
-    """Σ_b factor_b · (what b adds): zeros for parameters that no sample adds to."""
+    """Return Σ_b factor_b · (what b adds): zeros for parameters that no sample adds to."""
     totals: Tensors = {}
     for contribution in contributions.values():
         for name, tensor in contribution.weighted_sum(factors).items():
@@ -327,7 +329,7 @@ def total_of(
 
 
 def plain_gradient(gmap: GradientMap, batch: Mapping[str, Any]) -> Tensors:
-    """Of a batch's mean loss; zeros if nothing in it counts."""
+    """Return the gradient of a batch's mean loss; zeros if nothing in it counts."""
     if not bool(count_items(batch, False).any()):
         return {n: wide(torch.zeros_like(p)) for n, p in gmap.parameters.items()}
     loss = gmap.loss_fn(gmap.model, dict(batch))
@@ -336,7 +338,7 @@ def plain_gradient(gmap: GradientMap, batch: Mapping[str, Any]) -> Tensors:
 
 
 def known_plan(gmap: GradientMap) -> SamplePlan | None:
-    """What was found out of a model on batches of this kind."""
+    """Return what was found out of a model on batches of this kind."""
     key = _key(gmap)
     return cache_of(gmap.model).sample_plans.get(key)
 
@@ -346,7 +348,11 @@ def _key(gmap: GradientMap) -> Hashable:
 
 
 def plan_of(gmap: GradientMap, samples: int, clip: float) -> tuple[SamplePlan, Tensor]:
-    """The plan, and how much each of this batch's samples counts, as `sample_items` says."""
+    """Return the plan, and how much each of this batch's samples counts, as `sample_items` says.
+
+    Raises:
+        FloatingPointError: If no row has a finite gradient, before a message left.
+    """
     known = plan = known_plan(gmap)
     is_underway = plan is not None or cache_of(gmap.model).is_underway
     coarse = coarse_arithmetic(gmap) if plan is None else plan.coarse
@@ -673,7 +679,7 @@ class _Operations(TorchDispatchMode):
 
 
 def coarse_arithmetic(gmap: GradientMap) -> str:
-    """Says why a map's gradient is not computed in float32 or better; nothing if it is.
+    """Say why a map's gradient is not computed in float32 or better; nothing if it is.
 
     All operations of one pass and of its gradient are looked at, and torch's settings for products
     of float32.
@@ -722,7 +728,7 @@ _PRODUCTS = {
 
 
 def count_items(batch: Mapping[str, Any], shifted: bool) -> Tensor:
-    """How many labels of each row count, `(B,)`; ones where there are none.
+    """Count the labels of each row that count, `(B,)`; ones where there are none.
 
     Args:
         batch: Rows with `labels` or `shift_labels`, or neither.
@@ -741,13 +747,13 @@ def count_items(batch: Mapping[str, Any], shifted: bool) -> Tensor:
 
 
 def sample_weights(rule: str, batch: Mapping[str, Any]) -> Tensor:
-    """What each sample's own mean loss weighs in a batch's, `(B,)`, by one of `WEIGHT_RULES`."""
+    """Return what samples' own mean losses weigh in a batch's, `(B,)`, by one of `WEIGHT_RULES`."""
     items = sample_items(rule, batch)
     return items / items.sum().clamp(min=1)
 
 
 def sample_items(rule: str, batch: Mapping[str, Any]) -> Tensor:
-    """Counts what of each sample a batch's mean loss is over, `(B,)` in float64: a row, or its
+    """Count what of each sample a batch's mean loss is over, `(B,)` in float64: a row, or its
     labels.
 
     Example:
@@ -768,7 +774,7 @@ def _agree(weights: list[Tensor]) -> bool:
 
 
 def rows_of(batch: Mapping[str, Any], rows: list[int], samples: int) -> dict[str, Any]:
-    """Some rows of a batch."""
+    """Return some rows of a batch."""
     chosen: dict[str, Any] = {}
     for key, value in batch.items():
         if isinstance(value, Tensor) and value.dim():
@@ -787,8 +793,9 @@ def rows_of(batch: Mapping[str, Any], rows: list[int], samples: int) -> dict[str
 
 
 def real_tokens(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
-    """`(B, T)`: which positions are no padding, by the mask or else by the padding's id; `None`
-    where a batch is not of texts.
+    """Tell which positions are no padding, `(B, T)`; `None` where a batch is not of texts.
+
+    The mask says it, or else the padding's id.
 
     Example:
         >>> mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -805,7 +812,7 @@ def real_tokens(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def shorter(model: nn.Module, row: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch of one text without its padding at both ends, and without that of what an
+    """Return a batch of one text without its padding at both ends, and without that of what an
     encoder-decoder is to write.
 
     Args:
@@ -838,7 +845,7 @@ def shorter(model: nn.Module, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def real_targets(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
-    """`(B, T)`: which labels of an encoder-decoder are no padding; `None` where there are none.
+    """Tell which labels of an encoder-decoder are no padding, `(B, T)`; `None` without any.
 
     Example:
         >>> real_targets(model, {"labels": torch.tensor([[5, -100]])}) is None  # a classifier
@@ -857,13 +864,13 @@ def real_targets(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def is_padded(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether a batch holds padding, of what is read or of what is to be written."""
+    """Tell whether a batch holds padding, of what is read or of what is to be written."""
     places = real_tokens(model, batch), real_targets(model, batch)
     return any(real is not None and not bool(real.all()) for real in places)
 
 
 def most_padded(real: Tensor, rows: Tensor) -> int | None:
-    """Of some rows, `(B,)` bools, the one with the most padding at its ends; `None` if none has."""
+    """Find the row, of some, with the most padding at its ends, `(B,)`; `None` if none has any."""
     if real.all():
         return None
     first_place, last_place = ends_of(real)

@@ -30,7 +30,7 @@ _TOLERANCE = 2e-3  # of products, in units of the gradient's norm, beside gradie
 
 
 class Products(NamedTuple):
-    """Of K samples' gradients g with messages M, in float64.
+    """Products of K samples' gradients g with messages M, in float64.
 
     Args:
         inner: ⟨M, g⟩, `(K, messages)` by parameter.
@@ -76,7 +76,7 @@ class GradientProducts:
         messages: Sequence[Mapping[str, Tensor]],
         weights: Mapping[str, Tensor] | None = None,
     ) -> Iterator[tuple[list[int], Products]]:
-        """Which batches, and their products, until all had their turn.
+        """Yield which batches, and their products, until all had their turn.
 
         Args:
             batches: Of one sample each, as a collator returns them.

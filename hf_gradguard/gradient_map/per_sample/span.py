@@ -88,8 +88,7 @@ class SampleSpan:
         self.unsplit = evaluated.unsplit
 
     def fit_by(self, target: Tensors, factors: Granularity) -> Fit:
-        """The nearest point, with factors of samples, of parameters too, or of tokens; all but
-        `"message"`.
+        """Return the nearest point, with factors of samples, of parameters too, or of tokens.
 
         Example:
             >>> round(SampleSpan(gmap).fit_by(gmap.gradient(), "token").cosine, 3)
@@ -100,7 +99,7 @@ class SampleSpan:
         return self.fit_each(target, tokens=factors == "token")
 
     def powers(self, factors: Granularity) -> Powers:
-        """What lies in it of other gradients, of which there may be many."""
+        """Return what lies in it of other gradients, of which there may be many."""
         unsplit: _Vectors = [
             (name, _Written(r.flatten()[None])) for name, r in self.unsplit.items()
         ]
@@ -119,7 +118,7 @@ class SampleSpan:
         return Powers([*([vector_group] for vector_group in vectors), unsplit])
 
     def fit(self, target: Tensors) -> Fit:
-        """The nearest point of the span, by least squares."""
+        """Return the nearest point of the span, by least squares."""
         reference = next(iter(target.values()))
         inner = reference.new_zeros(self._count, dtype=torch.float64)
         gram = reference.new_zeros(self._count, self._count, dtype=torch.float64)
@@ -132,8 +131,7 @@ class SampleSpan:
         )
 
     def fit_each(self, target: Tensors, tokens: bool = False) -> Fit:
-        """The nearest point where each parameter has factors of its own: that of the product of
-        their spans.
+        """Return the nearest point of the product of spans: each parameter has its own factors.
 
         Args:
             target: The gradient to come near to.
@@ -165,8 +163,9 @@ class SampleSpan:
 
 
 class Powers:
-    """‖P g‖² of gradients g, where P projects on a span: a number for each group of parameters
-    that have factors in common.
+    """A function that gives ‖P g‖² of gradients g, where P projects on a span.
+
+    It gives a number for each group of parameters that have factors in common.
 
     Costs about half of what a gradient does for each.
 
@@ -188,12 +187,13 @@ class Powers:
         self._roots = [_root(unit) for _, unit, _ in self._groups]
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """`(K, groups)` in float64, of gradients `(K, *parameter.shape)`."""
+        """Return `(K, groups)` in float64, of gradients `(K, *parameter.shape)`."""
         return torch.stack([c.square().sum(1) for c in self.coordinates(gradients)], 1)
 
     def coordinates(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
-        """U'g of gradients `(K, *parameter.shape)`, `(K, factors)` in float64 for each group: U is
-        an orthonormal basis of what is spanned.
+        """Return U'g of gradients `(K, *parameter.shape)`: float64 `(K, factors)` for each group.
+
+        U is an orthonormal basis of what is spanned.
         """
         coordinates = []
         for (group, _, scale), root in zip(self._groups, self._roots, strict=True):
@@ -207,8 +207,9 @@ class Powers:
         return coordinates
 
     def across(self, other_powers: Powers) -> list[Tensor]:
-        """U'V for each group, `(factors, factors of the other)`: V is a basis of what another span
-        of the same groups has.
+        """Return U'V for each group, `(factors, factors of the other)`.
+
+        V is a basis of what another span of the same groups has.
         """
         products_by_group = []
         for (group, _, scale), root, (other_group, _, size), turned in zip(
@@ -315,8 +316,9 @@ def _root(unit: Tensor) -> Tensor:
 
 
 def scaled(direction: Tensors, target: Tensors, factors: Tensor | None = None) -> Fit:
-    """`direction` times the factor a with which it is nearest: what is left out is then orthogonal
-    to it, and has the share 1 - cos² of the power.
+    """Return `direction` times the factor a with which it is nearest.
+
+    What is left out is then orthogonal to it, and has the share 1 - cos² of the power.
 
     Args:
         direction: One tensor a shared parameter.
@@ -341,9 +343,9 @@ def scaled(direction: Tensors, target: Tensors, factors: Tensor | None = None) -
 
 
 def vjp_by_difference(gmap: GradientMap, x: Tensor, delta: Tensors) -> Tensor:
-    """J δ at an input, from two passes that need no gradients of weights (4/3 plain gradients).
+    """Return J δ at an input, from two passes without gradients of weights (4/3 plain gradients).
 
-    Off by about the precision to the power of 2/3 (float32: 0.01 %) where the loss is smooth.
+    It is off by about the precision to the power of 2/3 (float32: 0.01 %) where the loss is smooth.
 
     Args:
         gmap: The map; its model is not written to.
