@@ -112,8 +112,8 @@ class DPSGD(NoiseDefense):
 
     name: ClassVar[str] = "dp_sgd"
     _of_samples: ClassVar[tuple[str, ...]] = (
-        *("noise_multiplier", "target_epsilon", "delta", "expected_batch_size"),
-    )
+        "noise_multiplier", "target_epsilon", "delta", "expected_batch_size",
+    )  # fmt: skip
     clip: float = 1.0
     clip_by: Literal["norm", "coordinate"] = "norm"
     per_sample: bool = False
@@ -157,7 +157,7 @@ class DPSGD(NoiseDefense):
         """Raise ValueError for settings of correlated noise."""
         if self.correlated:
             raise TypeError(f"{type(self).__name__} with correlated=True: derive it from DPFTRL.")
-        if unusable := [name for name in CORRELATED if getattr(self, name) is not None]:
+        if unusable := [name for name in _CORRELATED if getattr(self, name) is not None]:
             raise ValueError(f"{' and '.join(unusable)} of dp_sgd: set correlated=True too.")
 
     def _check_private(self) -> None:
@@ -322,10 +322,10 @@ class DPFTRL(DPSGD):
     """
 
     name: ClassVar[str] = "dp_sgd"
-    # one mechanism, whose ε is known
+    # δ is not among them: all messages are one mechanism, whose ε is known
     _of_samples: ClassVar[tuple[str, ...]] = (
-        *("noise_multiplier", "target_epsilon", "expected_batch_size"),
-    )
+        "noise_multiplier", "target_epsilon", "expected_batch_size",
+    )  # fmt: skip
     correlated: bool = True
 
     def _check_noise(self) -> None:
@@ -346,7 +346,7 @@ class DPFTRL(DPSGD):
             raise ValueError(f"sampling must be shuffle or balls_in_bins, not {self.sampling!r}.")
         if self.sampling == "balls_in_bins" and not self.per_sample:
             raise ValueError("sampling='balls_in_bins' places single rows: set per_sample=True.")
-        for name in ("participations", "min_separation", "bands", "messages"):
+        for name in _WHOLE_NUMBERS:
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), least=1)
 
@@ -543,11 +543,8 @@ def _check_clip(clip: float) -> None:
         raise ValueError(f"clip must be a finite number above 0, but is {clip!r}.")
 
 
-CORRELATED = (
-    *("factorization", "falling_rate", "sampling"),
-    *("participations", "min_separation", "bands", "messages"),
-)
-"""Settings of correlated noise."""
+_WHOLE_NUMBERS = ("participations", "min_separation", "bands", "messages")
+_CORRELATED = ("factorization", "falling_rate", "sampling", *_WHOLE_NUMBERS)
 _NO_SAMPLES = (
     "with per_sample=True it needs samples' gradients, which no device holds. Leave per_sample "
     "out, or give each rank the whole model."

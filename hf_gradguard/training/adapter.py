@@ -58,14 +58,13 @@ class Beginning(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
-        """Look at rates and labels first, and then compare ranks."""
+        """Look at rates first, and then compare ranks."""
         trainer = self._trainer
         senders = trainer.accelerator.num_senders
         if not trainer.is_trial:
             rates = kwargs["optimizer"], kwargs.get("lr_scheduler"), self._users_optimizer
             set_rates(args, trainer.defense, senders, *rates)
             log_ranks(senders, state)
-        check_all_labels(trainer)
         if self._start is None or self._model is not trainer.model:
             self._model = trainer.model
             self._start = StartAlike(lambda: trainer.eval_dataset, lambda: trainer.defense)
@@ -435,6 +434,7 @@ class TrainerAdapter(Trainer):
     def _hp_search_setup(self, trial: Any) -> None:
         super()._hp_search_setup(trial)
         self.before_training()
+        check_all_labels(self)  # with their own reasons, before a loader tries rows
         if self._begins_anew:
             self.resume_account()
 

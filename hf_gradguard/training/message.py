@@ -278,7 +278,7 @@ class MessageMaker:
 
     @property
     def metric_counts(self) -> dict[str, int]:
-        """Return how many messages each metric of `pop_metrics` is of."""
+        """The number of messages that each metric of `pop_metrics` is of, by its name."""
         return {name: len(values) for name, values in self._metrics.items()}
 
     def pop_metrics(self) -> dict[str, float]:

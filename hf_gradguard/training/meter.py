@@ -210,7 +210,7 @@ class LeakageMeter:
 
     @property
     def metric_counts(self) -> dict[str, int]:
-        """Return how many messages each figure of `pop_metrics` is of."""
+        """The number of messages that each figure of `pop_metrics` is of, by its name."""
         counts = {name: len(values) for name, values in self._metrics.items()}
         return counts | {"leakage/mse_bound_with_prior": len(self._prior_precisions)}
 

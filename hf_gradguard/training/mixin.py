@@ -47,7 +47,6 @@ from .clients.batches import (
 from .clients.partition import Rows
 from .config import GradGuardConfig, RequestedSettings, setting
 from .exchange.average import SecureSum, any_rank, average
-from .guards.labels import check_all_labels
 from .guards.watch import average_statistics, state_guard, warn_of_statistics
 from .logs import PrivateMetrics
 from .message import (
@@ -177,8 +176,9 @@ class GradGuardMixin(TrainerAdapter):
         if "account_file" in vars(self):
             self.account_file.write_to(str(self.args.output_dir))
         if setting(self.args, "protect_labels") is not None or "_labels" in vars(self):
-            rows = self.train_dataset, self.args, self.model, own_batches
-            self.train_dataset = self._labels(*rows)
+            self.train_dataset = self._labels(
+                self.train_dataset, self.args, self.model, own_batches
+            )
         objects = {n: getattr(self, n) for n in ("model", "train_dataset", "processing_class")}
         defense = self.defense
         check_training(self.args, self.model, self.accelerator, self.train_dataset, defense)
@@ -193,8 +193,7 @@ class GradGuardMixin(TrainerAdapter):
             from .exchange.secure import share_of_noise
 
             defense = share_of_noise(defense, self.args, self.accelerator.num_processes)
-        rows = self.train_dataset
-        measured = Measured(self.args, defense, self._accountant, own_batches, rows)
+        measured = Measured(self.args, defense, self._accountant, own_batches, self.train_dataset)
         check_leakage(measured)
         self._empty = EmptyClients(self._shared, sums)
         changed = self._requested.changed(self.args, objects)
@@ -394,7 +393,6 @@ class GradGuardMixin(TrainerAdapter):
         if self._rows_of_clients:
             if self.private_rows is None:
                 return ClientCollator(collate)
-            check_all_labels(self)  # with their own reasons, before rows are tried
             check = CouplingCheck(self.train_dataset, collate)
             trial = RowTrial(self.train_dataset, collate, getattr(self.model, "config", None))
             return PassingCollator(collate, check, trial)

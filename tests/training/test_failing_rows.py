@@ -14,9 +14,12 @@ import pytest
 import torch
 from branching import ROWS, trainer
 from torch import Tensor, nn
+from transformers import DefaultDataCollator, default_data_collator
 
 from hf_gradguard import make_defense
+from hf_gradguard.training.clients.batches import WholeCollator
 from hf_gradguard.training.privacy.correlated_rows import CorrelatedRows
+from hf_gradguard.training.privacy.failing_rows import is_stock
 from hf_gradguard.training.privacy.private_rows import DUMMY
 
 BAD, WORD = 5, 19
@@ -240,3 +243,17 @@ def test_a_row_that_fails_adds_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         assert (off > 1e-3) == (number == message)
         assert off <= 1 + 1e-3  # a row's clipped gradient, and no other's
     assert DUMMY not in shared["label"][1][message]
+
+
+def test_only_transformers_own_collators_are_trusted_by_kinds() -> None:
+    """Whatever wraps one of them may do by values what it likes."""
+
+    class Wrapper:
+        data_collator = DefaultDataCollator()
+
+        def __call__(self, rows: Any) -> Any:
+            return self.data_collator(rows)
+
+    trusted = [default_data_collator, DefaultDataCollator(), WholeCollator(default_data_collator)]
+    assert all(map(is_stock, trusted))
+    assert not any(map(is_stock, [Wrapper(), collate, functools.partial(default_data_collator)]))

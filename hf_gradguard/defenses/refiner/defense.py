@@ -225,7 +225,8 @@ class Refiner(BiasedDefense):
         from ...networks import check_network, network_for
 
         self._special = SpecialTokens.of(processing_class)
-        self.remember(memory=replace(self._memory, tried=None))
+        if "memory" in self.state:
+            self.remember(memory=replace(self._memory, tried=None))
         self._processor = (None, None)
         if getattr(processing_class, "do_normalize", False):
             self._processor = (processing_class.image_mean, processing_class.image_std)

@@ -21,13 +21,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DataCollatorWithPadding, DefaultDataCollator, default_data_collator
+from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import logging
 
 from ...gradient_map.domain import check_batch, count_rows
 from ...gradient_map.per_sample.clipping import OTHER_LENGTHS, real_tokens, row_shapes, rows_of
 from ...gradient_map.replay import ModuleState, draws_restored
 from ...gradient_map.types import LossFunction
-from ..clients.batches import CLIENT, ROW, SHARE, ClientCollator, ClientRows, SampledRow
+from ..clients.batches import (
+    CLIENT,
+    ROW,
+    SHARE,
+    ClientCollator,
+    ClientRows,
+    SampledRow,
+    WholeCollator,
+)
 from ..message import ClientBatch
 from ..refusals import refusal
 from .coupling import ALONE, CHANGES, collate_watched, copied, different
@@ -130,24 +139,30 @@ class RowTrial:
         with draws_restored():
             self._learn(data)
 
-    def passing(self, rows: list[Any]) -> list[bool]:
+    def passing(self, rows: list[Any], one_by_one: bool = False) -> list[bool]:
         """Tell of each of some rows whether it passes.
 
         Where the collator is one of Transformers' own, which do by all values alike, a row passes
         if one of its kind did. All generators are put back, and what the collator counts or draws
         by itself stays.
+
+        Args:
+            rows: As the data set gives them.
+            one_by_one: Whether each row is tried, whatever its kind.
         """
+        if one_by_one or not self._is_stock:
+            with draws_restored():
+                collate = copied(self._collate)
+                return [self.passes(row, collate) for row in rows]
         kinds = [kind_of(row) for row in rows]
-        if self._is_stock and self._passed.issuperset(kinds):
-            return [True] * len(rows)
-        verdicts = []
-        with draws_restored():
-            collate = copied(self._collate)
-            for kind, row in zip(kinds, rows, strict=True):
-                is_known = self._is_stock and kind in self._passed
-                verdicts.append(is_known or self.passes(row, collate))
-                if verdicts[-1]:
-                    self._passed.add(kind)
+        verdicts = [kind in self._passed for kind in kinds]
+        untried = [n for n, is_known in enumerate(verdicts) if not is_known]
+        if untried:
+            found = self.passing([rows[n] for n in untried], one_by_one=True)
+            for n, passes in zip(untried, found, strict=True):
+                verdicts[n] = passes
+                if passes:
+                    self._passed.add(kinds[n])
         return verdicts
 
     def passes(self, row: Any, collate: Callable[..., Any] | None = None) -> bool:
@@ -224,9 +239,10 @@ def is_stock(collate: Any) -> bool:
         >>> is_stock(default_data_collator), is_stock(lambda rows: {})
         (True, False)
     """
-    inner = getattr(collate, "collate", getattr(collate, "data_collator", None))
-    if inner is not None:
-        return is_stock(inner)
+    if type(collate) is WholeCollator:  # a wrapper of another kind may do anything
+        return is_stock(collate.collate)
+    if type(collate) is RemoveColumnsCollator:
+        return is_stock(collate.data_collator)
     return collate is default_data_collator or type(collate) in _STOCK
 
 
@@ -320,11 +336,10 @@ class PassingCollator(ClientCollator):
         try:
             return self._collated(readable, verdicts, places)
         except Exception:  # by a value, which a row's kind does not tell
-            with draws_restored():
-                one_by_one = [self.trial.passes(row) for row, _ in readable]
-            if one_by_one == verdicts:
+            tried = self.trial.passing([row for row, _ in readable], one_by_one=True)
+            if tried == verdicts:
                 raise
-            return self._collated(readable, one_by_one, places)
+            return self._collated(readable, tried, places)
 
     def _collated(
         self, readable: list[Any], verdicts: list[bool], places: list[Any]
