@@ -22,7 +22,6 @@ import hf_gradguard
 PACKAGE = Path(hf_gradguard.__file__).parent
 TO_DO = (
     "training/__init__",
-    "training/adapter",
     "training/config",
     "training/exchange/start",
     "training/guards",
@@ -30,7 +29,6 @@ TO_DO = (
     "training/logs",
     "training/loop",
     "training/metrics",
-    "training/mixin",
     "training/privacy/correlated_rows",
     "training/privacy/coupling",
     "training/privacy/failing_rows",
