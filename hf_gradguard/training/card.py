@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
@@ -21,11 +21,8 @@ from .privacy.known_seed import FIXED_SEED, NO_EPSILON, has_known_seed, is_noise
 from .privacy.labels import UNIT_OF_LABELS
 from .privacy.private_rows import CLIENT_LEVEL, is_client_level
 
-if TYPE_CHECKING:
-    from .mixin import GradGuardMixin
 
-
-def complete_card(trainer: GradGuardMixin) -> None:
+def complete_card(trainer: Any) -> None:
     """Append `privacy_section` to the card in the Trainer's output folder, and complete its data.
 
     The card's data then has a tag, the figures of the last evaluation, and the model that training
@@ -61,7 +58,7 @@ def complete_card(trainer: GradGuardMixin) -> None:
     card.save(path)
 
 
-def _evaluated(trainer: GradGuardMixin) -> dict[str, float]:
+def _evaluated(trainer: Any) -> dict[str, float]:
     """The last evaluation's figures, without those of its speed."""
     logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     if not logged:
@@ -92,7 +89,7 @@ def _title(text: str) -> str:
     return next((line[2:] for line in text.splitlines() if line.startswith("# ")), "model")
 
 
-def privacy_section(trainer: GradGuardMixin) -> str:
+def privacy_section(trainer: Any) -> str:
     """Return the privacy section as Markdown.
 
     It names the defenses of the shared messages, their settings, what was withheld, and what is not
@@ -197,7 +194,7 @@ def _summary(messages: SharedMessages) -> str:
     return summary if messages.complete else f"{summary} {_UNKNOWN}"
 
 
-def _clients(trainer: GradGuardMixin) -> str:
+def _clients(trainer: Any) -> str:
     args, ranks = trainer.args, trainer.accelerator.num_processes
     if (senders := trainer.accelerator.num_senders) < ranks:
         return f"{senders}, of {ranks // senders} devices each that add up true gradients"
@@ -213,7 +210,7 @@ def _clients(trainer: GradGuardMixin) -> str:
     )
 
 
-def _embeddings(trainer: GradGuardMixin) -> str:
+def _embeddings(trainer: Any) -> str:
     shared = setting(trainer.args, "share_input_embeddings")
     tables = [] if shared else list(withheld_parameters(trainer.model))
     by_name = withheld_by_name(trainer.model, setting(trainer.args, "withhold") or [])
@@ -244,7 +241,7 @@ def _labels(trainer: Any) -> str:
     )
 
 
-def _statistics(trainer: GradGuardMixin) -> str:
+def _statistics(trainer: Any) -> str:
     if not tracking_layers(trainer.model):
         return ""
     choice = setting(trainer.args, "batch_statistics")
@@ -257,7 +254,7 @@ def _state(trainer: Any) -> str:
     return _WRITTEN.format(names) if names else ""
 
 
-def _aggregation(trainer: GradGuardMixin) -> str:
+def _aggregation(trainer: Any) -> str:
     args = trainer.args
     if not setting(args, "secure_aggregation"):
         return ""
