@@ -50,7 +50,7 @@ DERIVATIVES = {
     "networks/training.py": "trains an evaluation network, on public data",
     "attacks/matching/descent.py": "an attacker's penalties on its own guess",
     "leakage/probes.py": "outputs of drawn inputs, by what layers pass on",
-    "training/privacy/failing_rows.py": "tries rows one by one, and keeps nothing of it",
+    "training/privacy/private_rows.py": "tries rows one by one, and keeps nothing of it",
     "heads/body.py": "scores of public samples, and of rows that a training is given, by layers",
 }
 """Files outside `gradient_map/` that differentiate, and what: never a client's loss."""

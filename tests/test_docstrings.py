@@ -27,8 +27,6 @@ TO_DO = (
     "training/privacy/correlated_rows",
     "training/privacy/coupling",
     "training/privacy/failing_rows",
-    "training/privacy/known_seed",
-    "training/privacy/private_rows",
 )
 """Files and rooms whose docstrings are still to be rewritten. The list shrinks; none comes back."""
 

@@ -17,9 +17,15 @@ from ..models import TASKS
 from .config import setting
 from .guards.watch import tracking_layers
 from .message import SharedMessages
-from .privacy.known_seed import FIXED_SEED, NO_EPSILON, has_known_seed, is_noise_known
 from .privacy.labels import UNIT_OF_LABELS
-from .privacy.private_rows import CLIENT_LEVEL, is_client_level
+from .privacy.proofs import (
+    CLIENT_LEVEL,
+    FIXED_SEED,
+    NO_EPSILON,
+    has_known_seed,
+    is_client_level,
+    is_noise_known,
+)
 
 
 def complete_card(trainer: Any) -> None:

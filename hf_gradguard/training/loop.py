@@ -33,7 +33,7 @@ from .guards.hooks import (
 from .guards.watch import AgreedTables, BufferGuard, RowGuard, state_guard, warn_of_statistics
 from .learning_rate import warn_of_noise
 from .message import RandomStreams, private_draws
-from .privacy.private_rows import is_proved
+from .privacy.proofs import is_proved
 from .refusals import (
     SHARDED_DEFENSE,
     check_accelerator,

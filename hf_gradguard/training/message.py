@@ -34,6 +34,7 @@ from ..gradient_map.replay import Replay
 from ..gradient_map.types import LossFunction, Tensors
 from ..gradient_map.views import ZeroGradient
 from ..randomness import Stream
+from .clients.batches import CLIENT, ROW, SHARE
 from .config import setting
 from .exchange.average import SecureSum, average, average_gradients
 from .guards.watch import BufferGuard, Ledger, RowGuard
@@ -135,6 +136,81 @@ class ClientBatch(NamedTuple):
     def is_empty(self) -> bool:
         """Whether nothing of its batch counts: rows stand there for their shapes alone."""
         return self.rows is not None and not len(self.rows)
+
+
+def split(batch: dict[str, Any], num_clients: int) -> list[dict[str, Any]]:
+    """Cut a batch by rows into `num_clients` clients.
+
+    The first ones are larger by one row where the batch does not divide.
+
+    Example:
+        >>> [len(part["labels"]) for part in split(batch, 2)]
+        [1, 1]
+    """
+    if num_clients == 1:
+        return [dict(batch)]
+    # All texts in one row: cut by rows, one client would have them all.
+    rows = count_rows(batch)
+    if rows == 1 and _is_padding_free(batch):
+        raise refusal("padding-free")
+    device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+    parts_of = torch.arange(rows, device=device).tensor_split(num_clients)
+    return [_take(batch, index, rows) for index in parts_of]
+
+
+def clients_in(
+    batch: dict[str, Any],
+) -> Iterator[tuple[int, float, Tensor | None, dict[str, Any]]]:
+    """Return the clients of a batch of `ClientCollator`.
+
+    Each has its number, its weight in the round, the numbers of its rows in the data set, and its
+    rows.
+
+    Example:
+        >>> whose = {CLIENT: torch.tensor([5, 0]), SHARE: torch.tensor([0.25, 0.75])}
+        >>> rows = {ROW: torch.tensor([3, 8])}
+        >>> [found[:3] for found in clients_in({**batch, **whose, **rows})]
+        [(0, 0.75, tensor([8])), (5, 0.25, tensor([3]))]
+    """
+    columns = {key: value for key, value in batch.items() if key not in (CLIENT, SHARE)}
+    numbers, shares = batch[CLIENT], batch[SHARE]
+    if count_rows(columns) != len(numbers):
+        raise refusal("padding-free")
+    # In the order of their numbers: messages of one noise_seed come in the same order again.
+    for number in numbers.unique():
+        index = (numbers == number).nonzero().flatten()
+        client_batch = _take(columns, index, len(numbers))
+        yield int(number), float(shares[index[0]]), client_batch.pop(ROW, None), client_batch
+
+
+def _take(batch: dict[str, Any], index: Tensor, rows: int) -> dict[str, Any]:
+    """Some rows of a batch; what holds for all of them stays whole."""
+    taken = {}
+    for key, value in batch.items():
+        length = len(value) if isinstance(value, list | tuple) or _dim(value) else 1
+        if length == rows:
+            chosen = (
+                value[index] if isinstance(value, Tensor) else [value[k] for k in index.tolist()]
+            )
+            taken[key] = chosen
+        elif length == 1 or not isinstance(value, Tensor | list | tuple):
+            taken[key] = value
+        else:
+            raise refusal("entries-of-no-row", name=key, entries=length, rows=rows)
+    return taken
+
+
+def _dim(value: Any) -> int:
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
+def _is_padding_free(batch: dict[str, Any]) -> bool:
+    """Whether the row of a batch is several texts: their bounds are given, or positions begin
+    again.
+    """
+    positions = batch.get("position_ids")
+    restarts = isinstance(positions, Tensor) and bool((positions.diff(dim=-1) < 0).any())
+    return restarts or any(key.startswith(("cu_seq_lens", "seq_idx")) for key in batch)
 
 
 class MessageMaker:

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,19 +25,13 @@ from ...gradient_map.parameters import cache_of
 from ...leakage import dp_sgd_noise_multiplier
 from ...leakage.differential_privacy import protection_note
 from ...randomness import KEY_BYTES, Stream
-from ..clients.batches import SampledRow
+from ..clients.batches import DUMMY, FixedOrderSampler, SampledRow
 from ..config import setting
 from ..exchange.start import check_agreed
 from ..message import ClientBatch
 from ..refusals import refusal
-from .known_seed import NO_EPSILON
-from .private_rows import (
-    DUMMY,
-    PrivateRows,
-    RowSampler,
-    rounding_of_rows,
-    without_dummy,
-)
+from .private_rows import PrivateRows, rounding_of_rows, without_dummy
+from .proofs import NO_EPSILON
 from .schedules import falls_to_zero, follows_evaluation
 from .secret_positions import SecretPositions, positions_unknown
 
@@ -67,33 +61,6 @@ class NoisePlan:
     settings: dict[str, Any] = field(default_factory=dict)
     is_counted: bool = False
     lost: int = 0
-
-
-class FixedOrderSampler(RowSampler):
-    """Batches in a fixed order, pass after pass.
-
-    Args:
-        batch_at: Gives the rows of this rank's clients at a batch of a pass.
-        rank: This rank.
-        ranks: How many there are.
-        rounds: Batches of a rank in a pass.
-
-    Example:
-        >>> row_at = lambda place: [SampledRow(place, 0, 1.0)]
-        >>> batches = FixedOrderSampler(row_at, 0, ranks=1, rounds=2)
-        >>> [[sampled.row for sampled in batch] for batch in batches]
-        [[0], [1]]
-    """
-
-    def __init__(
-        self, batch_at: Callable[[int], list[SampledRow]], rank: int, ranks: int, rounds: int
-    ) -> None:
-        self._batch_at, self._rank, self.ranks, self.rounds = batch_at, rank, ranks, rounds
-
-    def __iter__(self) -> Iterator[list[SampledRow]]:
-        for place in range(self.rounds):
-            for rank in range(self.ranks):
-                yield self._batch_at(place) if rank == self._rank else []
 
 
 class CorrelatedRows(PrivateRows):
@@ -345,7 +312,6 @@ class CorrelatedRows(PrivateRows):
         key = self._new_key(plan.position)
         place = {"transcript": plan.name, "position": plan.position, "key": key.hex()}
         self._write(figures | place)
-        self.account.add(*figures.values())  # type: ignore[arg-type]
         plan.is_counted, self._keys[plan.position] = True, key
         keyed = []
         for number, turn in zip(hosted, turns, strict=True):
