@@ -15,7 +15,7 @@ from ..gradient_map.parameters import withheld_by_name, withheld_parameters
 from ..leakage.differential_privacy import protection_note
 from ..models import TASKS
 from .config import setting
-from .guards.watch import tracking_layers
+from .exchange.gradients import tracking_layers
 from .message import SharedMessages
 from .privacy.labels import UNIT_OF_LABELS
 from .privacy.proofs import (

@@ -67,18 +67,19 @@ from .clients.batches import (
 )
 from .clients.partition import Rows
 from .config import GradGuardConfig, RequestedSettings, setting
-from .exchange.average import SecureSum, any_rank, average
-from .exchange.start import StartAlike, log_ranks
-from .guards.labels import check_all_labels
-from .guards.watch import (
+from .exchange.gradients import (
     AgreedTables,
-    HookGuard,
     Ledger,
+    SecureSum,
+    any_rank,
+    average,
     average_statistics,
     freeze_statistics,
-    state_guard,
     warn_of_statistics,
 )
+from .exchange.start import StartAlike, log_ranks
+from .guards.hooks import HookGuard
+from .guards.labels import check_all_labels
 from .learning_rate import set_rates
 from .logs import LogPolicy, PoolingHandler, PrivateMetrics, without_rows
 from .message import (
@@ -95,6 +96,7 @@ from .message import (
     clients_in,
     is_summed,
     split,
+    state_guard,
 )
 from .meter import LeakageMeter
 from .privacy.coupling import CouplingCheck

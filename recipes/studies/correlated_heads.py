@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.defenses.factorization import make_factor
+from hf_gradguard.defenses.correlated import make_factor
 from hf_gradguard.heads import FeatureHead, LayerFeatures, head_of
 from hf_gradguard.leakage import (
     balls_in_bins_epsilon,

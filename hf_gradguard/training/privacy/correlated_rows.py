@@ -26,7 +26,6 @@ from ...leakage import dp_sgd_noise_multiplier
 from ...leakage.differential_privacy import protection_note
 from ...randomness import KEY_BYTES, Stream
 from ..clients.batches import DUMMY, FixedOrderSampler, SampledRow
-from ..config import setting
 from ..exchange.start import check_agreed
 from ..message import ClientBatch
 from ..refusals import refusal
@@ -180,11 +179,9 @@ class CorrelatedRows(PrivateRows):
         own_multiplier *= 1 + rounding_of_rows(self.batch_size)
         separation = self._rounds if plan.messages > self._rounds else None
         is_falling = falls_to_zero(schedule, state.max_steps)
-        sampling: Any = self._sampling
         self._plan(
-            PrivacyPlan(own_multiplier, self.batch_size, sampling, plan.messages, separation,
-                        is_falling)
-        )  # fmt: skip
+            PrivacyPlan(own_multiplier, self.batch_size, plan.messages, separation, is_falling)
+        )
         self._tell_origin(plan.noise_multiplier, 1.0, 1)
         if self._rank == 0:
             self._announce(plan.messages, plan.noise_multiplier)
@@ -231,8 +228,9 @@ class CorrelatedRows(PrivateRows):
             assert self.defense.delta is not None
             target = self.defense.target_epsilon, self.defense.delta
             multiplier = dp_sgd_noise_multiplier(*target, 1.0, 1, self.account)
-        seed = setting(self._args, "noise_seed")
-        stream = Stream() if seed is None else Stream.from_seeds(seed, self._rank, 0, 3)
+        stream = Stream()
+        if self._seed is not None:
+            stream = Stream.from_seeds(self._seed, self._rank, 0, 3)
         key = stream.bytes(KEY_BYTES).hex()
         return NoisePlan(secrets.token_hex(4), messages, multiplier, key, 0, self._settings())
 
@@ -324,9 +322,9 @@ class CorrelatedRows(PrivateRows):
 
     def _new_key(self, position: int) -> bytes:
         """Draws the key of a message's noise: that of a `noise_seed` if there is one."""
-        seed = setting(self._args, "noise_seed")
-        stream = Stream() if seed is None else Stream.from_seeds(seed, self._rank, position, 4)
-        return stream.bytes(KEY_BYTES)
+        if self._seed is None:
+            return Stream().bytes(KEY_BYTES)
+        return Stream.from_seeds(self._seed, self._rank, position, 4).bytes(KEY_BYTES)
 
     def _key_of(self, client: int, position: int) -> bytes | None:
         """Gives the key of one of this rank's clients, if the message is known."""

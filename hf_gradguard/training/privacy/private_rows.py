@@ -91,6 +91,7 @@ class PrivateRows(TrainerCallback):
         account_file: AccountFile | None = None,
     ) -> None:  # fmt: skip
         self.defense, self._args, self._rank, self._ranks = defense, args, rank, ranks
+        self._seed: int | None = setting(args, "noise_seed")
         hosted = setting(args, "clients_per_process")
         count = ranks * hosted
         if rows < count:
@@ -112,9 +113,8 @@ class PrivateRows(TrainerCallback):
     def sampler(self) -> RowSampler:
         """Return the sampler of an epoch: as many batches as would go through all rows once."""
         rounds = math.ceil(min(map(len, self.rows_of_clients)) / self.batch_size)
-        seed = setting(self._args, "noise_seed")
         return PoissonSampler(
-            self.rows_of_clients, self._rates, self._rank, self._ranks, rounds, seed
+            self.rows_of_clients, self._rates, self._rank, self._ranks, rounds, self._seed
         )
 
     def on_train_begin(
@@ -147,7 +147,7 @@ class PrivateRows(TrainerCallback):
         own_multiplier *= 1 + rounding_of_rows(self.batch_size)
         self._rounding(args, model)  # refuses noise, known only now, that is too fine
         self._tell_origin(multiplier, self.rate, messages)
-        self._plan(PrivacyPlan(own_multiplier, self.batch_size, sampling="poisson"))
+        self._plan(PrivacyPlan(own_multiplier, self.batch_size))
         if self._rank == 0:
             self._announce(messages, multiplier)
 
