@@ -6,7 +6,6 @@ features: a bias beside them would be half of every clipped gradient.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -59,6 +58,20 @@ def directions_for(num_rows: int) -> int:
     return min(MOST_DIRECTIONS, max(2, num_rows // 16))
 
 
+def warn_of_few(directions: int, wanted: int) -> None:
+    """Warn where public samples differ in fewer directions than private rows can tell apart.
+
+    Args:
+        directions: The number of directions that there are.
+        wanted: The number of directions that are wanted.
+    """
+    if directions < wanted:
+        logger.warning(
+            f"The public samples differ in {directions} directions, fewer than the {wanted} that "
+            "are wanted: a head learns more with thousands of them."
+        )
+
+
 def collate_tokens(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Return a batch of texts' tokens, filled up to the longest.
 
@@ -88,7 +101,7 @@ def collate_tokens(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 class PrivateHead(PreTrainedModel):
     """A linear head on public directions of a frozen encoder's features and a constant.
 
-    This is the base of one class for each kind of task. `private_head` makes them. Only `head` is
+    This is the base of one class for each task. `private_head` makes them. Only `head` is
     trained, and it starts at zero, so nothing in a new one depends on private data.
 
     Args:
@@ -99,7 +112,11 @@ class PrivateHead(PreTrainedModel):
         processing_class: The tokenizer or image processor, which is saved with the head. Default:
             the one of the folder or name that the head or its encoder is loaded from.
 
+    Raises:
+        ValueError: If the configuration is of another task.
+
     Attributes:
+        task: The task's name on the Hub.
         encoder: The encoder, which stays as it is; `None` without one.
         directions: The map from features to directions, before samples get norm 1.
         head: The map from directions and the constant to scores.
@@ -110,6 +127,7 @@ class PrivateHead(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "features"
     accepts_loss_kwargs = False
+    task = "text-classification"
     takes_images = reads_words = False
     encoder: nn.Module | None
     data_collator = staticmethod(default_data_collator)
@@ -122,6 +140,11 @@ class PrivateHead(PreTrainedModel):
         encoder: nn.Module | None = None,
         processing_class: Any = None,
     ) -> None:
+        if config.task != self.task:
+            raise ValueError(
+                f"This head is for {config.task}, and {type(self).__name__} for {self.task}. Load "
+                "it by the Auto class of its task."
+            )
         super().__init__(config)
         self.directions = nn.Linear(config.num_features, config.directions)
         self.head = nn.Linear(config.directions + 1, config.num_labels, bias=False)
@@ -237,6 +260,7 @@ class PrivateHead(PreTrainedModel):
         if not self._can_cut or bool(self.head.weight.any()):
             return
         self._can_cut = False
+        warn_of_few(self.config.directions, count)
         if count < self.config.directions:
             kept = nn.Linear(self.config.num_features, count)
             with torch.no_grad():
@@ -269,11 +293,9 @@ class PrivateHead(PreTrainedModel):
 
     @property
     def processing_class(self) -> Any:
-        """The tokenizer or image processor; `None` if the encoder is no model of Transformers."""
-        if self._processing_class is None and self.config.encoder_config is not None:
-            place = self.config.name_or_path
-            if not place or not os.path.isdir(place):
-                place = place or self.config.encoder
+        """The tokenizer or image processor; `None` if there is no place to load it from."""
+        place = self.config.name_or_path or self.config.encoder
+        if self._processing_class is None and self.config.encoder_config is not None and place:
             self._processing_class = load_processing_class(place, self.takes_images)
         return self._processing_class
 
@@ -312,7 +334,8 @@ class PrivateHead(PreTrainedModel):
 
         Args:
             dataset: A `datasets.Dataset`, a list of rows, or any data set with a length.
-            processing_class: The tokenizer or image processor. Default: the head's own.
+            processing_class: The tokenizer or image processor, which is the head's own from then
+                on. Default: the one that it has.
 
         Returns:
             A `datasets.Dataset`.
@@ -320,7 +343,7 @@ class PrivateHead(PreTrainedModel):
         Raises:
             ValueError: If no column has texts, images or features.
         """
-        if processing_class is not None and self._processing_class is None:
+        if processing_class is not None:
             self._processing_class = processing_class
         return prepared(self, dataset)
 
@@ -379,6 +402,14 @@ class PrivateHead(PreTrainedModel):
                 Transformers.
         """
         return torch.cat([self.encode(**inputs).cpu() for inputs in self.batches_of(samples)])
+
+    def rows_of(self, samples: Sequence[Any]) -> list[Tensor]:
+        """Return the features of each sample of a batch.
+
+        Args:
+            samples: Samples as `features_of` takes them.
+        """
+        return list(self.encode(**self.inputs_of(samples)).cpu())
 
     def batches_of(self, samples: Sequence[Any] | Tensor) -> Iterator[dict[str, Tensor]]:
         """Yield the encoder's inputs for samples, a batch at a time.
@@ -480,6 +511,7 @@ class PrivateHeadForSequenceClassification(PrivateHead):
 class PrivateHeadForImageClassification(PrivateHead):
     """A private head for images."""
 
+    task = "image-classification"
     takes_images = True
     _output_class = ImageClassifierOutput
 
@@ -490,6 +522,7 @@ class PrivateHeadForTokenClassification(PrivateHead):
     A row is a text. Its loss is the mean over its words, and its gradient is clipped as one.
     """
 
+    task = "token-classification"
     reads_words = True
     data_collator = staticmethod(collate_tokens)
 
@@ -500,31 +533,29 @@ class PrivateHeadForTokenClassification(PrivateHead):
             raise ValueError("The head has no encoder: give features, or attach_encoder first.")
         return token_features(self.encoder, inputs)
 
-    def word_features(self, texts: Sequence[Sequence[str]]) -> tuple[Tensor, list[int]]:
+    def rows_of(self, samples: Sequence[Any]) -> list[Tensor]:
         """Return features of the words of texts, which are those of their first tokens.
 
         Args:
-            texts: Lists of words.
+            samples: Lists of words. Those that the encoder does not read to its end are left out.
 
         Returns:
-            The features, `(words, directions + 1)`, one text after the other; and how many words of
-            each text the encoder reads.
+            The features of each text, `(words, directions + 1)`.
 
         Raises:
             ValueError: If the tokenizer does not say which word a token is of.
         """
-        encoding: Any = processed(self.processing_class, list(texts), False, self.config)
+        encoding: Any = processed(self.processing_class, list(samples), False, self.config)
         if not getattr(encoding, "is_fast", False):
             raise ValueError("Words take a fast tokenizer, which says which word a token is of.")
         features = self.encode(**{n: entries.to(self.device) for n, entries in encoding.items()})
-        parts, lengths = [], []
-        for row in range(len(texts)):
-            words = encoding.word_ids(row)
+        rows = []
+        for number in range(len(samples)):
+            words = encoding.word_ids(number)
             firsts = {word: place for place, word in reversed(list(enumerate(words)))}
             firsts.pop(None, None)
-            lengths.append(len(firsts))
-            parts.append(features[row, [firsts[word] for word in sorted(firsts)]].cpu())
-        return torch.cat(parts), lengths
+            rows.append(features[number, [firsts[word] for word in sorted(firsts)]].cpu())
+        return rows
 
     def public_features(self, **inputs: Any) -> Tensor:
         """Return features of some tokens of each text, `(N, width)`.

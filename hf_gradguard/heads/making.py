@@ -29,14 +29,17 @@ from .head import (
     directions_for,
     load_encoder,
     taken_of,
+    warn_of_few,
 )
-
-logger = logging.get_logger(__name__)
+from .rows import batches_by_length
 
 HEADS: dict[str, type[PrivateHead]] = {
-    "text-classification": PrivateHeadForSequenceClassification,
-    "image-classification": PrivateHeadForImageClassification,
-    "token-classification": PrivateHeadForTokenClassification,
+    head.task: head
+    for head in (
+        PrivateHeadForSequenceClassification,
+        PrivateHeadForImageClassification,
+        PrivateHeadForTokenClassification,
+    )
 }
 MOST_PUBLIC = 4000
 """The most public samples that are looked at: more hardly change the directions."""
@@ -114,11 +117,14 @@ def private_head(
     samples, description = public_samples(public, takes_images)
     if len(samples) < 3:
         raise ValueError(f"public has {len(samples)} samples, and whitening takes three or more.")
+    if save_encoder is None:  # a model that is loaded may not be as its name has it
+        save_encoder = isinstance(encoder, nn.Module) or not _is_hub_name(name)
     config = PrivateHeadConfig(
-        encoder=name,
+        task=task,
+        encoder=name if _is_hub_name(name) or not save_encoder else _last_part(name),
         encoder_revision=_commit(name, revision),
-        encoder_config=module.config.to_dict() if is_known else None,
-        save_encoder=not _is_hub_name(name) if save_encoder is None else save_encoder,
+        encoder_config=_settings(module.config) if is_known else None,
+        save_encoder=save_encoder,
         max_length=max_length, constant=constant, public_data=description, directions=1,
         name_or_path=name,
         **_labels(num_labels, labels, problem_type, label_range),
@@ -128,13 +134,10 @@ def private_head(
     most = directions or MOST_DIRECTIONS
     if directions is None and num_rows is not None:
         most = directions_for(num_rows)
-    kept = whitened_directions(features, most)
-    if kept.out_features < min(most, directions or 0):
-        logger.warning(
-            f"{len(samples)} public samples differ in {kept.out_features} directions, fewer than "
-            f"the {most} asked for: a head learns more with thousands of them."
-        )
-    head.set_directions(kept, is_chosen=directions is not None or num_rows is not None)
+    is_open = directions is None and num_rows is None
+    head.set_directions(whitened_directions(features, most), is_chosen=not is_open)
+    if not is_open:
+        warn_of_few(head.config.directions, most)
     return head
 
 
@@ -149,6 +152,16 @@ def _named_encoder(
         return "", encoder.eval()
     base = getattr(encoder, "base_model", encoder)
     return str(getattr(config, "name_or_path", "") or ""), taken_of(base).eval()
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Return an encoder's configuration without its place."""
+    return {n: value for n, value in config.to_dict().items() if n != "_name_or_path"}
+
+
+def _last_part(name: str) -> str:
+    """Return the last part of a folder's path: the rest means nothing elsewhere."""
+    return os.path.basename(os.path.abspath(name)) if name else ""
 
 
 def _is_hub_name(name: str) -> bool:
@@ -190,13 +203,14 @@ def _labels(
 
 
 @torch.no_grad()
-def _features_of_public(head: PrivateHead, samples: Sequence[Any] | Tensor) -> Tensor:
+def _features_of_public(head: PrivateHead, samples: Any) -> Tensor:
     """Return the encoder's features of public samples, behind a progress bar."""
     bar = logging.tqdm(total=len(samples), desc="public samples", leave=False)
     features = []
-    for inputs in head.batches_of(samples):
-        features.append(head.public_features(**inputs).cpu())
-        bar.update(len(next(iter(inputs.values()))))
+    for places in batches_by_length(samples):
+        chosen = samples[places] if isinstance(samples, Tensor) else [samples[n] for n in places]
+        features.append(head.public_features(**head.inputs_of(chosen)).cpu())
+        bar.update(len(places))
     bar.close()
     return torch.cat(features)
 
