@@ -42,6 +42,18 @@ logger = logging.get_logger(__name__)
 
 MOST_DIRECTIONS = 1400
 _ENCODER = "encoder."
+_CARD = """## Model
+
+- Encoder: {encoder}. It was frozen, and {kept}.
+- Trained: a linear head of {count} numbers, on {directions} directions of the encoder's features
+- Public data, by which the directions were found: {public}
+
+```python
+import hf_gradguard.heads  # tells Transformers of such models
+from transformers import pipeline
+
+pipeline("{task}", model="...")
+```"""
 _TOKENS = 3  # of each public text, by which directions of tokens are found
 
 
@@ -130,6 +142,7 @@ class PrivateHead(PreTrainedModel):
     task = "text-classification"
     takes_images = reads_words = False
     encoder: nn.Module | None
+    _keys_to_ignore_on_load_missing = (r"encoder\.pooler\.",)  # no feature reads it
     data_collator = staticmethod(default_data_collator)
     """What a Trainer makes batches of rows of `prepare_dataset` by."""
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True  # the encoder's own matter
@@ -178,7 +191,7 @@ class PrivateHead(PreTrainedModel):
             >>> head = private_head(model, public_texts, num_labels=2, processing_class=tokenizer)
             >>> head.save_pretrained("head")
             >>> type(head).from_pretrained("head").head
-            Linear(in_features=19, out_features=2, bias=False)
+            Linear(in_features=16, out_features=2, bias=False)
         """
         kwargs.pop("trust_remote_code", None)
         loaded = super().from_pretrained(
@@ -321,7 +334,7 @@ class PrivateHead(PreTrainedModel):
             >>> head = private_head(model, public_texts, num_labels=2, processing_class=tokenizer)
             >>> args = head.training_arguments("out", num_rows=3200, use_cpu=True)
             >>> args.defense_kwargs["noise_multiplier"], args.learning_rate, head.config.directions
-            (1.5, 10.0, 18)
+            (1.5, 10.0, 15)
         """
         self.fit_directions(num_rows)
         return training_arguments(output_dir, num_rows, **settings)
@@ -346,6 +359,28 @@ class PrivateHead(PreTrainedModel):
         if processing_class is not None:
             self._processing_class = processing_class
         return prepared(self, dataset)
+
+    def describe_for_card(self) -> str:
+        """Return a section of a model's card: what was trained, on what, and how it is loaded.
+
+        Example:
+            >>> from hf_gradguard.heads import private_head
+            >>> head = private_head(model, public_texts, num_labels=2, processing_class=tokenizer)
+            >>> print(head.describe_for_card())
+            ## Model
+            ...
+            - Trained: a linear head of 32 numbers, on 15 directions of the encoder's features
+            ...
+        """
+        config = self.config
+        revision = f" at revision `{config.encoder_revision}`" if config.encoder_revision else ""
+        kept = "is in this model" if config.save_encoder else "is loaded by its name"
+        return _CARD.format(
+            encoder=f"`{config.encoder}`{revision}" if config.encoder else "one without a name",
+            kept=kept if config.encoder_config is not None else "is passed as `encoder`",
+            count=f"{self.head.weight.numel():,}", directions=f"{config.directions:,}",
+            public=config.public_data, task=config.task,
+        )  # fmt: skip
 
     # --- features
 

@@ -74,7 +74,7 @@ def private_head(
             encoder alone is taken. Any other module gives the features that it returns.
         public: Texts or images that are nobody's secret, preferably thousands, since what is
             learned from them is published. Texts may be a file; a `.txt` file is cut into
-            sentences. Default: the 562 sentences that come with this package, for texts.
+            sentences. Default: the 560 sentences that come with this package, for texts.
         num_labels: The number of classes or numbers. Default: 2, or as many as `labels`.
         labels: The names of the classes.
         task: `"text-classification"` (also of pairs), `"image-classification"` or
@@ -228,24 +228,24 @@ def public_samples(public: Any, takes_images: bool) -> tuple[Any, str]:
     Example:
         >>> samples, description = public_samples(None, takes_images=False)
         >>> len(samples), description
-        (562, 'the sentences that come with hf-gradguard')
+        (560, "560 samples of hf-gradguard's own sentences")
     """
+    source = "a list"
     if public is None:
         if takes_images:
-            raise ValueError("public images are needed: no package comes with them.")
-        return packaged_sentences(), "the sentences that come with hf-gradguard"
-    described = f"{len(public):,} samples" if not isinstance(public, str | os.PathLike) else ""
-    if isinstance(public, str | os.PathLike):
+            raise ValueError("public images are needed: none come with this package.")
+        public, source = packaged_sentences(), "hf-gradguard's own sentences"
+    elif isinstance(public, str | os.PathLike):
         path = os.fspath(public)
         if takes_images:
             public = list(load_images(path))
         else:
             public = sentences_of(path) if path.endswith(".txt") else load_texts(path)
-        described = os.path.basename(os.path.normpath(path))
+        source = os.path.basename(os.path.normpath(path))
     if len(public) > MOST_PUBLIC and not isinstance(public, Tensor):
         places = sorted(random.Random(0).sample(range(len(public)), MOST_PUBLIC))
         public = [public[place] for place in places]
-    return public, described
+    return public, f"{len(public):,} samples of {source}"
 
 
 def sentences_of(path: str) -> list[str]:

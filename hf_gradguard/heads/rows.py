@@ -48,7 +48,7 @@ def prepared(head: Any, dataset: Any) -> Any:
         >>> head = private_head(model, public_texts, num_labels=2, processing_class=tokenizer)
         >>> rows = prepared(head, [{"text": "a fine film", "label": 1}])
         >>> rows.column_names, len(rows[0]["features"])
-        (['features', 'labels'], 19)
+        (['features', 'labels'], 16)
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(
