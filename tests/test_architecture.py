@@ -57,6 +57,7 @@ DERIVATIVES = {
 
 DOMAIN = {
     "gradient_map/domain.py": "the place that asks",
+    "heads/head.py": "a model declares its main input, and names what its encoder takes",
     "networks/image_network.py": "a model declares its main input",
     "networks/text_network.py": "a model declares its main input",
     "leakage/probes.py": "a model declares its main input",

@@ -60,6 +60,8 @@ def complete_card(trainer: Any) -> None:
             card.data.model_name = card.data.model_name or _title(text)
         lines = "\n".join(f"- {name}: {value:.4g}" for name, value in figures.items())
         text = f"{text.rstrip()}\n\n## Evaluation\n\n{lines}"
+    if hasattr(trainer.model, "describe_for_card"):
+        text = f"{text.rstrip()}\n\n{trainer.model.describe_for_card()}"
     card.text = f"{text.rstrip()}\n\n{privacy_section(trainer)}"
     card.save(path)
 

@@ -86,7 +86,7 @@ def mean_accuracy(weights: Tensor, features: Tensor, labels: Tensor) -> float:
 
 
 def cut(rows: dict[str, Tensor], directions: int) -> dict[str, Tensor]:
-    """Features as `head_of` makes them by the first directions alone."""
+    """Features as `private_head` makes them by the first directions alone."""
     features = rows["features"]
     if directions >= features.shape[1] - 1:
         return rows
