@@ -21,10 +21,8 @@ import hf_gradguard
 
 PACKAGE = Path(hf_gradguard.__file__).parent
 TO_DO = (
-    "training/adapter",
     "training/config",
     "training/guards",
-    "training/mixin",
     "training/privacy/correlated_rows",
     "training/privacy/coupling",
     "training/privacy/failing_rows",

@@ -32,7 +32,7 @@ from transformers import TrainingArguments
 
 from ..data.private import write_private
 from ..defenses import Message
-from ..defenses.message import norm
+from ..defenses.base import norm
 from ..gradient_map import Tensors
 from ..gradient_map.domain import count_rows
 from ..gradient_map.parameters import is_sharded
