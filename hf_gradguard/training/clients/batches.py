@@ -365,8 +365,9 @@ def _dim(value: Any) -> int:
 
 
 def _is_padding_free(batch: dict[str, Any]) -> bool:
-    """Whether the row of a batch is several texts: their bounds are given, or positions begin
-    again.
+    """Return whether the row of a batch is several texts.
+
+    Their bounds are given then, or positions begin again.
     """
     positions = batch.get("position_ids")
     restarts = isinstance(positions, Tensor) and bool((positions.diff(dim=-1) < 0).any())
