@@ -23,6 +23,7 @@ PACKAGE = Path(hf_gradguard.__file__).parent
 TO_DO = (
     "training/config",
     "training/guards",
+    "training/mixin",
     "training/privacy/correlated_rows",
     "training/privacy/coupling",
     "training/privacy/failing_rows",
