@@ -499,7 +499,7 @@ class PrivateHead(PreTrainedModel):
                 "token_type_ids": token_type_ids, "pixel_values": pixel_values,
             }  # fmt: skip
             inputs |= {name: entries for name, entries in named.items() if entries is not None}
-            features = self.encode(**inputs)
+            features = self.differentiable(**inputs)
         logits = self.head(features.to(self.head.weight.dtype))
         loss = None
         if labels is not None:
