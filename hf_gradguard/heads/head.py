@@ -31,7 +31,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import logging
 
 from ..gradient_map.domain import IGNORED
-from ..models import explain_missing_model
+from ..models import ModelError, explain_missing_model
 from .arguments import training_arguments
 from .configuration import PrivateHeadConfig
 from .features import layer_features, token_features
@@ -628,7 +628,7 @@ def load_encoder(name: str, revision: str | None = None) -> nn.Module:
 
     Raises:
         FileNotFoundError: If neither a folder nor the Hub has it.
-        ValueError: If it was saved without weights that it needs, which would be random.
+        ModelError: If it was saved without weights that it needs, which would be random.
     """
     with explain_missing_model(name):
         encoder, loading_info = AutoModel.from_pretrained(
@@ -636,7 +636,7 @@ def load_encoder(name: str, revision: str | None = None) -> nn.Module:
         )
     lacking = sorted(key for key in loading_info["missing_keys"] if "pooler" not in key)
     if lacking:
-        raise ValueError(
+        raise ModelError(
             f"{name} was saved without {', '.join(lacking[:3])}, which would be random, and others "
             "in the next run. Take another encoder."
         )
