@@ -192,7 +192,7 @@ def test_a_trainer_asks_the_model_for_its_rows(tmp_path: Path) -> None:
     """For training, evaluation and prediction, each sample once."""
     head = make_head()
     counted = Counted(head)
-    texts = [f"a {word} film" for word in TEXTS[1].split() + ["fine", "joke"]]
+    texts = [f"a {word} film" for word in [*TEXTS[1].split(), "fine", "joke"]]
     args = arguments(head, tmp_path, 8)
     trainer = GradGuardTrainer(
         head, args, train_dataset=rows_of(texts), eval_dataset={"some": rows_of()},
