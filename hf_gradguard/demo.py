@@ -29,7 +29,7 @@ from .audit.report.terminal import aligned
 from .audit.run import make_defenses
 from .audit.settings import AuditSettings
 from .defenses import make_defense
-from .heads import head_of
+from .heads import private_head
 from .leakage import membership_power
 from .models import classifier_head, load_model
 from .recommend.trial_settings import TrialSettings
@@ -159,7 +159,9 @@ def _train_head(
 ) -> float:
     """Return how many held-out sentences a head classifies correctly after private training."""
     public = [text for text, _ in training[:PUBLIC]]
-    head = head_of(copy.deepcopy(model), public, DIRECTIONS, 2, tokenizer)
+    head = private_head(
+        copy.deepcopy(model), public, directions=DIRECTIONS, processing_class=tokenizer
+    )
     private = training[PUBLIC:]
     features = head.features_of([text for text, _ in private])
     rows = [{"features": x, "labels": y} for x, (_, y) in zip(features, private, strict=True)]

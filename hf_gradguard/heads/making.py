@@ -292,33 +292,3 @@ def sentences_of(path: str) -> list[str]:
 def packaged_sentences() -> list[str]:
     folder = files("hf_gradguard.data") / "sentiment"
     return [text for name in ("train", "dev") for text in load_texts(str(folder / f"{name}.tsv"))]
-
-
-def head_of(
-    model: nn.Module,
-    public: Sequence[Any] | Tensor | None = None,
-    directions: int = MOST_DIRECTIONS,
-    classes: int | None = None,
-    processing_class: Any = None,
-    max_length: int = 128,
-) -> PrivateHead:
-    """Return `private_head(model, public)` with this number of directions.
-
-    Args:
-        model: As `encoder` of `private_head`.
-        public: As for `private_head`.
-        directions: As for `private_head`.
-        classes: As `num_labels`. Default: the number of the model's labels.
-        processing_class: As for `private_head`.
-        max_length: As for `private_head`.
-
-    Example:
-        >>> head_of(model, public_texts, processing_class=tokenizer).head.out_features
-        2
-    """
-    config = getattr(model, "config", None)
-    count = classes or (2 if config is None else config.num_labels)
-    return private_head(
-        model, public, count, directions=directions, processing_class=processing_class,
-        max_length=max_length,
-    )  # fmt: skip
