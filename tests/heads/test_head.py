@@ -15,7 +15,6 @@ from torch import nn
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap
 from hf_gradguard.heads import (
     PrivateHead,
-    head_of,
     layer_features,
     private_head,
     whitened_directions,
