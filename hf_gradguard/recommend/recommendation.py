@@ -26,7 +26,7 @@ from ..flags import SourceSettings, fill
 from ..gradient_map.domain import domain_of_model
 from ..logs import errors_alone
 from ..models import label_kind
-from ..training.privacy.private_rows import chained_defenses
+from ..training.privacy.proofs import chained_defenses
 from .choice import (
     Choice,
     Outcome,

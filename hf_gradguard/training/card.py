@@ -15,11 +15,17 @@ from ..gradient_map.parameters import withheld_by_name, withheld_parameters
 from ..leakage.differential_privacy import protection_note
 from ..models import TASKS
 from .config import setting
-from .guards.watch import tracking_layers
+from .exchange.gradients import tracking_layers
 from .message import SharedMessages
-from .privacy.known_seed import FIXED_SEED, NO_EPSILON, has_known_seed, is_noise_known
 from .privacy.labels import UNIT_OF_LABELS
-from .privacy.private_rows import CLIENT_LEVEL, is_client_level
+from .privacy.proofs import (
+    CLIENT_LEVEL,
+    FIXED_SEED,
+    NO_EPSILON,
+    has_known_seed,
+    is_client_level,
+    is_noise_known,
+)
 
 
 def complete_card(trainer: Any) -> None:
@@ -54,6 +60,8 @@ def complete_card(trainer: Any) -> None:
             card.data.model_name = card.data.model_name or _title(text)
         lines = "\n".join(f"- {name}: {value:.4g}" for name, value in figures.items())
         text = f"{text.rstrip()}\n\n## Evaluation\n\n{lines}"
+    if hasattr(trainer.model, "describe_for_card"):
+        text = f"{text.rstrip()}\n\n{trainer.model.describe_for_card()}"
     card.text = f"{text.rstrip()}\n\n{privacy_section(trainer)}"
     card.save(path)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_gradguard.defenses.factorization import make_factor, sensitivity
+from hf_gradguard.defenses.correlated import make_factor, sensitivity
 from hf_gradguard.federation.guard import Guard, GuardSettings, _check_grid
 from hf_gradguard.federation.lookup_tables import TABLES, check_tables
 from hf_gradguard.leakage import gaussian_epsilon

@@ -15,14 +15,14 @@ from transformers import AlbertConfig, AlbertModel
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.gradient_map import GradientMap
 from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
-from hf_gradguard.heads import FeatureHead, SketchedBody, head_of, sketched_body
+from hf_gradguard.heads import PrivateHead, SketchedBody, head_of, sketched_body
 from hf_gradguard.heads.body import scaled_directions, sketch
 
 PUBLIC = ["a good film", "a bad film", "the plot is slow", "it is a joke", "very warm", "dull"]
 TEXTS, LABELS = ["a fine film", "the plot is long and dull", "a joke"], torch.tensor([1, 0, 2])
 
 
-def make_body(classes: int = 3) -> tuple[SketchedBody, dict[str, Tensor], FeatureHead]:
+def make_body(classes: int = 3) -> tuple[SketchedBody, dict[str, Tensor], PrivateHead]:
     """With a head that is not zero; in float64."""
     names = example_names("model tokenizer")
     head = head_of(names["model"], PUBLIC, 4, classes, names["tokenizer"]).double()

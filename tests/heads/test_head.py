@@ -13,7 +13,7 @@ from helpers import make_task
 from torch import nn
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.heads import FeatureHead, LayerFeatures, head_of, whitened_directions
+from hf_gradguard.heads import PrivateHead, head_of, layer_features, whitened_directions
 
 PUBLIC = ["a good film", "a bad film", "the plot is slow", "it is a joke", "very warm", "dull"]
 
@@ -29,7 +29,7 @@ def test_features_are_of_all_layers() -> None:
     encoder = model.base_model
     texts = ["a fine film", "the plot is long and dull"]
     inputs = tokenizer(texts, padding=True, return_tensors="pt")  # type: ignore[operator]
-    features = LayerFeatures(encoder)(**inputs)  # type: ignore[arg-type]
+    features = layer_features(encoder, inputs)  # type: ignore[arg-type]
     config = encoder.config
     layers = config.num_hidden_layers
     width = 2 * (layers + 1) * config.hidden_size + layers * config.intermediate_size
@@ -48,7 +48,7 @@ def test_features_are_of_all_layers() -> None:
     end = 2 * size + config.intermediate_size
     torch.testing.assert_close(features[0, 2 * size : end], inner[0].mean(0))
     alone = tokenizer(texts[:1], return_tensors="pt")  # type: ignore[operator]
-    torch.testing.assert_close(LayerFeatures(encoder)(**alone)[0], features[0])
+    torch.testing.assert_close(layer_features(encoder, alone)[0], features[0])
 
 
 @pytest.mark.parametrize("rows", [12, 40])
@@ -120,7 +120,7 @@ def test_it_learns_behind_correlated_noise(tmp_path: Path) -> None:
     samples = torch.randn(1280, 6, generator=generator)
     labels = (samples[:, 0] > 0).long()
     samples[:, 0] *= 3
-    head: FeatureHead = head_of(nn.Identity(), samples[:200], directions=6, classes=2)
+    head: PrivateHead = head_of(nn.Identity(), samples[:200], directions=6, classes=2)
     features = head.features_of(samples)
     rows = [{"features": row, "labels": label} for row, label in zip(features, labels, strict=True)]
     args = GradGuardConfig(
