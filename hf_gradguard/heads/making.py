@@ -79,7 +79,7 @@ def private_head(
         labels: The names of the classes.
         task: `"text-classification"` (also of pairs), `"image-classification"` or
             `"token-classification"`. Default: one of the first two, by the encoder.
-        problem_type: As in Transformers: `"single_label_classification"`,
+        problem_type: The problem type of Transformers: `"single_label_classification"`,
             `"multi_label_classification"` or `"regression"`. Default: the first, or the last for
             one label.
         label_range: The least and the largest number of a regression. It must be known without
@@ -278,12 +278,12 @@ def head_of(
     """Return `private_head(model, public)` with this number of directions.
 
     Args:
-        model: As `encoder` of `private_head`.
-        public: As for `private_head`.
-        directions: As for `private_head`.
-        classes: As `num_labels`. Default: the number of the model's labels.
-        processing_class: As for `private_head`.
-        max_length: As for `private_head`.
+        model: The `encoder` of `private_head`.
+        public: The public texts or images.
+        directions: The number of directions to keep.
+        classes: The number of classes. Default: the number of the model's labels.
+        processing_class: The tokenizer or image processor. Default: the encoder's own.
+        max_length: The most tokens of a text.
 
     Example:
         >>> head_of(model, public_texts, processing_class=tokenizer).head.out_features
