@@ -56,7 +56,7 @@ def training_arguments(output_dir: str, num_rows: int, **given: Any) -> GradGuar
             `noise_multiplier=0` trains undefended.
 
     Raises:
-        ValueError: If there are fewer rows than a message takes.
+        ValueError: If there are fewer rows than a message takes, or a setting is out of range.
 
     Example:
         >>> args = training_arguments("out", 2000, target_epsilon=3.0, use_cpu=True)
@@ -70,21 +70,11 @@ def training_arguments(output_dir: str, num_rows: int, **given: Any) -> GradGuar
         "report_to": "none",
     } | given  # fmt: skip
     args = GradGuardConfig(output_dir, **settings)
-    clients = args.world_size * args.clients_per_process
-    batch_size = args.per_device_train_batch_size // args.clients_per_process
-    a_pass = num_rows // clients // batch_size
-    if not a_pass:
-        raise ValueError(
-            f"{num_rows} rows of {clients} client(s) are too few for messages of {batch_size}: set "
-            "per_device_train_batch_size."
-        )
-    messages = args.max_steps * args.gradient_accumulation_steps
-    if args.max_steps <= 0:
-        messages = math.ceil(a_pass * args.num_train_epochs)
+    messages, of_a_pass = messages_of(args, num_rows)
     defense_settings = args.defense_kwargs
     if args.defense is None:
         args.defense = "dp_sgd" if of_defense.get("noise_multiplier") != 0 else "none"
-        passes = math.ceil(messages / a_pass)
+        passes = math.ceil(messages / of_a_pass)
         if args.defense == "dp_sgd":
             defense_settings = _dp_sgd(of_defense, num_rows, passes)
         args.defense_kwargs = defense_settings
@@ -93,9 +83,45 @@ def training_arguments(output_dir: str, num_rows: int, **given: Any) -> GradGuar
         noise_multiplier = named.get("noise_multiplier")
         if target := named.get("target_epsilon"):
             noise_multiplier = dp_sgd_noise_multiplier(target, named["delta"], 1.0, 1)
-        args.learning_rate = default_learning_rate(messages, batch_size, noise_multiplier)
+        args.learning_rate = default_learning_rate(messages, batch_size_of(args), noise_multiplier)
     args.check()
     return args
+
+
+def batch_size_of(args: GradGuardConfig) -> int:
+    """Return the number of rows of a client's message.
+
+    Args:
+        args: The training's arguments.
+    """
+    return args.per_device_train_batch_size // args.clients_per_process
+
+
+def messages_of(args: GradGuardConfig, num_rows: int) -> tuple[int, int]:
+    """Return how many messages a client sends, in all and in one pass over its rows.
+
+    Args:
+        args: The training's arguments.
+        num_rows: The number of rows of the training data, of all ranks.
+
+    Raises:
+        ValueError: If there are fewer rows than a message takes.
+
+    Example:
+        >>> args = GradGuardConfig("out", per_device_train_batch_size=16, num_train_epochs=2)
+        >>> messages_of(args, 3200)
+        (400, 200)
+    """
+    clients, size = args.world_size * args.clients_per_process, batch_size_of(args)
+    of_a_pass = num_rows // clients // size
+    if not of_a_pass:
+        raise ValueError(
+            f"{num_rows} rows of {clients} client(s) are too few for messages of {size}: set a "
+            "smaller per_device_train_batch_size."
+        )
+    if args.max_steps > 0:
+        return args.max_steps * args.gradient_accumulation_steps, of_a_pass
+    return math.ceil(of_a_pass * args.num_train_epochs), of_a_pass
 
 
 def _dp_sgd(given: dict[str, Any], num_rows: int, passes: int) -> dict[str, Any]:

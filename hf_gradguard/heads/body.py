@@ -72,9 +72,9 @@ class SketchedBody(nn.Module):
 
     Example:
         >>> from torch import nn
-        >>> from hf_gradguard.heads import head_of
+        >>> from hf_gradguard.heads import private_head
         >>> public = ["a good film", "a bad one", "a joke", "the plot is slow"]
-        >>> head = head_of(model, public, 3, processing_class=tokenizer)
+        >>> head = private_head(model, public, processing_class=tokenizer)
         >>> head.head.weight = nn.Parameter(torch.randn(2, 4))  # in place of a training
         >>> body = sketched_body(head, public, directions=4)
         >>> rows = body.rows_of(["a long film", "a plot"])
@@ -199,9 +199,9 @@ def sketched_body(
             (a head that is zero).
 
     Example:
-        >>> from hf_gradguard.heads import head_of
+        >>> from hf_gradguard.heads import private_head
         >>> public = ["a good film", "a bad one", "a joke", "the plot is slow"]
-        >>> head = head_of(model, public, 3, processing_class=tokenizer)
+        >>> head = private_head(model, public, processing_class=tokenizer)
         >>> head.head.weight = torch.nn.Parameter(torch.randn(2, 4))  # in place of a training
         >>> sketched_body(head, public, directions=4).moves
         Linear(in_features=4, out_features=1, bias=False)

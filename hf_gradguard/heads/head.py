@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -31,7 +32,8 @@ from transformers.modeling_outputs import (
 from transformers.utils import logging
 
 from ..gradient_map.domain import IGNORED
-from ..models import explain_missing_model
+from ..models import ModelError, explain_missing_model
+from ..training.exchange.start import check_agreed
 from .arguments import training_arguments
 from .configuration import PrivateHeadConfig
 from .features import layer_features, token_features
@@ -319,7 +321,8 @@ class PrivateHead(PreTrainedModel):
         """Return arguments of a training by `dp_sgd` per sample, with noise that is correlated.
 
         They take no search: see `heads.arguments.training_arguments`, which has all settings. A
-        head whose number of directions was left open gets one for every 16 rows.
+        head whose number of directions was left open gets one for every 16 rows. If there are
+        several ranks, all of them must call it, and take rank 0's directions.
 
         Args:
             output_dir: The folder of the model.
@@ -338,7 +341,20 @@ class PrivateHead(PreTrainedModel):
             (1.5, 10.0, 15)
         """
         self.fit_directions(num_rows)
-        return training_arguments(output_dir, num_rows, **settings)
+        args = training_arguments(output_dir, num_rows, **settings)
+        if args.world_size > 1:
+            self._take_directions(args.device)
+        return args
+
+    def _take_directions(self, device: torch.device) -> None:
+        """Take rank 0's directions: on another machine they may have other signs."""
+        tensors = [self.directions.weight.detach(), self.directions.bias.detach()]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        check_agreed({"the sizes of the head's directions": shapes}, device)
+        for tensor in tensors:
+            sent = tensor.to(device)
+            broadcast(sent)
+            tensor.copy_(sent)
 
     def prepare_dataset(self, dataset: Any, processing_class: Any = None) -> Any:
         """Return rows of `features` and `labels`, made of rows of texts or images.
@@ -500,7 +516,7 @@ class PrivateHead(PreTrainedModel):
                 "token_type_ids": token_type_ids, "pixel_values": pixel_values,
             }  # fmt: skip
             inputs |= {name: entries for name, entries in named.items() if entries is not None}
-            features = self.encode(**inputs)
+            features = self.differentiable(**inputs)
         logits = self.head(features.to(self.head.weight.dtype))
         loss = None
         if labels is not None:
@@ -629,7 +645,7 @@ def load_encoder(name: str, revision: str | None = None) -> nn.Module:
 
     Raises:
         FileNotFoundError: If neither a folder nor the Hub has it.
-        ValueError: If it was saved without weights that it needs, which would be random.
+        ModelError: If it was saved without weights that it needs, which would be random.
     """
     with explain_missing_model(name):
         encoder, loading_info = AutoModel.from_pretrained(
@@ -637,7 +653,7 @@ def load_encoder(name: str, revision: str | None = None) -> nn.Module:
         )
     lacking = sorted(key for key in loading_info["missing_keys"] if "pooler" not in key)
     if lacking:
-        raise ValueError(
+        raise ModelError(
             f"{name} was saved without {', '.join(lacking[:3])}, which would be random, and others "
             "in the next run. Take another encoder."
         )

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..data.samples import load_images, load_texts
 from ..gradient_map.domain import domain_of_model
-from ..models import classifier_head
+from ..models import ModelError, classifier_head
 from .configuration import CONSTANT, PrivateHeadConfig
 from .features import whitened_directions
 from .head import (
@@ -63,6 +63,7 @@ def private_head(
     revision: str | None = None,
     save_encoder: bool | None = None,
     constant: float = CONSTANT,
+    device: str | torch.device | None = None,
 ) -> PrivateHead:
     """Return a new head on a frozen encoder, to be trained by differentially private gradients.
 
@@ -94,10 +95,13 @@ def private_head(
         save_encoder: Whether `save_pretrained` writes the encoder's weights, too. Default: unless
             it has a name on the Hub.
         constant: The feature in a bias's place.
+        device: Where features are made. Default: where an encoder that is loaded already is;
+            otherwise an accelerator, if there is one.
 
     Raises:
         ValueError: If there are fewer than three public samples, or no direction in which they
-            differ, or arguments do not fit together.
+            differ, or arguments do not fit together; or the encoder gives a sample other features
+            each time.
         FileNotFoundError: If neither a folder nor the Hub has the encoder.
 
     Example:
@@ -130,6 +134,8 @@ def private_head(
         **_labels(num_labels, labels, problem_type, label_range),
     )  # fmt: skip
     head = HEADS[task](config, module, processing_class)
+    head.to(_device(encoder) if device is None else device)
+    _check_repeatable(head, samples[:2])
     features = _features_of_public(head, samples)
     most = directions or MOST_DIRECTIONS
     if directions is None and num_rows is not None:
@@ -152,6 +158,27 @@ def _named_encoder(
         return "", encoder.eval()
     base = getattr(encoder, "base_model", encoder)
     return str(getattr(config, "name_or_path", "") or ""), taken_of(base).eval()
+
+
+def _device(encoder: Any) -> torch.device:
+    """Return where an encoder is, or the accelerator that this process has."""
+    if isinstance(encoder, nn.Module):
+        parameter = next(encoder.parameters(), torch.empty(0))
+        return parameter.device
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def _check_repeatable(head: PrivateHead, samples: Any) -> None:
+    """Refuse an encoder whose features are random."""
+    first, second = (head.public_features(**head.inputs_of(samples)) for _ in range(2))
+    if (second - first).norm() > 1e-2 * first.norm():
+        raise ModelError(
+            "The encoder gives the same samples other features each time, as one that masks at "
+            "random does (ViT-MAE). A head learns little from these. Take another encoder."
+        )
 
 
 def _settings(config: Any) -> dict[str, Any]:
@@ -265,33 +292,3 @@ def sentences_of(path: str) -> list[str]:
 def packaged_sentences() -> list[str]:
     folder = files("hf_gradguard.data") / "sentiment"
     return [text for name in ("train", "dev") for text in load_texts(str(folder / f"{name}.tsv"))]
-
-
-def head_of(
-    model: nn.Module,
-    public: Sequence[Any] | Tensor | None = None,
-    directions: int = MOST_DIRECTIONS,
-    classes: int | None = None,
-    processing_class: Any = None,
-    max_length: int = 128,
-) -> PrivateHead:
-    """Return `private_head(model, public)` with this number of directions.
-
-    Args:
-        model: The `encoder` of `private_head`.
-        public: The public texts or images.
-        directions: The number of directions to keep.
-        classes: The number of classes. Default: the number of the model's labels.
-        processing_class: The tokenizer or image processor. Default: the encoder's own.
-        max_length: The most tokens of a text.
-
-    Example:
-        >>> head_of(model, public_texts, processing_class=tokenizer).head.out_features
-        2
-    """
-    config = getattr(model, "config", None)
-    count = classes or (2 if config is None else config.num_labels)
-    return private_head(
-        model, public, count, directions=directions, processing_class=processing_class,
-        max_length=max_length,
-    )  # fmt: skip
