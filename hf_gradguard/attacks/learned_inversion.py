@@ -70,7 +70,8 @@ class LearnedInversion(Attack):
     Args:
         public_texts: Texts like the client's, or their ids: at least 16. Audits give candidates
             that are in no audited message.
-        public_labels: Their classes. Default: the message's own for all of them.
+        public_labels: The classes of the public inputs. Default: the message's own labels for all
+            of them.
         defense: The client's defense, a `Defense` or its name. Audits give the audited one.
         messages: The number of messages of public texts to learn from.
         seconds: Time after which learning stops. With less than 10 messages the most frequent

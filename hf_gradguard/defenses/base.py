@@ -170,9 +170,9 @@ class Defense:
             The message and the state after it.
 
         Raises:
-            FloatingPointError, TypeError, ValueError: As for a call.
-            RuntimeError: As for a call; or if the defense keeps something in an attribute, which
-                would be lost.
+            FloatingPointError, TypeError, ValueError: If a call raises it.
+            RuntimeError: If a call raises it, or if the defense keeps something in an attribute,
+                where it would be lost.
 
         Example:
             >>> defense = make_defense("pruning", ratio=0.9, error_feedback=True)

@@ -180,10 +180,10 @@ class PrivateHead(PreTrainedModel):
         Args:
             pretrained_model_name_or_path: The folder that `save_pretrained` wrote, or a name on
                 the Hub.
-            *args: As for `PreTrainedModel.from_pretrained`.
+            *args: All other arguments of `PreTrainedModel.from_pretrained`.
             encoder: An encoder that is loaded already; needed where it is no model of Transformers.
-            **kwargs: As for `PreTrainedModel.from_pretrained`. No code is run that comes with a
-                model.
+            **kwargs: All keyword arguments of `PreTrainedModel.from_pretrained`. No code is run
+                that comes with a model.
 
         Raises:
             FileNotFoundError: If the encoder is kept by its name, and there is none of that name.
@@ -214,8 +214,9 @@ class PrivateHead(PreTrainedModel):
 
         Args:
             save_directory: The folder.
-            *args: As for `PreTrainedModel.save_pretrained`.
-            **kwargs: Likewise; `push_to_hub=True` uploads it.
+            *args: All other arguments of `PreTrainedModel.save_pretrained`.
+            **kwargs: All keyword arguments of `PreTrainedModel.save_pretrained`. `push_to_hub=True`
+                uploads the head.
         """
         self._leave_out_encoder()
         processing_class = self.processing_class

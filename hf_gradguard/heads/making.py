@@ -80,7 +80,7 @@ def private_head(
         labels: The names of the classes.
         task: `"text-classification"` (also of pairs), `"image-classification"` or
             `"token-classification"`. Default: one of the first two, by the encoder.
-        problem_type: As in Transformers: `"single_label_classification"`,
+        problem_type: The problem type of Transformers: `"single_label_classification"`,
             `"multi_label_classification"` or `"regression"`. Default: the first, or the last for
             one label.
         label_range: The least and the largest number of a regression. It must be known without

@@ -126,7 +126,7 @@ class ClientBatch(NamedTuple):
 
     Args:
         client: The client.
-        batch: Its rows.
+        batch: The client's rows, as a batch.
         weight: The weight of its mean loss in the loss of the step; 0 if nothing in the batch
             counts.
         rows: The numbers of its rows in the data set, `(B,)`, if the batch has them.
@@ -743,7 +743,7 @@ def annotate_errors(batch: Mapping[str, Any], hides_content: bool = False) -> It
     """Add to errors, which often are a model's own, what batch they are about.
 
     Args:
-        batch: Of a rank.
+        batch: The batch of a rank.
         hides_content: Whether its names alone are said: how many rows were drawn is a secret that
             an ε counts on, and logs of errors may be uploaded.
 

@@ -160,7 +160,7 @@ class GradGuardMixin(Trainer):
 
     Raises:
         ValueError: If no defense is named, or one is named twice.
-        NotImplementedError: For set-ups that cannot be protected; see `refusals.py`.
+        NotImplementedError: If the set-up cannot be protected (see `refusals.py`).
 
     Example:
         >>> from transformers import Seq2SeqTrainer

@@ -31,7 +31,7 @@ class GradGuardTrainer(GradGuardMixin):
 
     Raises:
         ValueError: If no defense is named, or one is named twice.
-        NotImplementedError: For set-ups that cannot be protected; see `refusals.py`.
+        NotImplementedError: If the set-up cannot be protected (see `refusals.py`).
 
     Example:
         >>> settings = {"max_steps": 1, "logging_steps": 1, "use_cpu": True, "save_strategy": "no"}

@@ -119,7 +119,7 @@ class Descended:
 
     Args:
         x: The best input on the way, `(B, ...)`.
-        objective: Its distance and penalty, a scalar.
+        objective: The distance and penalty at the result, a scalar.
         labels: Labels `(B,)`, or logits `(B, C)` where labels are optimized.
         history: The objective at every evaluation.
 

@@ -34,7 +34,7 @@ def random_weights(parameters: Mapping[str, nn.Parameter], seed: int) -> Iterato
     sees anything, and no generator of the user's is drawn from.
 
     Args:
-        parameters: By name. Each is exchanged once, whatever it is called.
+        parameters: The parameters, by name. A parameter with several names is exchanged once.
         seed: Makes all numbers.
 
     Example:

@@ -379,8 +379,8 @@ class AttemptsPassingRows:
             *arguments: Further arguments.
 
         Raises:
-            Exception: As it was raised for all rows, if no row is found for which it is not, or if
-                it is for none by itself.
+            Exception: If an error is raised for every row, or for no row by itself. It is the error
+                that was raised for all rows.
         """
         try:
             self._check(module, client.batch)
