@@ -1,0 +1,93 @@
+"""Trainings at many rates at once against others, and the study of default rates in quick mode."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import default_data_collator
+
+from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard.heads import FeatureHead, LayerFeatures
+from recipes.studies.frontier_heads import Rows
+from recipes.studies.lib.linear_heads import HeadSettings, simulated_heads
+from recipes.studies.lib.many_rates import heads_of_rates, rightly
+
+STEPS, BATCH, WIDTH, CLASSES = 6, 4, 40, 3
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(STEPS * BATCH, WIDTH, generator=generator)
+    return nn.functional.normalize(features), torch.arange(STEPS * BATCH) % CLASSES
+
+
+@pytest.mark.parametrize("correlated", [True, False])
+def test_heads_of_many_rates_are_those_of_each_rate(correlated: bool) -> None:
+    features, labels = samples()
+    settings = HeadSettings(0.0, STEPS, BATCH, 0.3, 1.5, correlated)
+    heads = heads_of_rates(features, labels, settings, [0.7, 9.0], CLASSES, seed=3)
+    for place, rate in enumerate([0.7, 9.0]):
+        one = dataclasses.replace(settings, learning_rate=rate)
+        (expected,) = simulated_heads(features, labels, one, trainings=1, seed=3)
+        torch.testing.assert_close(heads[:, place], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_is_right_where_its_largest_score_is_the_label() -> None:
+    weights = torch.stack([torch.eye(2), torch.eye(2).flip(0)], 1)
+    assert rightly(weights, torch.eye(2), torch.tensor([0, 0])).tolist() == [
+        [True, False],
+        [False, True],
+    ]
+
+
+def trained(
+    features: Tensor, labels: Tensor, noise: float, folder: Path
+) -> tuple[Tensor, list[Tensor]]:
+    """What the library's own path makes, and which batches it looked at."""
+    head = FeatureHead(LayerFeatures(nn.Identity()), nn.Linear(1, features.shape[1] - 1), CLASSES)
+    strength = {"per_sample": True, "correlated": True, "clip": 0.3, "noise_multiplier": noise}
+    args = GradGuardConfig(
+        str(folder), defense="dp_sgd", defense_kwargs=strength, learning_rate=9.0, optim="sgd",
+        lr_scheduler_type="linear", max_grad_norm=0.0, per_device_train_batch_size=BATCH,
+        max_steps=STEPS, remove_unused_columns=False, use_cpu=True, report_to="none",
+        save_strategy="no", noise_seed=0, disable_tqdm=True,
+    )  # fmt: skip
+    batches: list[Tensor] = []
+
+    def collated(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = default_data_collator(rows)
+        batches.append(batch["features"])
+        return batch
+
+    rows = Rows({"features": features, "labels": labels})
+    GradGuardTrainer(head, args, collated, rows).train()
+    return head.head.weight.detach().T, batches
+
+
+def test_a_head_of_many_rates_is_what_the_trainer_makes(tmp_path: Path) -> None:
+    """By nearly no noise, of the same rows in the same order."""
+    features, labels = samples()
+    weight, batches = trained(features, labels, 1e-5, tmp_path)
+    rows_of = [{int((features - row).norm(dim=1).argmin()) for row in batch} for batch in batches]
+    messages = dict.fromkeys(tuple(sorted(rows)) for rows in rows_of if len(rows) == BATCH)
+    places = [row for message in messages for row in message]
+    assert sorted(places) == list(range(STEPS * BATCH))
+    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(0))
+    rows, classes = torch.empty_like(features), torch.empty_like(labels)
+    rows[order], classes[order] = features[places], labels[places]
+    settings = HeadSettings(0.0, STEPS, BATCH, 0.3)
+    expected = heads_of_rates(rows, classes, settings, [9.0], CLASSES, seed=0)[:, 0]
+    torch.testing.assert_close(weight, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_its_noise_is_the_trainers(tmp_path: Path) -> None:
+    """Features of zero: what is left is noise, of 6,000 numbers."""
+    features, labels = torch.zeros(STEPS * BATCH, 2000), samples()[1]
+    weight, _ = trained(features, labels, 1.5, tmp_path)
+    settings = HeadSettings(0.0, STEPS, BATCH, 0.3, 1.5, True)
+    expected = heads_of_rates(features, labels, settings, [9.0], CLASSES, seed=0)
+    assert float(weight.std()) == pytest.approx(float(expected.std()), rel=0.05)
