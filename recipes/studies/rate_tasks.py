@@ -123,7 +123,7 @@ class Pairs(RateTask):
     Each sentence is in one pair.
     """
 
-    LENGTH, LONGEST, ROWS = 128, 30, 24000
+    LENGTH, LONGEST, ROWS = 128, 30, 17500
 
     def private_rows(self) -> tuple[list, list[int]]:
         texts, labels = self._pairs("train")
@@ -209,19 +209,19 @@ class RateImages(ImagesTask):
         folder: Keeps features.
         efficientnet: The folder of EfficientNet-Lite0's packages. Default: features of patches.
         judged: The split's name in `test`.
+        rows: How many of the images to train on are taken.
     """
 
-    DIRECTIONS, ROWS, TEST_ROWS, CHUNK = 1200, 28000, 5000, 250
-    LITE_ROWS, LITE_TEST = 14000, 3000  # by a slower encoder
+    DIRECTIONS, ROWS, TEST_ROWS, CHUNK = 1200, 15000, 3000, 250
 
     def __init__(
         self, name: str, train: str, test: str, public: str, folder: str,
-        efficientnet: str | None = None, judged: str = "test",
+        efficientnet: str | None = None, judged: str = "test", rows: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(train, test, folder, public)
         self.folder = Path(folder) / f"rate-{name}-{LAST_LAYERS if efficientnet else 'patches'}"
-        if efficientnet is not None:
-            self.ROWS, self.TEST_ROWS = self.LITE_ROWS, self.LITE_TEST
+        if rows is not None:
+            self.ROWS = rows
         self._efficientnet, self._splits = efficientnet, {"train": "train", "test": judged}
         if efficientnet is None:
             self.DIRECTIONS = ImagesTask.DIRECTIONS

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,16 @@ from hf_gradguard.heads import FeatureHead, LayerFeatures
 from recipes.studies.frontier_heads import Rows
 from recipes.studies.lib.linear_heads import HeadSettings, simulated_heads
 from recipes.studies.lib.many_rates import heads_of_rates, rightly
+from recipes.studies.rate_tasks import (
+    Articles,
+    Pairs,
+    RateImages,
+    RateTask,
+    SomePhrases,
+    articles_of,
+)
 
+IMAGES = ("train", "test", "mnist", "tiny_imagenet", "cifar10")
 STEPS, BATCH, WIDTH, CLASSES = 6, 4, 40, 3
 
 
@@ -91,3 +102,57 @@ def test_its_noise_is_the_trainers(tmp_path: Path) -> None:
     settings = HeadSettings(0.0, STEPS, BATCH, 0.3, 1.5, True)
     expected = heads_of_rates(features, labels, settings, [9.0], CLASSES, seed=0)
     assert float(weight.std()) == pytest.approx(float(expected.std()), rel=0.05)
+
+
+@pytest.fixture
+def wikitext(sst2: Path, tmp_path: Path) -> Path:
+    """A folder with six articles of sentences of the common folder, and three public ones."""
+    lines = (sst2 / "train.tsv").read_text().splitlines()[1:]
+    texts = [f"{line.split(chr(9))[0]} ." for line in lines if len(line.split()) > 6]
+    (folder := tmp_path / "wikitext").mkdir()
+    for name, first, last in (("train", 0, 6), ("valid", 6, 9)):
+        parts = [
+            f" = Article {number} = \n \n {' '.join(texts[start : start + 8])} \n = = Part = = \n "
+            f"{' '.join(texts[start + 8 : start + 16])} \n"
+            for number in range(first, last)
+            for start in [16 * number]
+        ]
+        (folder / f"{name}.txt").write_text("".join(parts))
+    return folder
+
+
+def test_articles_are_read_by_paragraphs(wikitext: Path) -> None:
+    articles = articles_of(wikitext / "train.txt")
+    assert [len(article) for article in articles] == [2] * 6
+    assert all(4 <= len(text.split()) <= 30 for article in articles for text in chain(*article))
+
+
+def test_each_sentence_is_in_one_pair(wikitext: Path) -> None:
+    pairs, labels = Pairs("", str(wikitext), "").private_rows()
+    assert len(set(chain(*pairs))) == 2 * len(pairs)
+    paragraphs = [text for article in articles_of(wikitext / "train.txt") for text in article]
+    neighbors = {pair for text in paragraphs for pair in pairwise(text)}
+    assert [int(pair in neighbors) for pair in pairs] == labels
+    assert 0.4 < sum(labels) / len(labels) < 0.6
+
+
+def test_default_rates(encoder, sst2, wikitext, cifar10, quick, tmp_path, monkeypatch):
+    """Every task but those of encoders that are not here."""
+    monkeypatch.setattr(SomePhrases, "HELD_OUT", 20)
+    monkeypatch.setattr(RateTask, "HELD_OUT", 6)
+    monkeypatch.setattr(RateTask, "TEST_ROWS", 6)
+    monkeypatch.setattr(Articles, "CLASSES", 3)
+    monkeypatch.setattr(RateImages, "HELD_OUT", 8)
+    monkeypatch.setattr(RateImages, "FILTERS", 2)
+    folder = shutil.copytree(sst2, tmp_path / "sst2")
+    shutil.copy(folder / "dev.tsv", folder / "test_labelled_sst.tsv")
+    data = ("--model", encoder, "--data_dir", folder, "--models", tmp_path, "--wikitext", wikitext)
+    images = [part for name in IMAGES for part in (f"--{name}", cifar10)]
+    only = ("--only", "MiniLM", "patches")
+    study = quick("default_rates", *data, *images, *only, output=tmp_path / "default_rates")
+    rows = study.rows()
+    names = ["SST-2", "articles", "pairs", "CIFAR-10", "MNIST"]
+    assert sorted(row[0].split(",")[0] for row in rows) == sorted(names)
+    for row in rows:
+        assert row[3] == f"{4 / (0.3 * 1.5):.3g}"
+        assert all(0 <= float(accuracy.split()[0]) <= 1 for accuracy in row[4:6])
