@@ -67,7 +67,7 @@ def training_arguments(output_dir: str, num_rows: int, **given: Any) -> GradGuar
     settings: dict[str, Any] = {
         "per_device_train_batch_size": BATCH_SIZE, "num_train_epochs": 1.0, "optim": "sgd",
         "lr_scheduler_type": "linear", "max_grad_norm": 0.0, "save_strategy": "no",
-        "report_to": "none",
+        "report_to": "none", "dataloader_pin_memory": False,
     } | given  # fmt: skip
     args = GradGuardConfig(output_dir, **settings)
     messages, of_a_pass = messages_of(args, num_rows)
