@@ -74,7 +74,8 @@ def test_the_log_and_the_card_say_what_is_known(
     known, of_texts = recovered_behind(trainer.defense), recovered_behind(trainer.defense, "text")
     lines = [text for text in caplog.messages if text.startswith(f"Behind {name}: ")]
     assert [of_texts in line for line in lines] == ([] if name == "none" else [True])
-    assert not any("image" in line for line in lines)  # the model takes texts
+    if "refiner" not in name:  # whose figures are one sentence
+        assert not any("image" in line for line in lines)  # the model takes texts
     GradGuardTrainer(model, args, defense=defense, train_dataset=rows)  # once a process
     assert sum(text.startswith("Behind ") for text in caplog.messages) == len(lines)
     trainer.create_model_card()
