@@ -41,7 +41,7 @@ def default_learning_rate(
     return float(f"{rate:.2g}")
 
 
-def training_arguments(output_dir: str, num_rows: int, **given: Any) -> GradGuardConfig:
+def training_arguments(output_dir: str, num_rows: int, **settings: Any) -> GradGuardConfig:
     """Return the arguments of a head's training: each row in one message, noise that cancels.
 
     A row is protected against everybody who sees all messages and knows in which one it is. What
@@ -52,7 +52,7 @@ def training_arguments(output_dir: str, num_rows: int, **given: Any) -> GradGuar
     Args:
         output_dir: The folder of the model.
         num_rows: The number of rows of the training data, of all ranks.
-        **given: Arguments of `GradGuardConfig`, and settings of `dp_sgd`, by name.
+        **settings: Arguments of `GradGuardConfig`, and settings of `dp_sgd`, by name.
             `noise_multiplier=0` trains undefended.
 
     Raises:
@@ -63,13 +63,13 @@ def training_arguments(output_dir: str, num_rows: int, **given: Any) -> GradGuar
         >>> args.defense_kwargs["target_epsilon"], args.lr_scheduler_type.value, args.learning_rate
         (3.0, 'linear', 7.3)
     """
-    of_defense = {name: given.pop(name) for name in list(given) if name in _OF_DEFENSE}
-    settings: dict[str, Any] = {
+    of_defense = {name: settings.pop(name) for name in list(settings) if name in _OF_DEFENSE}
+    defaults: dict[str, Any] = {
         "per_device_train_batch_size": BATCH_SIZE, "num_train_epochs": 1.0, "optim": "sgd",
         "lr_scheduler_type": "linear", "max_grad_norm": 0.0, "save_strategy": "no",
         "report_to": "none",
-    } | given  # fmt: skip
-    args = GradGuardConfig(output_dir, **settings)
+    }  # fmt: skip
+    args = GradGuardConfig(output_dir, **(defaults | settings))
     messages, of_a_pass = messages_of(args, num_rows)
     defense_settings = args.defense_kwargs
     if args.defense is None:
@@ -78,7 +78,7 @@ def training_arguments(output_dir: str, num_rows: int, **given: Any) -> GradGuar
         if args.defense == "dp_sgd":
             defense_settings = _dp_sgd(of_defense, num_rows, passes)
         args.defense_kwargs = defense_settings
-    if "learning_rate" not in given:
+    if "learning_rate" not in settings:
         named = defense_settings if isinstance(defense_settings, dict) else {}
         noise_multiplier = named.get("noise_multiplier")
         if target := named.get("target_epsilon"):
@@ -124,16 +124,16 @@ def messages_of(args: GradGuardConfig, num_rows: int) -> tuple[int, int]:
     return math.ceil(of_a_pass * args.num_train_epochs), of_a_pass
 
 
-def _dp_sgd(given: dict[str, Any], num_rows: int, passes: int) -> dict[str, Any]:
+def _dp_sgd(settings: dict[str, Any], num_rows: int, passes: int) -> dict[str, Any]:
     """Return the settings of `dp_sgd`, with defaults for those that are not given."""
-    settings: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "per_sample": True,
-        "correlated": given.get("correlated", True),
+        "correlated": settings.get("correlated", True),
         "clip": CLIP,
         "delta": min(DELTA, 0.1 / num_rows),
     }
-    if given.get("target_epsilon") is None:
-        settings["noise_multiplier"] = NOISE_MULTIPLIER
-    if settings["correlated"]:
-        settings["participations"] = passes
-    return settings | given
+    if settings.get("target_epsilon") is None:
+        defaults["noise_multiplier"] = NOISE_MULTIPLIER
+    if defaults["correlated"]:
+        defaults["participations"] = passes
+    return defaults | settings

@@ -46,7 +46,7 @@ MOST_DIRECTIONS = 1400
 _ENCODER = "encoder."
 _CARD = """## Model
 
-- Encoder: {encoder}. It was frozen, and {kept}.
+- Encoder: {encoder}. It was frozen, and {place}.
 - Trained: a linear head of {count} numbers, on {directions} directions of the encoder's features
 - Public data, by which the directions were found: {public}
 
@@ -226,8 +226,8 @@ class PrivateHead(PreTrainedModel):
     def _leave_out_encoder(self) -> None:
         """Let neither files nor checkpoints have weights that are kept by the encoder's name."""
         names = [name for name in self.state_dict() if name.startswith(_ENCODER)]
-        kept = self.config.save_encoder and self.config.encoder_config is not None
-        self._keys_to_ignore_on_save = set() if kept else set(names)
+        is_saved = self.config.save_encoder and self.config.encoder_config is not None
+        self._keys_to_ignore_on_save = set() if is_saved else set(names)
 
     def attach_encoder(self, encoder: nn.Module | None) -> None:
         """Set the encoder, and freeze all but the head.
@@ -238,7 +238,7 @@ class PrivateHead(PreTrainedModel):
         self.encoder = encoder
         if isinstance(encoder, PreTrainedModel):
             tied = getattr(encoder, "all_tied_weights_keys", None) or {}
-            tied = {f"{_ENCODER}{name}": f"{_ENCODER}{other}" for name, other in tied.items()}
+            tied = {f"{_ENCODER}{name}": f"{_ENCODER}{source}" for name, source in tied.items()}
             self.all_tied_weights_keys: dict[str, str] = {**self.all_tied_weights_keys, **tied}
         self.requires_grad_(False)
         self.head.requires_grad_(True)
@@ -277,11 +277,11 @@ class PrivateHead(PreTrainedModel):
         self._can_cut = False
         warn_of_few(self.config.directions, count)
         if count < self.config.directions:
-            kept = nn.Linear(self.config.num_features, count)
+            fewer = nn.Linear(self.config.num_features, count)
             with torch.no_grad():
-                kept.weight.copy_(self.directions.weight[:count])
-                kept.bias.copy_(self.directions.bias[:count])
-            self.set_directions(kept)
+                fewer.weight.copy_(self.directions.weight[:count])
+                fewer.bias.copy_(self.directions.bias[:count])
+            self.set_directions(fewer)
 
     def train(self, mode: bool = True) -> Self:
         """Keep the encoder in eval mode: no dropout, and no statistics of a batch.
@@ -390,10 +390,10 @@ class PrivateHead(PreTrainedModel):
         """
         config = self.config
         revision = f" at revision `{config.encoder_revision}`" if config.encoder_revision else ""
-        kept = "is in this model" if config.save_encoder else "is loaded by its name"
+        place = "is in this model" if config.save_encoder else "is loaded by its name"
         return _CARD.format(
             encoder=f"`{config.encoder}`{revision}" if config.encoder else "one without a name",
-            kept=kept if config.encoder_config is not None else "is passed as `encoder`",
+            place=place if config.encoder_config is not None else "is passed as `encoder`",
             count=f"{self.head.weight.numel():,}", directions=f"{config.directions:,}",
             public=config.public_data, task=config.task,
         )  # fmt: skip
@@ -616,10 +616,10 @@ class PrivateHeadForTokenClassification(PrivateHead):
         """
         features = self.raw_features(**inputs)
         mask = inputs["attention_mask"].bool()
-        drawn = torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)).to(mask.device)
-        places = drawn.where(mask, -1.0).topk(min(_TOKENS, mask.shape[1])).indices
-        some = torch.zeros_like(mask).scatter(1, places, True)
-        return features[some & mask]
+        order = torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)).to(mask.device)
+        places = order.where(mask, -1.0).topk(min(_TOKENS, mask.shape[1])).indices
+        is_chosen = torch.zeros_like(mask).scatter(1, places, True)
+        return features[is_chosen & mask]
 
 
 def new_encoder(config: PrivateHeadConfig) -> nn.Module:
@@ -661,8 +661,8 @@ def load_encoder(name: str, revision: str | None = None) -> nn.Module:
 
 def taken_of(encoder: nn.Module) -> nn.Module:
     """Return the part of a model that a head takes features of: of CLIP, what reads images."""
-    part: nn.Module = getattr(encoder, "vision_model", encoder)
-    return part
+    reader: nn.Module = getattr(encoder, "vision_model", encoder)
+    return reader
 
 
 AutoConfig.register(PrivateHeadConfig.model_type, PrivateHeadConfig, exist_ok=True)
