@@ -134,6 +134,12 @@ class PrivateHead(PreTrainedModel):
         encoder: The encoder, which stays as it is; `None` without one.
         directions: The map from features to directions, before samples get norm 1.
         head: The map from directions and the constant to scores.
+
+    Example:
+        >>> from hf_gradguard.heads import private_head
+        >>> head = private_head(nn.Identity(), torch.randn(9, 4), num_labels=3, directions=2)
+        >>> isinstance(head, PrivateHead), head.features_of(torch.randn(5, 4)).shape
+        (True, torch.Size([5, 3]))
     """
 
     config_class = PrivateHeadConfig
@@ -560,7 +566,15 @@ class PrivateHeadForSequenceClassification(PrivateHead):
 
 
 class PrivateHeadForImageClassification(PrivateHead):
-    """A private head for images."""
+    """A private head for images.
+
+    Example:
+        >>> from hf_gradguard.heads import private_head
+        >>> public, images = torch.rand(9, 3, 4, 4), torch.rand(2, 3, 4, 4)
+        >>> head = private_head(nn.Flatten(), public, task="image-classification")
+        >>> head(features=head.features_of(images)).logits.shape
+        torch.Size([2, 2])
+    """
 
     task = "image-classification"
     takes_images = True
@@ -571,6 +585,14 @@ class PrivateHeadForTokenClassification(PrivateHead):
     """A private head for the words of texts, each of which has a class.
 
     A row is a text. Its loss is the mean over its words, and its gradient is clipped as one.
+
+    Example:
+        >>> from hf_gradguard.heads import private_head
+        >>> settings = {"labels": ["O", "B-PER"], "processing_class": tokenizer}
+        >>> head = private_head(model, public_texts, task="token-classification", **settings)
+        >>> rows = head.prepare_dataset([{"tokens": ["a", "film"], "ner_tags": ["O", "O"]}])
+        >>> rows[0]["features"].shape, rows[0]["labels"]
+        (torch.Size([2, 31]), tensor([0, 0]))
     """
 
     task = "token-classification"
