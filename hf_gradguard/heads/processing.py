@@ -61,8 +61,8 @@ def processed(
     if len({isinstance(sample, tuple) for sample in samples}) > 1:
         raise ValueError("Either all samples of a batch are pairs, or none is.")
     if isinstance(samples[0], tuple):
-        first, second = zip(*samples, strict=True)
-        return processing_class(list(first), list(second), **settings)
+        texts, seconds = zip(*samples, strict=True)
+        return processing_class(list(texts), list(seconds), **settings)
     if isinstance(samples[0], str):
         return processing_class(list(samples), **settings)
     return processing_class(list(samples), is_split_into_words=True, **settings)
