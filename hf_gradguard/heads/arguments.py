@@ -78,7 +78,7 @@ def training_arguments(output_dir: str, num_rows: int, **settings: Any) -> GradG
     Example:
         >>> args = training_arguments("out", 2000, target_epsilon=3.0, use_cpu=True)
         >>> args.lr_scheduler_type.value, round(args.learning_rate, 1)
-        ('linear', 30.4)
+        ('linear', 30.7)
     """
     of_defense = {name: settings.pop(name) for name in list(settings) if name in _OF_DEFENSE}
     defaults: dict[str, Any] = {

@@ -343,8 +343,8 @@ class PrivateHead(PreTrainedModel):
             >>> from hf_gradguard.heads import private_head
             >>> head = private_head(model, public_texts, num_labels=2, processing_class=tokenizer)
             >>> args = head.training_arguments("out", num_rows=3200, use_cpu=True)
-            >>> args.defense_kwargs["noise_multiplier"], round(args.learning_rate), head.config.directions
-            (1.5, 10.0, 15)
+            >>> args.defense_kwargs["noise_multiplier"], round(args.learning_rate)
+            (1.5, 28)
         """
         self.fit_directions(num_rows)
         args = training_arguments(output_dir, num_rows, **settings)
