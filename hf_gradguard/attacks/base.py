@@ -335,7 +335,7 @@ class Clock:
         ValueError: If the time is below 0.
 
     Example:
-        >>> Clock(0.0).is_over, Clock(None).is_over
+        >>> Clock(0.0).must_stop(), Clock(None).must_stop()
         (True, False)
     """
 
@@ -350,11 +350,10 @@ class Clock:
         """The seconds since the attack began."""
         return time.perf_counter() - self._started
 
-    @property
-    def is_over(self) -> bool:
-        """Whether an attack has to stop.
+    def must_stop(self) -> bool:
+        """Return whether an attack has to stop, and note it in `has_stopped`.
 
-        Read it only where there is more to do.
+        Ask only where there is more to do.
         """
         is_over = self.seconds is not None and self.elapsed >= self.seconds
         self.has_stopped |= is_over

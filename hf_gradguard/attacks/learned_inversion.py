@@ -172,7 +172,7 @@ class LearnedInversion(Attack):
         defense.prepare(observation.model, observation.tokenizer)
         bar = logging.tqdm(shadow_rows, desc=self.name, disable=not self.progress)
         for number, (text, text_label) in enumerate(bar):
-            if clock.is_over:
+            if clock.must_stop():
                 break
             batch = text_batch(observation, [text], _as_labels(text_label, observation.device))
             gmap = GradientMap(observation.model, batch)
@@ -219,7 +219,7 @@ class PublicLayers:
         inputs, slopes = ({name: list[Tensor]() for name in parameters} for _ in range(2))
         ids, labels, clock = list[Tensor](), list[int | None](), Clock(seconds)
         for text, label in rows:
-            if len(ids) >= _FEWEST_TEXTS and clock.is_over:
+            if len(ids) >= _FEWEST_TEXTS and clock.must_stop():
                 break
             batch = text_batch(observation, [text], _as_labels(label, observation.device))
             ids.append(batch["input_ids"][0])

@@ -180,14 +180,19 @@ class Defense:
             >>> defense.apply(gmap, state)[0].has_residual, defense.apply(gmap, {})[0].has_residual
             (True, False)
         """
-        client = self.with_state(state)
+        return self.with_state(state)._send(gmap, generator, step)
+
+    def _send(
+        self, gmap: GradientMap, generator: Stream | None, step: int | None
+    ) -> tuple[Message, State]:
+        """Do what `apply` does for the client whose copy this is; see `with_state`."""
         if step is not None:
-            client.at_step(step)
-        attributes = dict(vars(client))
-        message = client(gmap, generator)
+            self.at_step(step)
+        attributes = dict(vars(self))
+        message = self(gmap, generator)
         if not self._keeps_tensors:
-            _check_forgets(self, attributes, vars(client))
-        return message, client._current_state()
+            _check_forgets(self, attributes, vars(self))
+        return message, self._current_state()
 
     def with_state(self, state: State) -> Self:
         """Return a copy of the defense with a client's state, for its next message.

@@ -313,7 +313,7 @@ class MessageMaker:
             # The norm waits for the device: what follows times the defense alone.
             norm, start = _norm(gradient), time.perf_counter()
             source = ZeroGradient(gmap.parameters) if turn.is_empty else gmap
-            message, state = client.defense.apply(source, client.state, noise, step)
+            message, state = defense._send(source, noise, step)
             self._rows.compare(gmap.gradient() if self._rows.remaining else {}, message)
             if not turn.is_empty:
                 self._record(gradient, message, norm, start)

@@ -202,7 +202,7 @@ class _Descent:
         is_hidden = not attack.progress or offset > 0
         bar = logging.tqdm(range(attack.steps), desc=attack.name, disable=is_hidden)
         for step in bar:
-            if step and clock.is_over:
+            if step and clock.must_stop():
                 break
             optimizer.step(evaluate)
             rate.step()
