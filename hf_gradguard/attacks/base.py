@@ -43,9 +43,9 @@ class Observation:
             tensor}`, if the server knows it.
         mechanism: How messages come from gradients, if the server knows the defense: what
             `Defense.mechanism(message)` states.
-        image_mean: What was subtracted from pixels in [0, 1], per channel. It is public, as part of
-            the image processor.
-        image_std: What pixels were divided by afterwards, per channel.
+        image_mean: The mean per channel that is subtracted from pixels in [0, 1]. It is public, as
+            part of the image processor.
+        image_std: The deviation per channel that pixels are divided by afterwards.
         local: How the client trained for several steps before it sent; `from_update` sets it.
 
     Raises:
@@ -440,7 +440,7 @@ class Attack:
         """Reconstruct the batch behind an observation.
 
         Args:
-            observation: What the server saw.
+            observation: The observation of the server.
             generator: The source of all randomness, on the gradient's device. Default: a new one.
 
         Raises:

@@ -101,7 +101,7 @@ def run(
     """Attack what was set up.
 
     Args:
-        setup: What is audited.
+        setup: The set-up that is audited.
         settings: The settings, the same for all.
         defenses: Defenses by label, prepared for the model.
         attacks: Attacks by label.

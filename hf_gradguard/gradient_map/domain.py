@@ -218,7 +218,7 @@ def check_batch(model: nn.Module, batch: Any, needs_input: bool = True) -> None:
 
     Args:
         model: The model.
-        batch: What a collator returned.
+        batch: The batch that a collator returned.
         needs_input: Whether anything asks for the continuous input. If not, what the model takes
             may be anything.
 

@@ -723,7 +723,7 @@ class Listener:
     Args:
         model: The model.
         parameters: The shared parameters, by name.
-        batch: What it is evaluated on.
+        batch: The batch that the model is evaluated on.
         samples: How many there are in it.
         is_exact: Whether numbers of half precision are refused, by `NotApartError`.
     """
@@ -782,7 +782,7 @@ class Listener:
         """Return what samples add, after one backward pass, by modules and copied parameters.
 
         Args:
-            loss: What the pass gave back.
+            loss: The loss that the pass returned.
             scale: What the loss is multiplied by. With as many as its mean is over, slopes of a
                 sample are those of the sum, which no other sample decides.
 

@@ -333,7 +333,7 @@ def vary(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], se
 
     Args:
         model: The model, whose configuration names special tokens.
-        batch: What a collator returns.
+        batch: A batch, as a collator returns it.
 
     Returns:
         The other batch, and which entries differ.

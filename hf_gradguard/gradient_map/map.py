@@ -37,7 +37,7 @@ class GradientMap:
     Args:
         model: Any Hugging Face model that takes `input_ids` or `pixel_values` and returns a loss,
             or a module alike. Not a distributed wrapper: pass the module inside it.
-        batch: What a collator returns, labels included, on the model's device.
+        batch: A batch, as a collator returns it, labels included, on the model's device.
         loss_fn: `(model, batch) -> scalar`, the batch-mean loss. Default: the loss that the model
             returns.
         share_input_embeddings: Share token embeddings and other tables that the input indexes (see
@@ -306,7 +306,7 @@ class GradientMap:
         """Return derivatives by x of what the model computed from it inside `replay.run()`.
 
         Args:
-            values: What was computed, of any shape.
+            values: The computed values, of any shape.
             x: The input that it was computed from.
             directions: Combinations of `values` to differentiate, `(k, *values.shape)`.
 

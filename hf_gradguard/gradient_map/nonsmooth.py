@@ -28,7 +28,8 @@ class Operation(NamedTuple):
     Args:
         side: The function of the operation's arguments that says on which side of a jump they are.
             It returns regions by number, or indices of the selected entries.
-        on_side: What it returns on that side, from the side and the same arguments.
+        on_side: The function of the side and the same arguments that returns the operation's result
+            on that side.
         returns_both: Whether `side` gives a pair, the side and what the operation returns, so that
             it need not be computed once more.
     """

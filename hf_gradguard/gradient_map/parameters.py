@@ -132,7 +132,7 @@ def find_tables(
 
     Args:
         model: The model, on the batch's device.
-        batch: What a collator returns.
+        batch: A batch, as a collator returns it.
         loss_fn: The loss `(model, batch) -> loss`, which runs the model.
         shards: The client's devices, as for `GradientMap`.
 

@@ -219,7 +219,7 @@ class Variable(NamedTuple):
     """A variable that a function uses from around it.
 
     Args:
-        name: What it is called there.
+        name: The variable's name there.
         source: The function's cell, or its module's globals.
     """
 

@@ -67,7 +67,7 @@ def inversion_influence(
 
     Args:
         gmap: The client's gradient map.
-        delta: What is shared minus the true gradient. Missing parameters count as unperturbed.
+        delta: The shared gradient minus the true one. Missing parameters count as unperturbed.
         damping: ε ≥ 0, in the unit of J Jᵀ. A usual choice is 1e-3 * `largest_eigenvalue(gmap)`.
         sample: The only sample whose coordinates are unknown: the influence on an attacker that
             knows all the others. Default: all are unknown at once.
@@ -123,7 +123,7 @@ def inversion_influence_lower_bound(
 
     Args:
         gmap: The client's gradient map.
-        delta: What is shared minus the true gradient.
+        delta: The shared gradient minus the true one.
         damping: ε ≥ 0, in the unit of J Jᵀ.
         sample: The only sample whose coordinates are unknown. Default: all are unknown.
         eigenvalue: The result of `largest_eigenvalue(gmap)`, if it is known already: it does not
@@ -173,7 +173,7 @@ def one_product_bound(
     Args:
         gmap: The client's gradient map. For one by differences, three times the error of a product
             is subtracted, so that it remains a lower bound.
-        delta: What is shared minus the true gradient.
+        delta: The shared gradient minus the true one.
         damping: ε ≥ 0, in the unit of J Jᵀ.
         sample: The only sample whose coordinates are unknown. Default: all are unknown.
 
@@ -403,7 +403,7 @@ class Estimator(ABC):
         """Return the error of every sample that is to be expected from this message.
 
         Args:
-            message: What a defense shared of the map's gradient.
+            message: The message that a defense made of the map's gradient.
             generator: The source of random probes, a `Stream` or a generator on the input's device.
                 Default: a new `Stream`.
 

@@ -76,7 +76,7 @@ class WhitenedScore:
     """The score of texts of one length, in standard deviations of the noise.
 
     Args:
-        observation: What the server saw, of one sample.
+        observation: The observation of the server, of one sample.
         message: Linear layers' tensors, with white noise of variance 1.
         public: Texts of that length, which give means and covariances.
         label: The class `(1,)` that texts are taken to have; none for language models.

@@ -46,7 +46,7 @@ def assemble_texts(
     """Return an encoder's sentences.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         views: Layers whose input depends on the whole sentence.
         slots: Known and candidate tokens of every position.
         filled: The surest tokens of every position, in no order, `(B, T)`.
@@ -189,7 +189,7 @@ def exchange(
     """Swap tokens at a position between sentences while they get nearer the views' spans.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         views: Layers whose input depends on the whole sentence.
         slots: Where tokens are, and which are known.
         rows: Ids to start from, `(B, T)`.

@@ -33,7 +33,7 @@ class FirstAttention:
     leaves nothing but rounding for the others.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         views: Layers behind the attention, with the spans of their gradients. The first one reads
             its output.
 
