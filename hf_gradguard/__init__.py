@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .defenses import chain, make_defense
     from .gradient_map import GradientMap
+    from .heads import private_head
     from .registry import DEFENSES
     from .training.config import GradGuardConfig
     from .training.loop import protect
@@ -22,6 +23,7 @@ __all__ = [
     "GradientMap",
     "chain",
     "make_defense",
+    "private_head",
     "protect",
 ]
 __version__ = "0.3.0"
@@ -34,6 +36,7 @@ _WHERE = {
     "GradientMap": "gradient_map",
     "chain": "defenses",
     "make_defense": "defenses",
+    "private_head": "heads",
     "protect": "training.loop",
 }
 

@@ -31,7 +31,7 @@ class Projections:
 
     Args:
         modules: The layers.
-        names: Their weights' names, in the same order.
+        names: The names of the layers' weights, in the same order.
         mixing: What the input at a position depends on: `"none"`, only the token there (and its
             position); `"causal"`, the tokens up to there; `"full"`, other tokens too.
         positional: Whether one token gives different inputs at different positions.

@@ -21,12 +21,10 @@ from weakref import ref
 
 import numpy as np
 import torch
-from sklearn.ensemble import HistGradientBoostingClassifier
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from ..extras import need
 from ..gradient_map import GradientMap
 from ..gradient_map.domain import TEXT
 from ..randomness import Stream
@@ -35,6 +33,14 @@ from .base import Attack, Clock, Observation, Reconstruction, as_text, without_d
 from .label_recovery import recover_labels
 from .layer_inputs import is_causal_lm
 from .likelihood_search.score import Text, layer_factors, linear_names, public_ids, text_batch
+
+try:
+    from sklearn.ensemble import HistGradientBoostingClassifier
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import roc_auc_score
+except ModuleNotFoundError:
+    need("attacks", "attacks", "sklearn")
+    raise
 
 _CLEAN, _CLEAN_FRACTION = 150, 0.25  # public texts whose layers are looked into, and of the time
 _FEWEST_TEXTS, _FEWEST_MESSAGES = 16, 10
@@ -64,7 +70,8 @@ class LearnedInversion(Attack):
     Args:
         public_texts: Texts like the client's, or their ids: at least 16. Audits give candidates
             that are in no audited message.
-        public_labels: Their classes. Default: the message's own for all of them.
+        public_labels: The classes of the public inputs. Default: the message's own labels for all
+            of them.
         defense: The client's defense, a `Defense` or its name. Audits give the audited one.
         messages: The number of messages of public texts to learn from.
         seconds: Time after which learning stops. With less than 10 messages the most frequent
@@ -165,7 +172,7 @@ class LearnedInversion(Attack):
         defense.prepare(observation.model, observation.tokenizer)
         bar = logging.tqdm(shadow_rows, desc=self.name, disable=not self.progress)
         for number, (text, text_label) in enumerate(bar):
-            if clock.is_over:
+            if clock.must_stop():
                 break
             batch = text_batch(observation, [text], _as_labels(text_label, observation.device))
             gmap = GradientMap(observation.model, batch)
@@ -212,7 +219,7 @@ class PublicLayers:
         inputs, slopes = ({name: list[Tensor]() for name in parameters} for _ in range(2))
         ids, labels, clock = list[Tensor](), list[int | None](), Clock(seconds)
         for text, label in rows:
-            if len(ids) >= _FEWEST_TEXTS and clock.is_over:
+            if len(ids) >= _FEWEST_TEXTS and clock.must_stop():
                 break
             batch = text_batch(observation, [text], _as_labels(label, observation.device))
             ids.append(batch["input_ids"][0])

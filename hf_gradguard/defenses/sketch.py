@@ -19,10 +19,9 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.per_sample.span import Fit, Granularity, SampleSpan, scaled, vjp_by_difference
 from ..gradient_map.random_batch import synthetic_samples
 from ..randomness import Stream
-from .base import DefenseFacts, check_whole
+from .base import DefenseFacts, Message, cast_like, check_whole, nothing_of, true_gradient
 from .feedback import BiasedDefense, check_min_batches
 from .mechanism import Fitted, Mechanism
-from .message import Message, cast_like, nothing_of, true_gradient
 
 Slope = Callable[[Tensor], Tensor]
 
@@ -106,8 +105,8 @@ class SpecialTokens(NamedTuple):
 
     Args:
         ids: All special ids, which keep their embeddings.
-        marks: Those with a role of their own ([CLS], padding and so on), at most seven. They are no
-            content that would have to be hidden; others may be.
+        marks: The special tokens with a role of their own, such as [CLS] and padding, at most
+            seven. They are no content that would have to be hidden. Other special tokens may be.
 
     Example:
         >>> SpecialTokens.of(tokenizer)
@@ -165,7 +164,7 @@ class SyntheticSamples:
     """Synthetic samples, and how they are fitted.
 
     Args:
-        gmap: Their map.
+        gmap: The gradient map of the synthetic samples.
         target: v.
         factors: How many factors, as `Granularity` says.
     """

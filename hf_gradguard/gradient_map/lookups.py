@@ -282,8 +282,8 @@ def lookups(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterat
 
     Args:
         name: The operation's name in ATen.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+        args: The arguments of the operation.
+        kwargs: The keyword arguments of the operation.
 
     Example:
         >>> table, ids = torch.ones(5, 2), torch.tensor([3])

@@ -319,8 +319,8 @@ class DifferencePlan(NamedTuple):
     Args:
         split_layers: The layers whose samples are known apart.
         error: How much differences over two steps differ, relative to them.
-        shrink: Of the step.
-        shift_error: As `error`, of steps in the parameters; `None` if not tried yet.
+        shrink: The factor that the usual step is multiplied by.
+        shift_error: The `error` of steps in the parameters; `None` if these were not tried yet.
         keeps_pattern: Whether derivatives jump, and passes keep every unit on its side.
     """
 
@@ -331,26 +331,35 @@ class DifferencePlan(NamedTuple):
     keeps_pattern: bool = False
 
 
+LabelGroups = Mapping[str, tuple[frozenset[Hashable], ...]]
+"""Values of labels, by entry of a batch, in groups of which each was tried beside each other."""
+
+
 class SamplePlan(NamedTuple):
     """A plan by which a model's samples are told apart; see `per_sample.clipping`.
 
     Args:
         rules: The rules that give samples' weights in the loss; all of them agreed so far.
         reason: Why samples are differentiated one by one; empty if together.
-        modules: Those that ran in the trial. Others (an expert without tokens) were not tried.
-        labels: Label values that were tried beside each other.
+        modules: The modules that ran in the trial. Other modules, such as an expert without tokens,
+            were not tried.
+        labels: Values of labels that were tried beside each other, by entry of a batch.
         padded: Checksums of padded texts that were compared with themselves without padding.
-        shapes: Of rows that no mask tells apart from their padding, in the first batch.
+        shapes: The shapes, in the first batch, of rows whose padding no mask shows.
         coarse: Why numbers have fewer digits than those of float32; empty if they do not.
+        uses: How many messages were made by it.
+        is_of_unlike_rows: Whether rows that were tried beside each other differed.
     """
 
     rules: tuple[str, ...]
     reason: str = ""
     modules: frozenset[str] = frozenset()
-    labels: tuple[frozenset[int], ...] = ()
+    labels: LabelGroups = {}
     padded: frozenset[int] = frozenset()
     shapes: Mapping[str, tuple[int, ...]] = {}
     coarse: str = ""
+    uses: int = 0
+    is_of_unlike_rows: bool = False
 
 
 @dataclass
@@ -359,8 +368,9 @@ class ModelCache:
 
     Args:
         tables: Which parameters the input indexes.
-        difference_plans: By kind of batch, with how often each was used.
-        sample_plans: By kind of batch.
+        difference_plans: The plans of differences by kind of batch, each with how often it was
+            used.
+        sample_plans: The plans of how samples are separated, by kind of batch.
         shared_parameters: What was asked of them last, those that are trainable, and those that
             are shared.
         is_underway: Whether messages left before anything was found out here, as of a run that is

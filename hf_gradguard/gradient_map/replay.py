@@ -369,6 +369,11 @@ class Replay:
             with self.held_state.replayed():
                 yield
 
+    def device_states(self) -> list[bytes]:
+        """Return the states of the generators of the accelerators that the model draws on."""
+        states = map(torch.cuda.get_rng_state, self._devices)
+        return [state.numpy().tobytes() for state in states]
+
     def kernels(self) -> AbstractContextManager[None]:
         """Return a context of attention in plain mathematics, if second derivatives are wanted."""
         return self._plain_attention() if self.second_order else nullcontext()
@@ -511,7 +516,7 @@ def differentiate(
 
     Raises:
         ValueError: If it uses none of them, and was differentiated before.
-        RuntimeError: With `create_graph`, if they come through a kernel that is not to be
+        RuntimeError: If `create_graph` is set and they come through a kernel that is not to be
             differentiated twice.
     """
     graph: Any = {"retain_graph": retain_graph or create_graph, "create_graph": create_graph}
@@ -592,7 +597,7 @@ class ModuleState:
     to leave nothing behind.
 
     Args:
-        model: Whose modules.
+        model: The model whose modules these are.
         only_buffers: Whether nothing but buffers is noted.
 
     Example:

@@ -3,10 +3,29 @@
 Both are trained by differentially private gradients of few samples a message.
 """
 
+from .arguments import default_learning_rate
 from .body import SketchedBody, sketched_body
-from .head import FeatureHead, LayerFeatures, head_of
-from .head import half_whitened as half_whitened
-from .head import packaged_sentences as packaged_sentences
-from .head import whitened_directions as whitened_directions
+from .configuration import PrivateHeadConfig
+from .features import half_whitened as half_whitened
+from .features import layer_features as layer_features
+from .features import whitened_directions as whitened_directions
+from .head import (
+    PrivateHead,
+    PrivateHeadForImageClassification,
+    PrivateHeadForSequenceClassification,
+    PrivateHeadForTokenClassification,
+)
+from .making import packaged_sentences as packaged_sentences
+from .making import private_head
 
-__all__ = ["FeatureHead", "LayerFeatures", "SketchedBody", "head_of", "sketched_body"]
+__all__ = [
+    "PrivateHead",
+    "PrivateHeadConfig",
+    "PrivateHeadForImageClassification",
+    "PrivateHeadForSequenceClassification",
+    "PrivateHeadForTokenClassification",
+    "SketchedBody",
+    "default_learning_rate",
+    "private_head",
+    "sketched_body",
+]

@@ -33,7 +33,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from .head import FeatureHead, half_whitened, packaged_sentences
+from .features import half_whitened
+from .head import PrivateHead
+from .making import packaged_sentences
 
 __all__ = ["SketchedBody", "sketched_body"]
 
@@ -70,23 +72,23 @@ class SketchedBody(nn.Module):
 
     Example:
         >>> from torch import nn
-        >>> from hf_gradguard.heads import head_of
+        >>> from hf_gradguard.heads import private_head
         >>> public = ["a good film", "a bad one", "a joke", "the plot is slow"]
-        >>> head = head_of(model, public, 3, processing_class=tokenizer)
+        >>> head = private_head(model, public, processing_class=tokenizer)
         >>> head.head.weight = nn.Parameter(torch.randn(2, 4))  # in place of a training
         >>> body = sketched_body(head, public, directions=4)
         >>> rows = body.rows_of(["a long film", "a plot"])
         >>> body(**rows, labels=torch.tensor([0, 1])).loss.requires_grad
         True
         >>> type(body.merged()).__name__
-        'FeatureHead'
+        'PrivateHeadForSequenceClassification'
     """
 
     mixing: Tensor
 
     def __init__(
         self,
-        head: FeatureHead,
+        head: PrivateHead,
         outputs: dict[str, Tensor],
         inputs: dict[str, Tensor],
         mixing: Tensor,
@@ -131,7 +133,7 @@ class SketchedBody(nn.Module):
         scores, tangents = [], []
         outputs, inputs = self._directions()
         for batch in self._start.batches_of(samples):
-            with torch.enable_grad(), passes_of(self._start.encoder, self.layers) as passes:
+            with torch.enable_grad(), passes_of(encoder_of(self._start), self.layers) as passes:
                 batch_scores = self._start.head(self._start.differentiable(**batch))
                 ahead = (batch_scores[:, :-1] - batch_scores[:, -1:]).sum(0)
                 ends = [passes[name].outputs for name in self.layers]
@@ -145,13 +147,13 @@ class SketchedBody(nn.Module):
         return {"scores": torch.cat(scores), "tangents": torch.cat(tangents)}
 
     @torch.no_grad()
-    def merged(self) -> FeatureHead:
+    def merged(self) -> PrivateHead:
         """Return the head with its encoder's weights moved: an ordinary model.
 
         Its scores are those of this model, to the first order.
         """
         moved = copy.deepcopy(self._start)
-        layers = dict(moved.encoder.named_modules())
+        layers = dict(encoder_of(moved).named_modules())
         outputs, inputs = self._directions()
         shapes = [(outputs[name].shape[1], inputs[name].shape[1]) for name in self.layers]
         parts = (self.moves.weight @ self.mixing)[0].split([p * q for p, q in shapes])
@@ -171,7 +173,7 @@ class SketchedBody(nn.Module):
 
 
 def sketched_body(
-    head: FeatureHead,
+    head: PrivateHead,
     public: Sequence[Any] | None = None,
     directions: int = 1400,
     outputs: int = 8,
@@ -197,9 +199,9 @@ def sketched_body(
             (a head that is zero).
 
     Example:
-        >>> from hf_gradguard.heads import head_of
+        >>> from hf_gradguard.heads import private_head
         >>> public = ["a good film", "a bad one", "a joke", "the plot is slow"]
-        >>> head = head_of(model, public, 3, processing_class=tokenizer)
+        >>> head = private_head(model, public, processing_class=tokenizer)
         >>> head.head.weight = torch.nn.Parameter(torch.randn(2, 4))  # in place of a training
         >>> sketched_body(head, public, directions=4).moves
         Linear(in_features=4, out_features=1, bias=False)
@@ -220,10 +222,12 @@ def sketched_body(
 
 
 def _layers_directions(
-    head: FeatureHead, samples: Sequence[Any], outputs: int, inputs: int
+    head: PrivateHead, samples: Sequence[Any], outputs: int, inputs: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the directions of each layer's outputs and inputs, by the layer's name."""
-    layers = [name for name, part in head.encoder.named_modules() if isinstance(part, nn.Linear)]
+    layers = [
+        name for name, part in encoder_of(head).named_modules() if isinstance(part, nn.Linear)
+    ]
     moments: dict[str, tuple[Tensor, Tensor]] = {}
     some = samples[:: -(-len(samples) // _SAMPLES_OF_LAYERS)]
     for passes, slopes in _public_passes(head, some, layers):
@@ -240,6 +244,20 @@ def _layers_directions(
         {name: scaled_directions(moment[0], outputs) for name, moment in moments.items()},
         {name: scaled_directions(moment[1], inputs) for name, moment in moments.items()},
     )
+
+
+def encoder_of(head: PrivateHead) -> nn.Module:
+    """Return a head's encoder.
+
+    Args:
+        head: The head.
+
+    Raises:
+        ValueError: If it has none, or one that is no model of Transformers.
+    """
+    if head.encoder is None or head.config.encoder_config is None:
+        raise ValueError("the head's encoder has to be a model of Transformers.")
+    return head.encoder
 
 
 def sketch(inputs: Tensor, slopes: Tensor) -> Tensor:
@@ -335,14 +353,14 @@ def passes_of(encoder: nn.Module, names: Sequence[str]) -> Iterator[dict[str, La
 
 
 def _public_passes(
-    head: FeatureHead, samples: Sequence[Any], names: Sequence[str]
+    head: PrivateHead, samples: Sequence[Any], names: Sequence[str]
 ) -> Iterator[tuple[dict[str, LayerPass], dict[str, Tensor]]]:
     """Yield passes over public samples, with slopes of the highest score's lead over the next one.
 
     The slopes are derivatives by the outputs of those layers on which the lead depends.
     """
     for inputs in head.batches_of(samples):
-        with torch.enable_grad(), passes_of(head.encoder, names) as passes:
+        with torch.enable_grad(), passes_of(encoder_of(head), names) as passes:
             scores = head.head(head.differentiable(**inputs)).topk(2).values
             ahead = (scores[:, 0] - scores[:, 1]).sum()
             results = [layer.outputs for layer in passes.values()]

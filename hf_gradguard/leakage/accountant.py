@@ -44,7 +44,6 @@ def subsampling_factor(sampling_rate: float, noise_multiplier: float, delta: flo
 
     Raises:
         ValueError: If an argument is out of range.
-        ImportError: If `dp-accounting` is missing, which the extra `accounting` brings.
 
     Example:
         >>> round(subsampling_factor(sampling_rate=0.01, noise_multiplier=10.0, delta=1e-5), 4)
@@ -73,22 +72,14 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
             replacing one record makes.
         delta: δ, between 0 and 1.
 
-    Raises:
-        ImportError: If `dp-accounting` is missing, which the extra `accounting` brings.
-
     Reference: Balle and Wang (2018), Theorem 8.
 
     Example:
         >>> round(gaussian_epsilon(noise_multiplier=3.730632, delta=1e-5), 6)
         1.0
     """
-    try:
-        from dp_accounting import get_epsilon_gaussian
-    except ImportError as error:
-        raise ImportError(
-            "(ε, δ) is computed with the package dp-accounting. Install it with: pip install "
-            "'hf-gradguard[accounting]'. Without target_epsilon and delta nothing is computed."
-        ) from error
+    from dp_accounting import get_epsilon_gaussian  # not where no ε is asked for: it takes a second
+
     if 0 < noise_multiplier < _LITTLE_NOISE and 0 < delta < 1:
         distance = 1 / noise_multiplier
         return distance * (distance / 2 - NormalDist().inv_cdf(delta))
@@ -201,7 +192,11 @@ class FisherAccountant:
         }
 
     def add_release(self, release: Mapping[str, Any]) -> None:
-        """Add what `release` returned, with the κ that it had."""
+        """Count a message that `release` described, with the factor κ that it had then.
+
+        Args:
+            release: The result of `release`.
+        """
         copies = Counter(release["keys"])
         sums = {key: [0.0, 0.0] for key in copies}  # rows of one example have the same probes
         for key, value, error in zip(
@@ -218,7 +213,11 @@ class FisherAccountant:
         self.failure_probability = min(failure, 1.0)
 
     def dfil(self, key: Key) -> float:
-        """Return η̄² of an example over all steps so far; 0 if it has not taken part."""
+        """Return the dFIL η̄² of an example over all steps so far; 0 if it was in none.
+
+        Args:
+            key: The example, as `step` got it.
+        """
         return self._totals[self._rows[key]] if key in self._rows else 0.0
 
     def standard_error(self, key: Key) -> float:
@@ -256,10 +255,13 @@ class FisherAccountant:
         }
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Add what `state_dict` returned to what this object has counted.
+        """Add a saved state to what this object has counted.
 
-        What this object has counted beyond that state stays: those messages were shared as well.
-        Later steps use this object's own κ, whatever the earlier ones used.
+        Messages that this object has counted beyond that state stay, since they were shared as
+        well. Later steps use this object's own κ, whatever the earlier ones used.
+
+        Args:
+            state: The tensors that `state_dict` returned.
         """
         keys: list[Key] = json.loads(bytes(state["keys"].tolist()))
         totals, variances = state["totals"].tolist(), state["variances"].tolist()
@@ -274,9 +276,13 @@ class FisherAccountant:
     def load_releases(
         self, releases: Iterable[Mapping[str, Any]], state: Tensors | None = None
     ) -> None:
-        """Add `releases` on top of what `state_dict` returned before them.
+        """Count a saved state, and the messages that were released after it was saved.
 
-        As for `load_state_dict`, what this object has counted beyond that stays.
+        Messages that this object has counted beyond them stay, since they were shared as well.
+
+        Args:
+            releases: The results of `release` for these messages.
+            state: The tensors that `state_dict` returned; `None` without a saved state.
         """
         resumed = FisherAccountant()
         if state is not None:

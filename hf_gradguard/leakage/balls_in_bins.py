@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..defenses.factorization import response, sensitivity
+from ..defenses.correlated import response, sensitivity
 from .differential_privacy import least_noise, of_rounded_sums
 
 DRAWS = 100_000
@@ -64,10 +64,9 @@ def balls_in_bins_epsilon(
     Raises:
         ValueError: If an argument is out of range.
         ArithmeticError: If there are too few draws.
-        ImportError: If scipy is missing, which the extra `accounting` brings.
 
     Example:
-        >>> from hf_gradguard.defenses.factorization import make_factor
+        >>> from hf_gradguard.defenses.correlated import make_factor
         >>> column = make_factor("blt", 500, falling_rate=True).column(500)  # as a Trainer has it
         >>> known, secret = 4.65, balls_in_bins_epsilon(column, 0.95, 500, 1e-5)
         >>> 2.6 < secret < 2.9 < known
@@ -105,7 +104,7 @@ def balls_in_bins_power(
         ValueError: If an argument is out of range.
 
     Example:
-        >>> from hf_gradguard.defenses.factorization import make_factor
+        >>> from hf_gradguard.defenses.correlated import make_factor
         >>> column = make_factor("blt", 500, falling_rate=True).column(500)
         >>> round(balls_in_bins_power(column, 0.95, 500), 2)
         0.05
@@ -196,13 +195,8 @@ class _Pair:
         self.is_plain = not float(pulse.square().sum()) <= _MOST_SQUARE
         self._pulse = pulse.float()  # far finer than what so many draws can tell
         self._bins, self._used = bins, min(bins, messages)  # the others' rows are in no message
-        try:
-            from scipy.fft import next_fast_len
-        except ImportError as error:
-            raise ImportError(
-                "Bounds for rows at secret places take scipy, which comes with: pip install "
-                "'hf-gradguard[accounting]'. Without it leave sampling='balls_in_bins' out."
-            ) from error
+        from scipy.fft import next_fast_len  # not where no such ε is asked for
+
         self._length = next_fast_len(2 * messages - 1, real=True)
         self._spectrum = torch.fft.rfft(self._pulse, self._length).conj()
         squares = pulse.square().cumsum(0).flip(0)[: self._used].float()

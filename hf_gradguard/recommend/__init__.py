@@ -23,7 +23,7 @@ __all__ = ["Choice", "Outcome", "choose", "recommend"]
 def __getattr__(name: str) -> Any:
     # Imported when first asked for, so that the command line's help imports nothing heavy.
     if name in (*__all__, "run_recommend"):
-        need("audit", "attacks", "datasets", "jinja2", "PIL", "scipy")
+        need("audit", "attacks", "jinja2", "PIL")
         module = ".choice" if name in ("Choice", "Outcome", "choose") else ".recommendation"
         return getattr(import_module(module, __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,6 @@
-"""`GradGuardConfig`: training arguments with a defense; and what a Trainer was asked for, which may
-change between trainings.
+"""Training arguments with a defense, and the settings that a Trainer was asked for.
+
+The latter may change between trainings.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ _LEAST = {
 
 @dataclass
 class GradGuardConfig(TrainingArguments):
-    """`TrainingArguments` and what concerns protection. All of the former keep their meaning.
+    """Training arguments with settings of protection.
+
+    All of `TrainingArguments` keep their meaning.
 
     Args:
         defense: A name of `DEFENSES`. Has to be given here or to the Trainer; no protection is
@@ -258,15 +261,15 @@ class GradGuardConfig(TrainingArguments):
         self.check()
 
     def to_dict(self) -> dict[str, Any]:
-        """As in `TrainingArguments`, but for `noise_seed`: trackers log it, and cards show it."""
+        """Return all settings without `noise_seed`, since trackers log them and cards show them."""
         return super().to_dict() | {"noise_seed": None}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled, as `training_args.bin` is: without `noise_seed`."""
+        """Return what is pickled, as `training_args.bin` is, without `noise_seed`."""
         return vars(self) | {"noise_seed": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy in this process has all."""
+        """Return a copy, which has all settings in this process."""
         memo[id(self)] = copied = copy.copy(self)
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
         return copied
@@ -277,11 +280,12 @@ class GradGuardConfig(TrainingArguments):
         return copied
 
     def check(self) -> None:
-        """Refuse what cannot be meant. Runs again when training begins, so that a later change is
-        checked like an argument.
+        """Refuse what cannot be meant.
+
+        It runs again when training begins, so that a later change is checked like an argument.
 
         Raises:
-            ValueError: With the argument's name.
+            ValueError: For an argument that cannot be meant, with its name.
 
         Example:
             >>> args = GradGuardConfig("out", share_input_embeddings="false")
@@ -371,8 +375,10 @@ class GradGuardConfig(TrainingArguments):
 
 
 def setting(args: TrainingArguments, name: str) -> Any:
-    """What arguments of any kind say of a field of `GradGuardConfig`: its default where they have
-    no such field, so that `TrainingArguments`, `SFTConfig` and others protect alike.
+    """Return what arguments of any kind say of a field of `GradGuardConfig`.
+
+    It is the default where they have no such field, so that `TrainingArguments`, `SFTConfig` and
+    others protect alike.
 
     Example:
         >>> setting(TrainingArguments("out"), "private_dropout")
@@ -390,11 +396,11 @@ class RequestedSettings:
     """The defense that a Trainer was asked for, by its own keyword or in its arguments.
 
     Args:
-        args: Training arguments. `defense` and `defense_kwargs` count if they have them.
-        keyword: A name, an object, or nothing.
+        args: The training arguments. `defense` and `defense_kwargs` count if they have them.
+        keyword: The Trainer's keyword `defense`: a name, an object, or nothing.
 
     Attributes:
-        defense: The one that was meant when it was resolved last.
+        defense: The defense that was meant when it was resolved last.
 
     Raises:
         ValueError: As `resolve_defense` does.
@@ -413,7 +419,7 @@ class RequestedSettings:
         self.request(args, keyword)
 
     def request(self, args: TrainingArguments, keyword: str | Defense | None) -> None:
-        """The Trainer's keyword is another now."""
+        """Change the Trainer's keyword."""
         self.defense = resolve_defense(keyword, args)
         self._keyword, self._named = keyword, _named(args)
 
@@ -425,8 +431,9 @@ class RequestedSettings:
     def changed(
         self, args: TrainingArguments, objects: Mapping[str, Any] | None = None
     ) -> list[str]:
-        """The names of what is another than when it was bound: arguments, settings of the defense,
-        and `objects`, which count by identity.
+        """Return the names of what is another than when it was bound.
+
+        These are arguments, settings of the defense, and `objects`, which count by identity.
         """
         return [
             name
@@ -435,14 +442,14 @@ class RequestedSettings:
         ]
 
     def bind(self, args: TrainingArguments, objects: Mapping[str, Any]) -> None:
-        """All this holds until it is bound again."""
+        """Remember all settings as they are now, for `changed`."""
         self._bound = self._settings(args, objects)
 
     def check_unchanged(self, args: TrainingArguments) -> None:
         """Refuse changes within a training.
 
         Raises:
-            RuntimeError: With what changed, and the way out.
+            RuntimeError: If something changed, with its name and the way out.
         """
         if changed := self.changed(args):
             raise RuntimeError(
@@ -460,11 +467,11 @@ class RequestedSettings:
 
 
 def resolve_defense(defense: str | Defense | None, args: TrainingArguments) -> Defense:
-    """The defense that a Trainer was asked for, by its own keyword or in its arguments.
+    """Return the defense that a Trainer was asked for, by its own keyword or in its arguments.
 
     Args:
         defense: A name, an object, or nothing.
-        args: Training arguments; `defense` and `defense_kwargs` count if they have them.
+        args: The training arguments; `defense` and `defense_kwargs` count if they have them.
 
     Raises:
         ValueError: If there is none, if there are two, or an object comes with `defense_kwargs`.

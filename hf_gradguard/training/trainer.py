@@ -7,6 +7,7 @@ from typing import Any
 
 import transformers
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
@@ -30,7 +31,7 @@ class GradGuardTrainer(GradGuardMixin):
 
     Raises:
         ValueError: If no defense is named, or one is named twice.
-        NotImplementedError: For set-ups that cannot be protected; see `refusals.py`.
+        NotImplementedError: If the set-up cannot be protected (see `refusals.py`).
 
     Example:
         >>> settings = {"max_steps": 1, "logging_steps": 1, "use_cpu": True, "save_strategy": "no"}
@@ -61,7 +62,47 @@ class GradGuardTrainer(GradGuardMixin):
             named["model"] = load_model(args)
             if (kwargs | named).get("processing_class") is None:
                 kwargs["processing_class"] = load_tokenizer(args)
-        super().__init__(**named, defense=defense, **kwargs)
+        arguments = named | kwargs
+        _prepare_rows(arguments)
+        super().__init__(**arguments, defense=defense)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Return batches as in `Trainer`, of rows that the model prepares if it does so."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = _prepared(self.model, eval_dataset, self.processing_class)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Return batches as in `Trainer`, of rows that the model prepares if it does so."""
+        return super().get_test_dataloader(
+            _prepared(self.model, test_dataset, self.processing_class)
+        )
+
+
+def _prepare_rows(arguments: dict[str, Any]) -> None:
+    """Let a model that has `prepare_dataset` make what it is trained on of the rows, once."""
+    model: Any = arguments.get("model")
+    if not hasattr(model, "prepare_dataset"):
+        return
+    args, processing_class = arguments["args"], arguments.get("processing_class")
+    model.to(args.device)
+    for name in ("train_dataset", "eval_dataset"):
+        if arguments.get(name) is not None:
+            # the other ranks of a machine find in a cache what the first one has made
+            with args.main_process_first(desc=f"features of {name}"):
+                arguments[name] = _prepared(model, arguments[name], processing_class)
+    if arguments.get("data_collator") is None:
+        arguments["data_collator"] = getattr(model, "data_collator", None)
+
+
+def _prepared(model: Any, dataset: Any, processing_class: Any) -> Any:
+    if not hasattr(model, "prepare_dataset"):
+        return dataset
+    if isinstance(dataset, dict):
+        return {
+            name: model.prepare_dataset(rows, processing_class) for name, rows in dataset.items()
+        }
+    return model.prepare_dataset(dataset, processing_class)
 
 
 def load_model(args: TrainingArguments) -> PreTrainedModel:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_gradguard.heads import FeatureHead, SketchedBody, sketched_body
+from hf_gradguard.heads import PrivateHead, SketchedBody, sketched_body
 
 from . import correlated_heads as heads
 from . import frontier_tables as tables
@@ -39,11 +39,11 @@ class BodyTask(heads.HeadTask):
 
     PART = 3200  # rows of a file
 
-    def train(self, cell: dict, keep: bool = False) -> FeatureHead:
+    def train(self, cell: dict, keep: bool = False) -> PrivateHead:
         """The merged model."""
         return self._merged(*self._body_and_rows(cell), cell)
 
-    def _merged(self, body: SketchedBody, rows: Rows, cell: dict) -> FeatureHead:
+    def _merged(self, body: SketchedBody, rows: Rows, cell: dict) -> PrivateHead:
         body.moves.weight.data.zero_()
         self.trainer(body, rows, cell).train()
         return body.merged()
@@ -112,7 +112,7 @@ class BodyTask(heads.HeadTask):
         return (self._classes_of(model, self.sentences("test")[0]) == rows["labels"]).numpy()
 
     @torch.no_grad()
-    def _classes_of(self, model: FeatureHead, texts: Sequence[str]) -> Tensor:
+    def _classes_of(self, model: PrivateHead, texts: Sequence[str]) -> Tensor:
         order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
         batches = model.batches_of([texts[row] for row in order])
         classes = torch.cat([model(**batch).logits.argmax(1).cpu() for batch in batches])
@@ -124,7 +124,7 @@ def _name(cell: dict) -> str:
     return f"{cell['strength'].get('noise_multiplier')}-{cell['seed']}"
 
 
-def _tensors(body: SketchedBody, head: FeatureHead) -> dict[str, Tensor]:
+def _tensors(body: SketchedBody, head: PrivateHead) -> dict[str, Tensor]:
     """What a body is made of, but for the encoder."""
     tensors = {"mixing": body.mixing, "head": head.head.weight.detach()}
     for number, name in enumerate(body.layers):
@@ -134,7 +134,7 @@ def _tensors(body: SketchedBody, head: FeatureHead) -> dict[str, Tensor]:
     return tensors
 
 
-def _loaded(head: FeatureHead, tensors: dict[str, Tensor]) -> SketchedBody:
+def _loaded(head: PrivateHead, tensors: dict[str, Tensor]) -> SketchedBody:
     """Of a head with its encoder, whose weight is among the tensors."""
     head.head.weight.data.copy_(tensors["head"])
     outputs, inputs = (

@@ -15,8 +15,13 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.defenses.factorization import make_factor
-from hf_gradguard.heads import FeatureHead, LayerFeatures, head_of
+from hf_gradguard.defenses.correlated import make_factor
+from hf_gradguard.heads import (
+    PrivateHead,
+    PrivateHeadConfig,
+    PrivateHeadForSequenceClassification,
+    private_head,
+)
 from hf_gradguard.leakage import (
     balls_in_bins_epsilon,
     balls_in_bins_power,
@@ -30,7 +35,7 @@ from . import frontier_tables as tables
 from .frontier_heads import FeaturesTask, Rows
 from .frontier_rows import DELTA, RATES_SEED
 from .lib.device import DEVICE
-from .lib.images import array_images, images_at
+from .lib.images import images_at, public_images
 from .lib.linear_heads import (
     HeadSettings,
     cut,
@@ -155,12 +160,15 @@ class HeadTask(FeaturesTask):
         return [row["sentence"].strip() for row in rows], labels
 
     @functools.cached_property
-    def full_head(self) -> FeatureHead:
+    def full_head(self) -> PrivateHead:
         """With its encoder, which features are made by."""
         encoder = AutoModel.from_pretrained(self._name, trust_remote_code=False).to(DEVICE)
         tokenizer = load_tokenizer(self._name)
         public, _ = self.sentences("public")
-        return head_of(encoder, public, self.DIRECTIONS, 2, tokenizer, self.LENGTH)
+        return private_head(
+            encoder, public, 2, directions=self.DIRECTIONS, processing_class=tokenizer,
+            max_length=self.LENGTH,
+        )  # fmt: skip
 
     def rows_of(self, name: str) -> dict[str, Tensor]:
         """`features` (N, directions + 1) and `labels` (N,)."""
@@ -177,10 +185,11 @@ class HeadTask(FeaturesTask):
         features = self.full_head.features_of([texts[row] for row in order])
         return {"features": features[torch.tensor(order).argsort()], "labels": labels}
 
-    def start_of(self, rows: dict[str, Tensor]) -> FeatureHead:
+    def start_of(self, rows: dict[str, Tensor]) -> PrivateHead:
         """At zero, without the encoder: features are made."""
         width, classes = rows["features"].shape[1] - 1, int(rows["labels"].max()) + 1
-        return FeatureHead(LayerFeatures(nn.Identity()), nn.Linear(1, width), classes)
+        config = PrivateHeadConfig(directions=width, num_labels=classes)
+        return PrivateHeadForSequenceClassification(config)
 
     def train(self, cell: dict, keep: bool = False) -> nn.Module:
         """By the cell's directions, too."""
@@ -273,12 +282,10 @@ class ImagesTask(HeadTask):
         self._files = {"train": train, "test": test}
 
     @functools.cached_property
-    def full_head(self) -> FeatureHead:
-        pixels, _ = array_images(self._public, "train")
-        chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
-        public = pixels[chosen[: self.PUBLIC]].float() / 255
+    def full_head(self) -> PrivateHead:
+        public = public_images(self._public, self.PUBLIC)
         encoder = PatchFeatures(public, self.FILTERS, torch.Generator().manual_seed(0))
-        return head_of(encoder, public, self.DIRECTIONS, 10)
+        return private_head(encoder, public, 10, directions=self.DIRECTIONS)
 
     def made(self, name: str) -> dict[str, Tensor]:
         pixels, labels = images_at(self._files[name], name)

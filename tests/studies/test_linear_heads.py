@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hf_gradguard.defenses.factorization import make_factor
-from hf_gradguard.heads import head_of
+from hf_gradguard.defenses.correlated import make_factor
+from hf_gradguard.heads import private_head
 from recipes.studies.lib.linear_heads import (
     HeadSettings,
     cut,
@@ -98,7 +98,7 @@ def test_phrases_of_what_is_held_out_are_not_learned() -> None:
 
 def test_fewer_directions_and_other_constants_are_those_of_such_a_head() -> None:
     public = torch.randn(40, 9, generator=torch.Generator().manual_seed(0))
-    six, four = (head_of(nn.Identity(), public, count, classes=2) for count in (6, 4))
+    six, four = (private_head(nn.Identity(), public, directions=count) for count in (6, 4))
     rows = {"features": six.features_of(public), "labels": torch.zeros(40)}
     torch.testing.assert_close(cut(rows, 4)["features"], four.features_of(public))
     assert cut(rows, 6) is rows

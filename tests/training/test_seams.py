@@ -67,49 +67,49 @@ SEAMS = (
     Seam(_MODULE, "_state_dict_pre_hooks", "gradient_map/replay.py likewise"),
     Seam(_MODULE, "_save_to_state_dict", "gradient_map/replay.py likewise"),
     Seam(_TRAINER, "_prepare_inputs", "training/mixin.py moves a batch to the device"),
-    Seam(_TRAINER, "_get_dataloader", "training/adapter.py loads what a sampler of ours draws"),
+    Seam(_TRAINER, "_get_dataloader", "training/mixin.py loads what a sampler of ours draws"),
     Seam(
         _TRAINER,
         "_remove_unused_columns",
-        "training/adapter.py numbers the rows that are left",
+        "training/mixin.py numbers the rows that are left",
     ),
     Seam(
         _TRAINER,
         "_get_collator_with_removed_columns",
-        "training/adapter.py adds to a batch whose rows they are",
+        "training/mixin.py adds to a batch whose rows they are",
     ),
-    Seam(_TRAINER, "_maybe_log_save_evaluate", "training/adapter.py logs leakage before a save"),
+    Seam(_TRAINER, "_maybe_log_save_evaluate", "training/mixin.py logs leakage before a save"),
     Seam(
         _TRAINER,
         "_globalstep_last_logged",
-        "training/adapter.py averages a loss that is logged",
+        "training/mixin.py averages a loss that is logged",
     ),
     Seam(
         _TRAINER,
         "_get_num_items_in_batch",
-        "training/adapter.py leaves counts of labels out",
+        "training/mixin.py leaves counts of labels out",
     ),
     Seam(
         _TRAINER,
         "_save_rng_state",
-        "training/adapter.py writes defenses' state to a checkpoint",
+        "training/mixin.py writes defenses' state to a checkpoint",
     ),
-    Seam(_TRAINER, "_load_optimizer_and_scheduler", "training/adapter.py reads that state again"),
+    Seam(_TRAINER, "_load_optimizer_and_scheduler", "training/mixin.py reads that state again"),
     Seam(
         _TRAINER,
         "_hp_search_setup",
-        "training/adapter.py reads the settings when training begins",
+        "training/mixin.py reads the settings when training begins",
     ),
-    Seam(_TRAINER, "_save_checkpoint", "training/adapter.py marks complete checkpoints"),
-    Seam(_TRAINER, "_build_accelerator_args", "training/adapter.py leaves FSDP to its accelerator"),
-    Seam(_TRAINER, "_issue_warnings_after_load", "training/adapter.py refuses renamed weights"),
-    Seam(_TRAINER, "_push_from_checkpoint", "training/adapter.py pushes no private files"),
+    Seam(_TRAINER, "_save_checkpoint", "training/mixin.py marks complete checkpoints"),
+    Seam(_TRAINER, "_build_accelerator_args", "training/mixin.py leaves FSDP to its accelerator"),
+    Seam(_TRAINER, "_issue_warnings_after_load", "training/mixin.py refuses renamed weights"),
+    Seam(_TRAINER, "_push_from_checkpoint", "training/mixin.py pushes no private files"),
     Seam(
         "transformers.trainer",
         "hf_api",
         "training/checkpoints/complete.py leaves out private files",
     ),
-    Seam(_TRAINER, "_get_output_dir", "training/adapter.py finds the folder of a checkpoint"),
+    Seam(_TRAINER, "_get_output_dir", "training/mixin.py finds the folder of a checkpoint"),
     Seam(
         "transformers:TrainingArguments",
         "_VALID_DICT_FIELDS",
@@ -131,7 +131,7 @@ SEAMS = (
     Seam(
         "torch.nn.modules.batchnorm",
         "_NormBase",
-        "training/guards/watch.py finds batch statistics",
+        "training/exchange/gradients.py finds batch statistics",
     ),
     Seam(
         "torch.nn.modules.instancenorm",
@@ -153,7 +153,7 @@ SEAMS = (
     Seam(
         "torch:Tensor",
         "_version",
-        "gradient_map/map.py and training/guards/watch.py see that a tensor was written to",
+        "gradient_map/map.py and training/exchange/gradients.py see that a tensor was written to",
     ),
     *(
         Seam(owner, name, "testing/facts.py sees that an attack or a defense left a hook")
@@ -190,12 +190,12 @@ SEAMS = (
     Seam(
         "torch.optim:Optimizer",
         "_optimizer_step_pre_hooks",
-        "training/guards/watch.py looks before other hooks of an optimizer",
+        "training/exchange/gradients.py looks before other hooks of an optimizer",
     ),
     Seam(
         "torch.optim.optimizer",
         "_global_optimizer_pre_hooks",
-        "training/guards/watch.py says which hook came before",
+        "training/exchange/gradients.py says which hook came before",
     ),
 )
 NAMES = {seam.name for seam in SEAMS}

@@ -81,7 +81,7 @@ class WhitenedScore:
         public: Texts of that length, which give means and covariances.
         label: The class `(1,)` that texts are taken to have; none for language models.
         damping: The damping, in variances of the noise.
-        classes: Those classes of other texts in the message that are not this one.
+        classes: The classes of other texts in the message, without the class of this text.
         texts: The number of texts in the message.
 
     Raises:

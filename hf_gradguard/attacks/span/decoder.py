@@ -146,7 +146,7 @@ def _prefixes(
     uses_cache = can_use_cache(observation, view.projections)
     levels: list[Pool] = [{(): 0.0}]
     for position in range(max(lengths)):
-        if position and clock.is_over:
+        if position and clock.must_stop():
             break
         unfinished = sum(length > position for length in lengths)
         ids = slots.known_ids[slots.attended[:, position], position]

@@ -117,7 +117,7 @@ class FirstAttention:
             size = min(size, *map(len, candidates.values()))
         numbered = list(enumerate(candidates.items()))
         for group in (numbered[start : start + size] for start in range(0, len(numbered), size)):
-            if clock.is_over:
+            if clock.must_stop():
                 break
             picked = [(rows + number) % len(ids) for number, (_, ids) in group]
             tokens, values = dict(standing), [of_known.expand(len(rows), -1, -1)]

@@ -30,7 +30,7 @@ from ...networks.configuration import EvaluationNetworkBase
 from ...networks.image_network import ImageEvaluationNetwork, judge_images
 from ...networks.trial import FEW_WORDS, LEAST_GAP, check_order, check_slope
 from ...randomness import Stream
-from ..message import norm
+from ..base import norm
 from ..sketch import SpecialTokens, is_among
 
 OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
@@ -265,7 +265,7 @@ def noise_ratio_of_samples(
     """Return the mean D of synthetic samples at x*.
 
     Args:
-        synthetic: Their map.
+        synthetic: The gradient map of the synthetic samples.
         network: The evaluation network.
         x: x*, in the shape of the map's input.
         mean: What was subtracted from pixels, as for `Pixels`.

@@ -1,5 +1,6 @@
-"""Rows of `dp_sgd` with correlated noise: each is in as many messages as was promised, at places
-that a private order, or private draws, decide and a checkpoint remembers.
+"""Rows of `dp_sgd` with correlated noise: each is in as many messages as was promised.
+
+A private order, or private draws, decide on its places, and a checkpoint remembers them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import functools
 import hashlib
 import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,19 +26,12 @@ from ...gradient_map.parameters import cache_of
 from ...leakage import dp_sgd_noise_multiplier
 from ...leakage.differential_privacy import protection_note
 from ...randomness import KEY_BYTES, Stream
-from ..clients.batches import SampledRow
-from ..config import setting
+from ..clients.batches import DUMMY, FixedOrderSampler, SampledRow
 from ..exchange.start import check_agreed
 from ..message import ClientBatch
 from ..refusals import refusal
-from .known_seed import NO_EPSILON
-from .private_rows import (
-    DUMMY,
-    PrivateRows,
-    RowSampler,
-    rounding_of_rows,
-    without_dummy,
-)
+from .private_rows import PrivateRows, rounding_of_rows, without_dummy
+from .proofs import NO_EPSILON
 from .schedules import falls_to_zero, follows_evaluation
 from .secret_positions import SecretPositions, positions_unknown
 
@@ -49,14 +43,14 @@ class NoisePlan:
     """A plan of messages whose noise belongs together, and how far it has come.
 
     Args:
-        name: In the account.
-        messages: T, for which it was planned.
-        noise_multiplier: σ.
-        order_key: Of the rows' order, in hexadecimal digits. Private.
-        position: How many messages were shared.
-        settings: Under which they were shared, and all of it has to be.
+        name: The name in the account.
+        messages: The number T of messages for which it was planned.
+        noise_multiplier: The multiplier σ.
+        order_key: The private key of the rows' order, in hexadecimal digits.
+        position: The number of messages that were shared.
+        settings: The settings under which they were shared, and all of it has to be.
         is_counted: Whether the account has it.
-        lost: How many of them left before a kill, without the steps that they were for.
+        lost: The number of messages that left before a kill, without the steps that they were for.
     """
 
     name: str
@@ -69,36 +63,10 @@ class NoisePlan:
     lost: int = 0
 
 
-class FixedOrderSampler(RowSampler):
-    """Batches in a fixed order, pass after pass.
-
-    Args:
-        batch_at: Gives the rows of this rank's clients at a batch of a pass.
-        rank: This rank.
-        ranks: How many there are.
-        rounds: Batches of a rank in a pass.
-
-    Example:
-        >>> row_at = lambda place: [SampledRow(place, 0, 1.0)]
-        >>> batches = FixedOrderSampler(row_at, 0, ranks=1, rounds=2)
-        >>> [[sampled.row for sampled in batch] for batch in batches]
-        [[0], [1]]
-    """
-
-    def __init__(
-        self, batch_at: Callable[[int], list[SampledRow]], rank: int, ranks: int, rounds: int
-    ) -> None:
-        self._batch_at, self._rank, self.ranks, self.rounds = batch_at, rank, ranks, rounds
-
-    def __iter__(self) -> Iterator[list[SampledRow]]:
-        for place in range(self.rounds):
-            for rank in range(self.ranks):
-                yield self._batch_at(place) if rank == self._rank else []
-
-
 class CorrelatedRows(PrivateRows):
-    """Of a Trainer with `dp_sgd(correlated=True)`, which clips rows or, without `per_sample`, the
-    gradient of a batch as a whole.
+    """The rows of a Trainer with `dp_sgd(correlated=True)`.
+
+    It clips rows or, without `per_sample`, the gradient of a batch as a whole.
 
     A pass goes through all rows in one order, B rows a message, and leaves out what is no full
     message. Later passes keep the order, so that a row's messages are a whole pass apart. ε is of
@@ -115,8 +83,8 @@ class CorrelatedRows(PrivateRows):
     rows are in both, so both count.
 
     Args:
-        *args: As for `PrivateRows`.
-        **kwargs: Likewise.
+        *args: The arguments of `PrivateRows`.
+        **kwargs: The keyword arguments of `PrivateRows`.
 
     Raises:
         ValueError: If a client has fewer rows than a message, or a part of a row a message.
@@ -163,7 +131,12 @@ class CorrelatedRows(PrivateRows):
     def on_train_begin(
         self, args: TrainingArguments, state: Any, *_: Any, model: nn.Module, **kwargs: Any
     ) -> None:
-        """Plan the noise for the messages that are to come, or go on with a plan."""
+        """Plan the noise for the messages that are to come, or continue a plan.
+
+        Raises:
+            ValueError: If a row would be in more messages than was promised, or more messages are
+                asked for than the noise was planned for.
+        """
         cache_of(model).is_underway = state.global_step > 0
         schedule = kwargs.get("lr_scheduler")
         check_is_linear(kwargs.get("optimizer"), args, schedule)
@@ -213,11 +186,9 @@ class CorrelatedRows(PrivateRows):
         own_multiplier *= 1 + rounding_of_rows(self.batch_size)
         separation = self._rounds if plan.messages > self._rounds else None
         is_falling = falls_to_zero(schedule, state.max_steps)
-        sampling: Any = self._sampling
         self._plan(
-            PrivacyPlan(own_multiplier, self.batch_size, sampling, plan.messages, separation,
-                        is_falling)
-        )  # fmt: skip
+            PrivacyPlan(own_multiplier, self.batch_size, plan.messages, separation, is_falling)
+        )
         self._tell_origin(plan.noise_multiplier, 1.0, 1)
         if self._rank == 0:
             self._announce(plan.messages, plan.noise_multiplier)
@@ -264,8 +235,9 @@ class CorrelatedRows(PrivateRows):
             assert self.defense.delta is not None
             target = self.defense.target_epsilon, self.defense.delta
             multiplier = dp_sgd_noise_multiplier(*target, 1.0, 1, self.account)
-        seed = setting(self._args, "noise_seed")
-        stream = Stream() if seed is None else Stream.from_seeds(seed, self._rank, 0, 3)
+        stream = Stream()
+        if self._seed is not None:
+            stream = Stream.from_seeds(self._seed, self._rank, 0, 3)
         key = stream.bytes(KEY_BYTES).hex()
         return NoisePlan(secrets.token_hex(4), messages, multiplier, key, 0, self._settings())
 
@@ -313,7 +285,7 @@ class CorrelatedRows(PrivateRows):
         ]
 
     def count(self, turns: list[ClientBatch]) -> list[ClientBatch]:
-        """A step's clients, each of which now shares the next message.
+        """Count the next message of each of a step's clients, and return them with its noise's key.
 
         Raises:
             RuntimeError: If their rows are others than this message's, or all messages are shared.
@@ -345,7 +317,6 @@ class CorrelatedRows(PrivateRows):
         key = self._new_key(plan.position)
         place = {"transcript": plan.name, "position": plan.position, "key": key.hex()}
         self._write(figures | place)
-        self.account.add(*figures.values())  # type: ignore[arg-type]
         plan.is_counted, self._keys[plan.position] = True, key
         keyed = []
         for number, turn in zip(hosted, turns, strict=True):
@@ -358,9 +329,9 @@ class CorrelatedRows(PrivateRows):
 
     def _new_key(self, position: int) -> bytes:
         """Draws the key of a message's noise: that of a `noise_seed` if there is one."""
-        seed = setting(self._args, "noise_seed")
-        stream = Stream() if seed is None else Stream.from_seeds(seed, self._rank, position, 4)
-        return stream.bytes(KEY_BYTES)
+        if self._seed is None:
+            return Stream().bytes(KEY_BYTES)
+        return Stream.from_seeds(self._seed, self._rank, position, 4).bytes(KEY_BYTES)
 
     def _key_of(self, client: int, position: int) -> bytes | None:
         """Gives the key of one of this rank's clients, if the message is known."""
@@ -379,7 +350,7 @@ class CorrelatedRows(PrivateRows):
     def resume(
         self, saved: Mapping[str, Any] | None, records: Iterable[Mapping[str, Any]], is_only: bool
     ) -> None:
-        """Go on with a checkpoint's transcript, after the messages that left since.
+        """Continue a checkpoint's transcript after the messages that left since.
 
         Raises:
             ValueError: If σ is another now.
@@ -444,9 +415,10 @@ class CorrelatedRows(PrivateRows):
         )
 
     def secret_positions(self) -> SecretPositions | None:
-        """What a whole training tells an attacker that does not know in which messages a row is,
-        and asks whether it is in any; `None` where it can find out: in an order, with one message
-        a pass, or with a `noise_seed` that it may know.
+        """Return what a training tells an attacker that does not know in which messages a row is.
+
+        It asks whether a row is in any message. The result is `None` where it can find out: in an
+        order, with one message a pass, or with a `noise_seed` that it may know.
         """
         plan = self._transcript
         if plan is None or self._sampling != "balls_in_bins":

@@ -1,9 +1,7 @@
-"""A row at which reading, collating or the model fails adds nothing, and stops nothing.
+"""The trial of rows, which leaves out those at which reading or collating fails.
 
-A training that ended in an error at the first message that holds a row would tell that the row is
-there, and ε counts no such message. So the row's term is zero, which is within its bound, and only
-its own process is told. The other rows stay: where one row could take them along, it would move the
-sum by all that they add.
+Whether a row passes must not follow from other rows: where one row could take others along, it
+would move the sum by all that they add. `AttemptsPassingRows` does the same where the model fails.
 
 What fails for many rows is no row's doing. It raises before a message leaves: what is looked at
 then follows the data, but nobody else sees the outcome.
@@ -19,62 +17,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DataCollatorWithPadding, DefaultDataCollator, default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import logging
 
-from ...gradient_map.domain import check_batch, count_rows
-from ...gradient_map.per_sample.clipping import OTHER_LENGTHS, real_tokens, row_shapes, rows_of
-from ...gradient_map.replay import ModuleState, draws_restored
-from ...gradient_map.types import LossFunction
-from ..clients.batches import (
-    CLIENT,
-    ROW,
-    SHARE,
-    ClientCollator,
-    ClientRows,
-    SampledRow,
-    WholeCollator,
-)
-from ..message import ClientBatch
+from ...gradient_map.per_sample.clipping import OTHER_LENGTHS, real_tokens, row_shapes
+from ...gradient_map.replay import draws_restored
+from ..clients.batches import DUMMY, ClientCollator, ClientRows, SampledRow, WholeCollator
 from ..refusals import refusal
 from .coupling import ALONE, CHANGES, collate_watched, copied, different
-from .private_rows import DUMMY
+from .private_rows import log_failure
 
 logger = logging.get_logger(__name__)
 
 
-def log_failure(error: Exception) -> None:
-    """Tell this process, once for each kind of error, that a row was left out: without the error's
-    text, which may hold the row.
-
-    Example:
-        >>> log_failure(IndexError("Target 9 is out of bounds."))
-    """
-    logger.warning_once(_FAILED.format(type(error).__name__))
-
-
-def passing(rows: list[Any], attempt: Callable[[Any], object]) -> list[Any]:
-    """Return those of some rows for which an attempt does not fail.
-
-    Example:
-        >>> passing([1, 0, 2], lambda row: 1 / row)
-        [1, 2]
-    """
-    passed = []
-    for row in rows:
-        try:
-            attempt(row)
-        except Exception as error:
-            log_failure(error)
-        else:
-            passed.append(row)
-    return passed
-
-
 class ReadableRows(ClientRows):
-    """A data set of which a row that cannot be read is an error in its place.
+    """A data set that gives an error in the place of a row that cannot be read.
 
     Example:
         >>> place = SampledRow(row=0, client=5, share=0.5)
@@ -99,7 +58,7 @@ class ReadableRows(ClientRows):
 
 
 class RowTrial:
-    """Tells which rows a collator treats by themselves, and makes batches of the usual form of.
+    """A trial of rows: a collator must treat each by itself, and make a batch of the usual form.
 
     Whether a row passes is decided by it and by one other row of the data, the anchor, which is the
     same for all: never by what else is in its batch. Else one row could decide whether others add
@@ -109,9 +68,9 @@ class RowTrial:
     many of them is no single row's doing, and raises there.
 
     Args:
-        data: All rows.
-        collate: What makes a batch of rows.
-        config: The model's, which may name the padding.
+        data: The data set of all rows.
+        collate: The function that makes a batch of rows.
+        config: The model's configuration, which may name the padding.
 
     Attributes:
         anchor: A row that passes.
@@ -147,7 +106,7 @@ class RowTrial:
         by itself stays.
 
         Args:
-            rows: As the data set gives them.
+            rows: The rows, as the data set gives them.
             one_by_one: Whether each row is tried, whatever its kind.
         """
         if one_by_one or not self._is_stock:
@@ -169,7 +128,7 @@ class RowTrial:
         """Tell whether a row passes.
 
         Args:
-            row: As the data set gives it.
+            row: The row, as the data set gives it.
             collate: A copy of the collator.
         """
         try:
@@ -250,8 +209,9 @@ _STOCK = (DataCollatorWithPadding, DefaultDataCollator)
 
 
 def kind_of(entry: Any) -> Hashable:
-    """Return what a collator may tell rows apart by, but for their values: names, types, shapes and
-    lengths, of what a row holds too.
+    """Return what a collator may tell rows apart by, but for their values.
+
+    These are names, types, shapes and lengths, of what a row holds too.
 
     Example:
         >>> kind_of({"label": 1, "input_ids": [3, 4]}) == kind_of({"label": 0, "input_ids": [5, 6]})
@@ -270,12 +230,13 @@ def kind_of(entry: Any) -> Hashable:
 
 
 def form_of(batch: Mapping[str, Any], config: Any = None) -> dict[str, Any]:
-    """Return what batches of single rows have in common: names, types and shapes, but for the
-    lengths of texts, which a mask or the padding's id tells apart from their padding.
+    """Return what batches of single rows have in common: names, types and shapes.
+
+    Lengths of texts are left out, which a mask or the padding's id tells apart from their padding.
 
     Args:
-        batch: Of one row.
-        config: The model's.
+        batch: The batch of one row.
+        config: The model's configuration.
 
     Example:
         >>> ids = torch.zeros(1, 7, dtype=torch.int64)
@@ -297,8 +258,9 @@ def form_of(batch: Mapping[str, Any], config: Any = None) -> dict[str, Any]:
 
 
 def is_of_classes(name: str, entry: Any) -> bool:
-    """Tell whether an entry is labels of as many classes, whose number does not follow a text's
-    length.
+    """Tell whether an entry is labels of as many classes.
+
+    Their number does not follow a text's length.
 
     Example:
         >>> is_of_classes("labels", torch.zeros(1, 3)), is_of_classes("x", torch.zeros(1, 3))
@@ -320,11 +282,12 @@ def _other_form(usual: dict[str, Any], forms: list[dict[str, Any]]) -> str:
 
 @dataclass
 class PassingCollator(ClientCollator):
-    """Collates the rows that pass a trial. A client without any has the trial's anchor, for its
-    shapes, which counts for nothing.
+    """A collator of the rows that pass a trial.
+
+    A client without any has the trial's anchor, for its shapes, which counts for nothing.
 
     Args:
-        trial: Of single rows.
+        trial: The trial of single rows.
     """
 
     trial: RowTrial | None = None
@@ -354,106 +317,8 @@ class PassingCollator(ClientCollator):
         )
 
 
-class AttemptsPassingRows:
-    """Does with a client what fails for none of its rows. A client without such a row has another
-    row of the data, for its shapes, and shares noise alone.
-
-    Args:
-        trainer: Gives other rows.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._spare: dict[str, Any] | None = None
-
-    def __call__(
-        self, attempt: Callable[..., Any], module: nn.Module, client: ClientBatch,
-        loss_fn: LossFunction, *arguments: Any,
-    ) -> Any:  # fmt: skip
-        """Attempt it with all rows, or with those for which the loss can be computed.
-
-        Args:
-            attempt: Takes the other arguments.
-            module: The bare model.
-            client: Whose rows.
-            loss_fn: `(model, batch)`, the client's mean loss.
-            *arguments: Further ones.
-
-        Raises:
-            Exception: What was raised for all rows, if no row is found for which it is not, or if
-                it is for none by itself.
-        """
-        try:
-            self._check(module, client.batch)
-            outcome = attempt(module, client, loss_fn, *arguments)
-        except Exception:
-            state = ModuleState(module)
-            passing_client = self._passing(module, client, loss_fn)
-            state.restore()
-            if passing_client is None:
-                raise
-            client = passing_client
-            outcome = attempt(module, client, loss_fn, *arguments)
-        if arguments:  # else the model may not have run
-            self._spare = rows_of(client.batch, [0], count_rows(client.batch))
-        return outcome
-
-    def _check(self, module: nn.Module, batch: dict[str, Any]) -> None:
-        check_batch(module, batch, self._trainer.asks_for_input)
-
-    def _evaluate(self, module: nn.Module, batch: dict[str, Any], loss_fn: LossFunction) -> None:
-        self._check(module, batch)
-        loss = loss_fn(module, batch)
-        if loss.requires_grad:
-            parameters = [p for p in module.parameters() if p.requires_grad]
-            torch.autograd.grad(loss, parameters, allow_unused=True)
-
-    def _passing(
-        self, module: nn.Module, client: ClientBatch, loss_fn: LossFunction
-    ) -> ClientBatch | None:
-        """Return the client with the rows that pass by themselves; `None` if that changes nothing,
-        or no row is known that passes.
-        """
-        count = count_rows(client.batch)
-
-        def evaluate(row: int) -> None:
-            self._evaluate(module, rows_of(client.batch, [row], count), loss_fn)
-
-        rows = passing(list(range(count)), evaluate)
-        if len(rows) == count:
-            return None
-        places = torch.tensor(rows, dtype=torch.int64)
-        numbers = places if client.rows is None else client.rows[places.to(client.rows.device)]
-        if rows and not client.is_empty:
-            return client._replace(batch=rows_of(client.batch, rows, count), rows=numbers)
-        if self._spare is None:
-            self._spare = self._other_batch(module, loss_fn)
-        if self._spare is None:
-            return None
-        return client._replace(batch=self._spare, rows=numbers[:0])
-
-    def _other_batch(self, module: nn.Module, loss_fn: LossFunction) -> dict[str, Any] | None:
-        """Return another row of the data that passes, if one of the first does."""
-        loader = self._trainer.get_train_dataloader()
-
-        def batch_of(row: int) -> dict[str, Any]:
-            places = loader.dataset.__getitems__([SampledRow(row, 0, 1.0)])
-            batch = self._trainer._prepare_inputs(loader.collate_fn(places))
-            return {n: entry for n, entry in batch.items() if n not in (CLIENT, SHARE, ROW)}
-
-        def attempt(row: int) -> None:
-            self._evaluate(module, batch_of(row), loss_fn)
-
-        for row in range(min(len(loader.dataset), TRIED)):
-            if passing([row], attempt):
-                return batch_of(row)
-        return None
-
-
 LOOKED_AT = 64
 """Rows of the data that are looked at before a message leaves."""
-TRIED = 16
-"""Other rows, before what fails is taken for the doing of the model."""
 USUAL = 0.75
 """The part of the rows looked at that must pass. Those that do not add nothing."""
 _NONE = "No row of the first {} that were looked at can be collated."
@@ -465,9 +330,4 @@ _FORMS = (
 _ODD = (
     "A row adds nothing to its messages, for {}: what a row is beside others must not change them, "
     "and a training that stopped would tell that the row is there. Only this process is told."
-)
-_FAILED = (
-    "{} at a row of the training data, which adds nothing to its messages: a training that stopped "
-    "would tell that the row is there. Only this process is told. Look for labels out of range, "
-    "cut-off files and empty texts."
 )

@@ -1,4 +1,4 @@
-"""Which way of drawing rows a Trainer with `dp_sgd(per_sample=True)` has, and where it has none."""
+"""The choice of how a Trainer with per-sample `dp_sgd` draws rows, or its refusal to draw them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from ...leakage import PrivacyAccount
 from ..config import setting
 from ..message import Client
 from ..refusals import is_iterable, refusal
-from .account import AccountFile
-from .known_seed import is_noise_known
-from .private_rows import PrivateRows, is_proved
+from .private_rows import AccountFile, PrivateRows
+from .proofs import is_noise_known, is_proved
 
 
 def private_rows_of(
@@ -23,18 +22,19 @@ def private_rows_of(
     account: PrivacyAccount | None,
     account_file: AccountFile | None = None,
 ) -> PrivateRows | None:
-    """What draws and counts the rows of a Trainer whose defense is `dp_sgd` with `per_sample`;
-    `None` for all other defenses, and where no rows are drawn here.
+    """Return the object that draws and counts the rows of a Trainer with per-sample `dp_sgd`.
+
+    It is `None` for all other defenses, and for a Trainer that does not draw rows itself.
 
     Args:
-        trainer: With its `defense`, arguments and data.
-        own_batches: Whether its class draws batches in a way of its own.
-        clients: As for `PrivateRows`.
-        account: Likewise.
-        account_file: Likewise.
+        trainer: The Trainer, with its `defense`, arguments and data.
+        own_batches: Whether the Trainer's class draws batches in its own way.
+        clients: A function that returns the rank's clients, as for `PrivateRows`.
+        account: The account of messages that ε follows from, as for `PrivateRows`.
+        account_file: The file of that account, as for `PrivateRows`.
 
     Raises:
-        UnsupportedError: Where batches could not be drawn as (ε, δ) takes them to be.
+        UnsupportedError: If batches cannot be drawn in the way that the proof of (ε, δ) needs.
 
     Example:
         >>> from hf_gradguard import GradGuardTrainer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_gradguard.defenses.factorization import Banded, Factor, make_factor, sensitivity
+from hf_gradguard.defenses.correlated import Banded, Factor, make_factor, sensitivity
 
 WORDS = 10  # of a phrase that may be held out
 
@@ -86,7 +86,7 @@ def mean_accuracy(weights: Tensor, features: Tensor, labels: Tensor) -> float:
 
 
 def cut(rows: dict[str, Tensor], directions: int) -> dict[str, Tensor]:
-    """Features as `head_of` makes them by the first directions alone."""
+    """Features as `private_head` makes them by the first directions alone."""
     features = rows["features"]
     if directions >= features.shape[1] - 1:
         return rows
