@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel
 
-from hf_gradguard.heads import FeatureHead, head_of
+from hf_gradguard.heads import PrivateHead, private_head
 
 from .correlated_heads import HeadTask, ImagesTask
 from .lib.device import DEVICE
-from .lib.images import array_images, images_at
+from .lib.images import images_at, public_images
 from .lib.linear_heads import held_out_sentences
 from .lib.text import load_tokenizer
 from .patch_features import PatchFeatures
@@ -46,12 +46,15 @@ class HalfTask(HeadTask):
     PUBLIC = 2000
 
     @functools.cached_property
-    def full_head(self) -> FeatureHead:
+    def full_head(self) -> PrivateHead:
         settings = {"trust_remote_code": False, "dtype": torch.bfloat16}
         encoder = AutoModel.from_pretrained(self._name, **settings).to(DEVICE)
         tokenizer = load_tokenizer(self._name)
         public, _ = self.sentences("public")
-        return head_of(encoder, public, self.DIRECTIONS, 2, tokenizer, self.LENGTH)
+        return private_head(
+            encoder, public, 2, directions=self.DIRECTIONS, processing_class=tokenizer,
+            max_length=self.LENGTH,
+        )  # fmt: skip
 
 
 class RateTask(HalfTask):
@@ -228,16 +231,15 @@ class RateImages(ImagesTask):
             self.DIRECTIONS = ImagesTask.DIRECTIONS
 
     @functools.cached_property
-    def full_head(self) -> FeatureHead:
-        pixels, _ = array_images(self._public, "train")
-        chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
-        public = scaled(pixels[chosen[: self.PUBLIC]])
+    def full_head(self) -> PrivateHead:
+        public = public_images(self._public, self.PUBLIC)
         if self._efficientnet is not None:
-            return head_of(LiteFeatures(self._efficientnet).to(DEVICE), public, self.DIRECTIONS, 10)
-        if self.is_gray:
-            public = public.mean(1, keepdim=True).expand(-1, 3, -1, -1)
-        encoder = PatchFeatures(public, self.FILTERS, torch.Generator().manual_seed(0))
-        return head_of(encoder, public, self.DIRECTIONS, 10)
+            encoder: nn.Module = LiteFeatures(self._efficientnet).to(DEVICE)
+        else:
+            if self.is_gray:
+                public = public.mean(1, keepdim=True).expand(-1, 3, -1, -1)
+            encoder = PatchFeatures(public, self.FILTERS, torch.Generator().manual_seed(0))
+        return private_head(encoder, public, 10, directions=self.DIRECTIONS)
 
     @functools.cached_property
     def is_gray(self) -> bool:

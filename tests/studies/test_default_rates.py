@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import default_data_collator
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.defenses.factorization import final_error, make_factor, sensitivity
-from hf_gradguard.heads import FeatureHead, LayerFeatures
+from hf_gradguard.defenses.correlated import final_error, make_factor, sensitivity
+from hf_gradguard.heads import PrivateHeadConfig, PrivateHeadForSequenceClassification
 from recipes.studies.default_rates import Condition, rule
 from recipes.studies.frontier_heads import Rows
 from recipes.studies.lib.linear_heads import HeadSettings, simulated_heads
@@ -61,7 +61,8 @@ def trained(
     features: Tensor, labels: Tensor, noise: float, folder: Path
 ) -> tuple[Tensor, list[Tensor]]:
     """What the library's own path makes, and which batches it looked at."""
-    head = FeatureHead(LayerFeatures(nn.Identity()), nn.Linear(1, features.shape[1] - 1), CLASSES)
+    config = PrivateHeadConfig(directions=features.shape[1] - 1, num_labels=CLASSES)
+    head = PrivateHeadForSequenceClassification(config)
     strength = {"per_sample": True, "correlated": True, "clip": 0.3, "noise_multiplier": noise}
     args = GradGuardConfig(
         str(folder), defense="dp_sgd", defense_kwargs=strength, learning_rate=9.0, optim="sgd",
