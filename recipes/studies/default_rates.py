@@ -112,9 +112,7 @@ TASKS = {
     "articles, MiniLM": TaskPlan(200, 16500, 1400, SOME),
     "pairs, MiniLM": TaskPlan(2, 13000, 1400, SOME),
     "MNIST, patches": TaskPlan(10, 13000, 800, SOME),
-    "CIFAR-10, EfficientNet": TaskPlan(10, 13000, 1200, SOME),
-    "Tiny ImageNet, EfficientNet": TaskPlan(200, 8000, 1200, SOME),
-    "SST-2, MPNet": TaskPlan(2, 26000, 1400, SOME),
+    "Tiny ImageNet, patches": TaskPlan(200, 8000, 800, SOME),
 }
 
 
@@ -130,8 +128,6 @@ class DefaultRates(Study):
         "--train": "parquet of CIFAR-10, to train on", "--test": "the same, to judge on",
         "--mnist": "npz of MNIST", "--tiny_imagenet": "npz of Tiny ImageNet at 32 pixels",
         "--cifar10": "npz of CIFAR-10 images, public for Tiny ImageNet",
-        "--mpnet": {"help": "folder of all-mpnet-base-v2"},
-        "--efficientnet": {"help": "folder of EfficientNet-Lite0's two packages"},
         "--only": {"nargs": "*", "help": "tasks by a part of their names"},
     }  # fmt: skip
     TASKS: Mapping[str, TaskPlan] = TASKS
@@ -173,29 +169,24 @@ class DefaultRates(Study):
     def tasks(self) -> dict[str, Callable[[], HeadTask]]:
         """Made when they are needed."""
         args = self.args
-        images = functools.partial(RateImages, public=args.tiny_imagenet, folder=args.models)
-        tiny = {"train": args.tiny_imagenet, "test": args.tiny_imagenet, "judged": "val"}
-        cifar10 = {"train": args.train, "test": args.test}
-        mnist = {"train": args.mnist, "test": args.mnist}
+        cifar10, mnist, tiny = (args.train, args.test), (args.mnist,) * 2, (args.tiny_imagenet,) * 2
+        text, folder = (args.model, args.wikitext, args.models), args.models
         return {
             "SST-2, MiniLM": lambda: SomePhrases(
-                args.model, args.data_dir, args.models, f"{args.wikitext}/train.txt"
+                args.model, args.data_dir, folder, f"{args.wikitext}/train.txt"
             ),
-            "CIFAR-10, patches": lambda: images("cifar10", **cifar10, rows=28000),
-            "articles, MiniLM": lambda: Articles(args.model, args.wikitext, args.models),
-            "pairs, MiniLM": lambda: Pairs(args.model, args.wikitext, args.models),
-            "MNIST, patches": lambda: images("mnist", **mnist),
-            "CIFAR-10, EfficientNet": lambda: images(
-                "cifar10", **cifar10, efficientnet=args.efficientnet
+            "CIFAR-10, patches": lambda: RateImages(
+                "cifar10", cifar10, args.tiny_imagenet, folder, (28000, 5000)
             ),
-            "Tiny ImageNet, EfficientNet": lambda: RateImages(
-                "tiny", **tiny, public=args.cifar10, folder=args.models,
-                efficientnet=args.efficientnet,
+            "articles, MiniLM": lambda: Articles(*text),
+            "pairs, MiniLM": lambda: Pairs(*text),
+            "MNIST, patches": lambda: RateImages(
+                "mnist", mnist, args.tiny_imagenet, folder, (15000, 3000)
             ),
-            "SST-2, MPNet": lambda: SomePhrases(
-                args.mpnet, args.data_dir, args.models, f"{args.wikitext}/train.txt"
+            "Tiny ImageNet, patches": lambda: RateImages(
+                "tiny", tiny, args.cifar10, folder, (10000, 2000), "val"
             ),
-        }  # fmt: skip
+        }
 
     @functools.lru_cache(maxsize=1)  # noqa: B019
     def task(self, name: str) -> HeadTask:

