@@ -522,13 +522,26 @@ class PrivateHead(PreTrainedModel):
                 "token_type_ids": token_type_ids, "pixel_values": pixel_values,
             }  # fmt: skip
             inputs |= {name: entries for name, entries in named.items() if entries is not None}
-            features = self.differentiable(**inputs)
+            features = self.differentiable(**self._shortened(inputs))
         logits = self.head(features.to(self.head.weight.dtype))
         loss = None
         if labels is not None:
             loss = self._loss(logits, labels)
         output = self._output_class(loss=loss, logits=self._scaled(logits))
         return output.to_tuple() if return_dict is False else output
+
+    def _shortened(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return inputs of which texts are as long as those that the head was trained on.
+
+        Of a text's end its last token stays, which ends every text.
+        """
+        mask, longest = inputs.get("attention_mask"), self.config.max_length
+        if mask is None or self.reads_words or mask.shape[1] <= longest:
+            return inputs
+        last = mask.sum(1, keepdim=True) - 1
+        places = torch.arange(longest, device=mask.device).expand(len(mask), -1)
+        places = places.where((places < longest - 1) | (last < longest), last)
+        return {name: entries.gather(1, places) for name, entries in inputs.items()}
 
     _output_class: type = SequenceClassifierOutput
 

@@ -41,7 +41,7 @@ HEADS: dict[str, type[PrivateHead]] = {
         PrivateHeadForTokenClassification,
     )
 }
-MOST_PUBLIC = 4000
+MOST_PUBLIC = 2000
 """The most public samples that are looked at: more hardly change the directions."""
 _WORDS = range(4, 31)
 """How many words a sentence of a public text has."""
@@ -243,7 +243,7 @@ def _features_of_public(head: PrivateHead, samples: Any) -> Tensor:
 
 
 def public_samples(public: Any, takes_images: bool) -> tuple[Any, str]:
-    """Return public samples, at most 4,000, and words that say where they come from.
+    """Return public samples, at most 2,000, and words that say where they come from.
 
     Args:
         public: What `private_head` takes.
