@@ -25,6 +25,7 @@ from .audit.cells import Audit
 from .audit.client import modality_of
 from .audit.report.page import strongest_attacks
 from .audit.report.summary import Summary
+from .audit.report.terminal import aligned
 from .audit.run import make_defenses
 from .audit.settings import AuditSettings
 from .defenses import make_defense
@@ -208,12 +209,7 @@ def _table(
                 f"{seconds[label]:.0f}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(entry.ljust(width) for entry, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+    return aligned(rows)
 
 
 def _beside(result: Audit, summary: Summary, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -221,7 +221,6 @@ def _run_head(
 
 def _check_head(settings: TrainSettings, flags: Mapping[str, Any]) -> None:
     """Refuse settings that make no sense for a head, before anything is loaded."""
-    need("train", "accounting", "dp_accounting")
     if Path(settings.output).is_file():
         raise ValueError(f"{settings.output} is a file: give a folder as --output.")
     if not settings.model:

@@ -104,9 +104,7 @@ def test_classes_under_the_trainer() -> None:
     order = [
         kind for kind in GradGuardTrainer.__mro__ if kind.__module__.startswith("hf_gradguard")
     ]
-    assert [kind.__name__ for kind in order] == [
-        "GradGuardTrainer", "GradGuardMixin", "TrainerAdapter",
-    ]  # fmt: skip
+    assert [kind.__name__ for kind in order] == ["GradGuardTrainer", "GradGuardMixin"]
 
 
 def test_who_writes_a_defense_has_these_members_to_know() -> None:

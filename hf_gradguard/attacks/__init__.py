@@ -9,19 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..extras import need
 from ..registry import ATTACKS, make
-
-try:
-    from .base import Attack, Observation, Reconstruction
-    from .label_recovery import recover_labels, recover_labels_below
-    from .layer_inputs import observed_length
-    from .likelihood import Distinguishability
-    from .matching.matching_attacks import GradientMatching
-    from .uploads import average
-except ModuleNotFoundError:
-    need("attacks", "attacks", "scipy")
-    raise
+from .base import Attack, Observation, Reconstruction
+from .label_recovery import recover_labels, recover_labels_below
+from .layer_inputs import observed_length
+from .likelihood import Distinguishability
+from .matching.matching_attacks import GradientMatching
+from .uploads import average
 
 __all__ = [
     "ATTACKS",

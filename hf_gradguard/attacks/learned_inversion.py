@@ -21,12 +21,10 @@ from weakref import ref
 
 import numpy as np
 import torch
-from sklearn.ensemble import HistGradientBoostingClassifier
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from ..extras import need
 from ..gradient_map import GradientMap
 from ..gradient_map.domain import TEXT
 from ..randomness import Stream
@@ -35,6 +33,14 @@ from .base import Attack, Clock, Observation, Reconstruction, as_text, without_d
 from .label_recovery import recover_labels
 from .layer_inputs import is_causal_lm
 from .likelihood_search.score import Text, layer_factors, linear_names, public_ids, text_batch
+
+try:
+    from sklearn.ensemble import HistGradientBoostingClassifier
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import roc_auc_score
+except ModuleNotFoundError:
+    need("attacks", "attacks", "sklearn")
+    raise
 
 _CLEAN, _CLEAN_FRACTION = 150, 0.25  # public texts whose layers are looked into, and of the time
 _FEWEST_TEXTS, _FEWEST_MESSAGES = 16, 10

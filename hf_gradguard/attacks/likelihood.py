@@ -21,8 +21,7 @@ from torch import Tensor
 from ..defenses.mechanism import Mechanism
 from ..gradient_map import Tensors
 from ..gradient_map.domain import TEXT, domain_of_batch
-from ..gradient_map.inputs import model_loss
-from ..gradient_map.replay import Replay, differentiate, draws_kept, seed_draws
+from ..gradient_map.vectorized import ManyGradients
 from ..randomness import Stream
 from .base import Observation
 
@@ -418,13 +417,14 @@ def _gradient(
         rows = [{key: value[k : k + 1] for key, value in batch.items()} for k in range(count)]
     draws = []
     for seed in range(_DRAWS if model.training else 1):
-        gradients = [_plain_gradient(observation, row, seed) for row in rows]
-        if clip is not None:
-            stacked = [{name: g[None] for name, g in gradient.items()} for gradient in gradients]
-            gradients = [
-                {name: g[0] for name, g in clipped(gradient, clip).items()} for gradient in stacked
-            ]
-        draws.append({name: torch.stack([g[name] for g in gradients]).mean(0) for name in names})
+        if observation.local is not None:
+            many = observation.local.many_gradients(model, names, [seed])
+        else:
+            many = ManyGradients(model, names, [seed], vectorized=False)
+        found = [gradient for _, gradient in many(rows)]
+        gradients = {name: torch.cat([gradient[name] for gradient in found]) for name in names}
+        gradients = gradients if clip is None else clipped(gradients, clip)
+        draws.append({name: g.mean(0) for name, g in gradients.items()})
     if len(draws) == 1:
         return draws[0], dict.fromkeys(names, 0.0)
     stacked_draws = {name: torch.stack([draw[name] for draw in draws]) for name in names}
@@ -432,21 +432,6 @@ def _gradient(
     # The client's own draw varies as well as the mean over the attacker's.
     growth = 1 + 1 / len(draws)
     return mean, {name: growth * float(s.var(0).mean()) for name, s in stacked_draws.items()}
-
-
-def _plain_gradient(observation: Observation, batch: dict[str, Any], seed: int) -> Tensors:
-    """Return a batch's unclipped gradient, with the draws of a seed."""
-    model, names = observation.model, list(observation.gradient)
-    if observation.local is not None:
-        many = observation.local.many_gradients(model, names, [seed])
-        return next({name: g[0] for name, g in gradient.items()} for _, gradient in many([batch]))
-    parameters = dict(model.named_parameters())
-    with draws_kept(model):
-        seed_draws(model, seed)
-        replay = Replay(model, second_order=False)
-    with replay.run(), torch.enable_grad():
-        loss = model_loss(model, dict(batch))
-        return differentiate(loss, {name: parameters[name] for name in names})
 
 
 def _floor(observation: Observation) -> float:

@@ -75,20 +75,12 @@ class LocalTraining:
 
     def scale_grants(self, grants: Mapping[str, Any]) -> dict[str, Any]:
         """Convert what is granted of an update's defense to the unit of the mean gradient."""
-        scale = self.optimizer.linear(list(self.rates))[1]
+        by = 1 / self.optimizer.linear(list(self.rates))[1]
         scaled = dict(grants)
         if (variance := grants.get("noise_variance")) is not None:
-            scaled["noise_variance"] = _divide_variance(variance, scale**2)
-        mechanism: Mechanism | None = grants.get("mechanism")
-        if mechanism is not None:
-            scaled["mechanism"] = replace(
-                mechanism,
-                variance=None
-                if mechanism.variance is None
-                else _divide_variance(mechanism.variance, scale**2),
-                clip_norm=mechanism.clip_norm and mechanism.clip_norm / scale,
-                clip_coordinate=mechanism.clip_coordinate and mechanism.clip_coordinate / scale,
-            )
+            scaled["noise_variance"] = scale_variance(variance, by**2)
+        if (mechanism := grants.get("mechanism")) is not None:
+            scaled["mechanism"] = scale_mechanism(mechanism, by)
         return scaled
 
     def batches(self, full_batch: Batch) -> list[Batch]:
@@ -195,9 +187,29 @@ def with_weights(model: nn.Module, weights: Weights) -> nn.Module:
     return copied
 
 
-def _divide_variance(
-    variance: float | Mapping[str, Tensor], scale: float
-) -> float | dict[str, Tensor]:
+def scale_mechanism(mechanism: Mechanism, by: float) -> Mechanism:
+    """Return the mechanism, as if gradients were `by` times as large.
+
+    Example:
+        >>> scaled = scale_mechanism(Mechanism(clip_norm=1.0, noise="gaussian", variance=0.5), 2.0)
+        >>> scaled.clip_norm, scaled.variance
+        (2.0, 2.0)
+    """
+    variance = mechanism.variance
+    return replace(
+        mechanism,
+        clip_norm=mechanism.clip_norm and mechanism.clip_norm * by,
+        clip_coordinate=mechanism.clip_coordinate and mechanism.clip_coordinate * by,
+        variance=None if variance is None else scale_variance(variance, by**2),
+        relative_to=mechanism.relative_to and mechanism.relative_to * by**2,
+        later_messages=tuple(
+            {name: g * by for name, g in message.items()} for message in mechanism.later_messages
+        ),
+    )
+
+
+def scale_variance(variance: float | Mapping[str, Tensor], by: float) -> float | dict[str, Tensor]:
+    """Return a variance, one number or a tensor per parameter, times a number."""
     if isinstance(variance, Mapping):
-        return {name: tensor / scale for name, tensor in variance.items()}
-    return variance / scale
+        return {name: tensor * by for name, tensor in variance.items()}
+    return variance * by

@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
     # Imported when first asked for, so that the command line's help imports no torch.
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    need("audit", "attacks", "datasets", "jinja2", "PIL", "scipy")
+    need("audit", "attacks", "jinja2", "PIL")
     return getattr(importlib.import_module(_EXPORTS[name], __name__), name)
 
 

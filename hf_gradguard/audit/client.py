@@ -20,7 +20,7 @@ from ..attacks.candidates.membership import Candidates, Ranked
 from ..attacks.label_recovery import recover_labels
 from ..attacks.likelihood import distinguish
 from ..attacks.local_training import LocalTraining
-from ..defenses.message import Message, Noise
+from ..defenses.base import Message, Noise
 from ..defenses.noise import STRENGTH_KEY
 from ..gradient_map import GradientMap, UpdateMap
 from ..gradient_map.domain import TEXT, count_rows, domain_of_model

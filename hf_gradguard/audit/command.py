@@ -16,12 +16,14 @@ from ..data.samples import Labeled, Sample, load_inputs, show_rows
 from ..gradient_map.domain import domain_of_model
 from ..models import find_head, label_kind, load_model, task_of
 from .cells import Cells
+from .report.summary import summarize
+from .report.terminal import terminal_summary
 from .run import audit, make_attacks, make_defenses
 from .settings import AttackedSettings, AuditSettings, read_settings
 
 
 def run_audit(flags: Mapping[str, Any]) -> None:
-    """Attack a model on data, write audit.json, table.md and report.html, and print the table.
+    """Attack a model on data, write audit.json, table.md and report.html, and print the summary.
 
     Args:
         flags: The flags that were used, by name.
@@ -43,7 +45,7 @@ def run_audit(flags: Mapping[str, Any]) -> None:
         candidates = samples[:count] + _load_candidates(settings, model, settings.candidates)
     elif settings.decoys and len(samples) > count:
         candidates = list(samples)
-    audit(
+    result = audit(
         model.train(settings.dropout),
         processing_class,
         samples[:count],
@@ -54,8 +56,7 @@ def run_audit(flags: Mapping[str, Any]) -> None:
         output=output,
         **{field.name: getattr(settings, field.name) for field in fields(AuditSettings)},
     )
-    print((output / "table.md").read_text(encoding="utf-8"))
-    print(f"{output / 'report.html'} (holds the private samples: take care where it goes)")
+    print(terminal_summary(summarize(result), output))
 
 
 def check_specs(defenses: Any, attacks: Any) -> None:

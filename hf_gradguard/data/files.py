@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..extras import need
 from ..models import is_written_as_path
 from .tables import COMPRESSIONS, READERS, DataError, format_of, read_table
 
@@ -59,7 +58,6 @@ def load_rows(dataset: str, split: str = "train", config: str | None = None) -> 
         >>> rows[0], rows.info.description
         ({'sentence': 'a fine film', 'label': '1'}, "separated by ';'")
     """
-    need("data", "data", "datasets")
     path = Path(dataset)
     check_data_name(dataset)
     with explain_unreadable(dataset):
@@ -103,7 +101,6 @@ def read_splits(dataset: str, config: str | None = None, split: str = "train") -
     Raises:
         DataError: If it cannot be read, as for `load_rows`.
     """
-    need("data", "data", "datasets")
     # An extra: training needs this room's private files and not this library.
     from datasets import DatasetDict
 

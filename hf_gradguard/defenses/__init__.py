@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..registry import DEFENSES, make
-from .base import Defense, DefenseFacts
+from .base import Defense, DefenseFacts, Message, Noise
 from .chain import Chain, chain
-from .message import Message, Noise
 from .sensitivity import SensitivityDefense
 
 __all__ = [

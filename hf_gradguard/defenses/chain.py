@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
 from ..randomness import Stream
-from .base import Defense, DefenseFacts, State
+from .base import Defense, DefenseFacts, Message, Noise, State
 from .mechanism import Mechanism
-from .message import Message, Noise
 
 
 @dataclass

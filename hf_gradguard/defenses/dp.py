@@ -19,9 +19,19 @@ from ..gradient_map.per_sample.clipping import clipped_sum
 from ..gradient_map.types import Shards
 from ..gradient_map.views import ZeroGradient
 from ..randomness import Stream
-from .base import DefenseFacts, Reader, State, check_whole, is_number
+from .base import (
+    DefenseFacts,
+    Message,
+    Reader,
+    State,
+    cast_like,
+    check_whole,
+    first_not_finite,
+    is_number,
+    norm,
+    wide,
+)
 from .mechanism import Mechanism
-from .message import Message, cast_like, first_not_finite, norm, wide
 from .noise import STRENGTHS, NoiseDefense, OptimalNoise, add_noise
 from .sensitivity import PUBLISHED_SMALLEST, ShapedBy
 

@@ -22,9 +22,17 @@ from transformers.utils import logging
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.types import Shards
 from ..randomness import Stream
-from .base import Defense, DefenseFacts, Reader, check_whole
+from .base import (
+    Defense,
+    DefenseFacts,
+    Message,
+    Reader,
+    cast_like,
+    check_whole,
+    norm,
+    true_gradient,
+)
 from .mechanism import Mechanism
-from .message import Message, cast_like, norm, true_gradient
 
 logger = logging.get_logger(__name__)
 

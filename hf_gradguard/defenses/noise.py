@@ -28,15 +28,17 @@ from ..gradient_map.random_batch import random_batch, resize_texts
 from ..gradient_map.types import Shards
 from ..gradient_map.views import ZeroGradient
 from ..randomness import Distribution, Stream
-from .base import Defense, DefenseFacts, Reader, is_number
-from .mechanism import Mechanism
-from .message import (
+from .base import (
+    Defense,
+    DefenseFacts,
     Message,
     Noise,
     OnDemand,
+    Reader,
     add_up,
     cast_like,
     count,
+    is_number,
     power,
     root,
     scaled,
@@ -44,6 +46,7 @@ from .message import (
     total,
     true_gradient,
 )
+from .mechanism import Mechanism
 from .sensitivity import (
     PUBLISHED_SMALLEST,
     SensitivityDefense,

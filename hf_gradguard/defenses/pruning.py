@@ -19,9 +19,8 @@ from torch import Tensor
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.types import Shards
 from ..randomness import Stream
-from .base import DefenseFacts, floor_share, is_number
+from .base import DefenseFacts, Message, cast_like, count, floor_share, is_number, true_gradient
 from .feedback import BiasedDefense, check_min_batches
-from .message import Message, cast_like, count, true_gradient
 from .sensitivity import SensitivityDefense, ShapedBy
 
 _OF_A_RATIO: Mapping[str, Any] = {"error_feedback": False, "min_batches": 2}

@@ -23,7 +23,7 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.domain import IMAGE, domains_in
 from ..gradient_map.sensitivity import probe_squares
 from ..randomness import Stream
-from .message import first_not_finite
+from .base import first_not_finite
 
 logger = logging.get_logger(__name__)
 

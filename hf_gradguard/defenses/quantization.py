@@ -12,10 +12,9 @@ from torch import Tensor
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.types import Shards
 from ..randomness import Stream
-from .base import DefenseFacts
+from .base import DefenseFacts, Message, cast_like, of_whole, true_gradient
 from .feedback import BiasedDefense
 from .mechanism import Mechanism
-from .message import Message, cast_like, of_whole, true_gradient
 
 
 @dataclass

@@ -20,8 +20,17 @@ from ..gradient_map.random_batch import random_batch
 from ..gradient_map.sensitivity import TOLERANCE, plan_of, probe_squares
 from ..gradient_map.types import Shards
 from ..randomness import Stream
-from .base import Defense, DefenseFacts, Reader, check_whole
-from .message import OnDemand, add_up, first_not_finite, of_whole, total
+from .base import (
+    Defense,
+    DefenseFacts,
+    OnDemand,
+    Reader,
+    add_up,
+    check_whole,
+    first_not_finite,
+    of_whole,
+    total,
+)
 from .public_data import PublicData, ShapeProduct, learn_public_data
 
 DECAY = 0.7

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors, by_differences
 from ..gradient_map.types import Shards
-from .message import OnDemand, cast_like, power, total
+from .base import OnDemand, cast_like, power, total
 from .sensitivity import LARGEST_RATIO
 
 

@@ -19,10 +19,9 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.per_sample.span import Fit, Granularity, SampleSpan, scaled, vjp_by_difference
 from ..gradient_map.random_batch import synthetic_samples
 from ..randomness import Stream
-from .base import DefenseFacts, check_whole
+from .base import DefenseFacts, Message, cast_like, check_whole, nothing_of, true_gradient
 from .feedback import BiasedDefense, check_min_batches
 from .mechanism import Fitted, Mechanism
-from .message import Message, cast_like, nothing_of, true_gradient
 
 Slope = Callable[[Tensor], Tensor]
 

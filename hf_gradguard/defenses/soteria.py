@@ -18,9 +18,16 @@ from torch import Tensor, nn
 from ..gradient_map import GradientMap
 from ..gradient_map.replay import hooked
 from ..randomness import Stream
-from .base import DefenseFacts, check_whole, floor_share, is_number
+from .base import (
+    DefenseFacts,
+    Message,
+    cast_like,
+    check_whole,
+    floor_share,
+    is_number,
+    true_gradient,
+)
 from .feedback import BiasedDefense
-from .message import Message, cast_like, true_gradient
 
 
 @dataclass

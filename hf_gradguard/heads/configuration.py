@@ -15,6 +15,7 @@ class PrivateHeadConfig(PreTrainedConfig):
     """The configuration of a linear head on a frozen encoder's features.
 
     Args:
+        task: The task's name on the Hub.
         encoder: The encoder's name on the Hub; of a folder, its last part.
         encoder_revision: The commit of the Hub that the encoder was loaded from.
         encoder_config: The encoder's own configuration.
@@ -36,6 +37,7 @@ class PrivateHeadConfig(PreTrainedConfig):
 
     model_type = "gradguard_head"
 
+    task: str = "text-classification"
     encoder: str = ""
     encoder_revision: str | None = None
     encoder_config: dict[str, Any] | None = None

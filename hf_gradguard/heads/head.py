@@ -6,7 +6,6 @@ features: a bias beside them would be half of every clipped gradient.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -43,6 +42,18 @@ logger = logging.get_logger(__name__)
 
 MOST_DIRECTIONS = 1400
 _ENCODER = "encoder."
+_CARD = """## Model
+
+- Encoder: {encoder}. It was frozen, and {kept}.
+- Trained: a linear head of {count} numbers, on {directions} directions of the encoder's features
+- Public data, by which the directions were found: {public}
+
+```python
+import hf_gradguard.heads  # tells Transformers of such models
+from transformers import pipeline
+
+pipeline("{task}", model="...")
+```"""
 _TOKENS = 3  # of each public text, by which directions of tokens are found
 
 
@@ -57,6 +68,20 @@ def directions_for(num_rows: int) -> int:
         (2, 200, 1400)
     """
     return min(MOST_DIRECTIONS, max(2, num_rows // 16))
+
+
+def warn_of_few(directions: int, wanted: int) -> None:
+    """Warn where public samples differ in fewer directions than private rows can tell apart.
+
+    Args:
+        directions: The number of directions that there are.
+        wanted: The number of directions that are wanted.
+    """
+    if directions < wanted:
+        logger.warning(
+            f"The public samples differ in {directions} directions, fewer than the {wanted} that "
+            "are wanted: a head learns more with thousands of them."
+        )
 
 
 def collate_tokens(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -88,7 +113,7 @@ def collate_tokens(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 class PrivateHead(PreTrainedModel):
     """A linear head on public directions of a frozen encoder's features and a constant.
 
-    This is the base of one class for each kind of task. `private_head` makes them. Only `head` is
+    This is the base of one class for each task. `private_head` makes them. Only `head` is
     trained, and it starts at zero, so nothing in a new one depends on private data.
 
     Args:
@@ -99,7 +124,11 @@ class PrivateHead(PreTrainedModel):
         processing_class: The tokenizer or image processor, which is saved with the head. Default:
             the one of the folder or name that the head or its encoder is loaded from.
 
+    Raises:
+        ValueError: If the configuration is of another task.
+
     Attributes:
+        task: The task's name on the Hub.
         encoder: The encoder, which stays as it is; `None` without one.
         directions: The map from features to directions, before samples get norm 1.
         head: The map from directions and the constant to scores.
@@ -110,8 +139,10 @@ class PrivateHead(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "features"
     accepts_loss_kwargs = False
+    task = "text-classification"
     takes_images = reads_words = False
     encoder: nn.Module | None
+    _keys_to_ignore_on_load_missing = (r"encoder\.pooler\.",)  # no feature reads it
     data_collator = staticmethod(default_data_collator)
     """What a Trainer makes batches of rows of `prepare_dataset` by."""
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True  # the encoder's own matter
@@ -122,6 +153,11 @@ class PrivateHead(PreTrainedModel):
         encoder: nn.Module | None = None,
         processing_class: Any = None,
     ) -> None:
+        if config.task != self.task:
+            raise ValueError(
+                f"This head is for {config.task}, and {type(self).__name__} for {self.task}. Load "
+                "it by the Auto class of its task."
+            )
         super().__init__(config)
         self.directions = nn.Linear(config.num_features, config.directions)
         self.head = nn.Linear(config.directions + 1, config.num_labels, bias=False)
@@ -155,7 +191,7 @@ class PrivateHead(PreTrainedModel):
             >>> head = private_head(model, public_texts, num_labels=2, processing_class=tokenizer)
             >>> head.save_pretrained("head")
             >>> type(head).from_pretrained("head").head
-            Linear(in_features=19, out_features=2, bias=False)
+            Linear(in_features=16, out_features=2, bias=False)
         """
         kwargs.pop("trust_remote_code", None)
         loaded = super().from_pretrained(
@@ -237,6 +273,7 @@ class PrivateHead(PreTrainedModel):
         if not self._can_cut or bool(self.head.weight.any()):
             return
         self._can_cut = False
+        warn_of_few(self.config.directions, count)
         if count < self.config.directions:
             kept = nn.Linear(self.config.num_features, count)
             with torch.no_grad():
@@ -269,11 +306,9 @@ class PrivateHead(PreTrainedModel):
 
     @property
     def processing_class(self) -> Any:
-        """The tokenizer or image processor; `None` if the encoder is no model of Transformers."""
-        if self._processing_class is None and self.config.encoder_config is not None:
-            place = self.config.name_or_path
-            if not place or not os.path.isdir(place):
-                place = place or self.config.encoder
+        """The tokenizer or image processor; `None` if there is no place to load it from."""
+        place = self.config.name_or_path or self.config.encoder
+        if self._processing_class is None and self.config.encoder_config is not None and place:
             self._processing_class = load_processing_class(place, self.takes_images)
         return self._processing_class
 
@@ -299,7 +334,7 @@ class PrivateHead(PreTrainedModel):
             >>> head = private_head(model, public_texts, num_labels=2, processing_class=tokenizer)
             >>> args = head.training_arguments("out", num_rows=3200, use_cpu=True)
             >>> args.defense_kwargs["noise_multiplier"], args.learning_rate, head.config.directions
-            (1.5, 10.0, 18)
+            (1.5, 10.0, 15)
         """
         self.fit_directions(num_rows)
         return training_arguments(output_dir, num_rows, **settings)
@@ -312,7 +347,8 @@ class PrivateHead(PreTrainedModel):
 
         Args:
             dataset: A `datasets.Dataset`, a list of rows, or any data set with a length.
-            processing_class: The tokenizer or image processor. Default: the head's own.
+            processing_class: The tokenizer or image processor, which is the head's own from then
+                on. Default: the one that it has.
 
         Returns:
             A `datasets.Dataset`.
@@ -320,9 +356,31 @@ class PrivateHead(PreTrainedModel):
         Raises:
             ValueError: If no column has texts, images or features.
         """
-        if processing_class is not None and self._processing_class is None:
+        if processing_class is not None:
             self._processing_class = processing_class
         return prepared(self, dataset)
+
+    def describe_for_card(self) -> str:
+        """Return a section of a model's card: what was trained, on what, and how it is loaded.
+
+        Example:
+            >>> from hf_gradguard.heads import private_head
+            >>> head = private_head(model, public_texts, num_labels=2, processing_class=tokenizer)
+            >>> print(head.describe_for_card())
+            ## Model
+            ...
+            - Trained: a linear head of 32 numbers, on 15 directions of the encoder's features
+            ...
+        """
+        config = self.config
+        revision = f" at revision `{config.encoder_revision}`" if config.encoder_revision else ""
+        kept = "is in this model" if config.save_encoder else "is loaded by its name"
+        return _CARD.format(
+            encoder=f"`{config.encoder}`{revision}" if config.encoder else "one without a name",
+            kept=kept if config.encoder_config is not None else "is passed as `encoder`",
+            count=f"{self.head.weight.numel():,}", directions=f"{config.directions:,}",
+            public=config.public_data, task=config.task,
+        )  # fmt: skip
 
     # --- features
 
@@ -379,6 +437,14 @@ class PrivateHead(PreTrainedModel):
                 Transformers.
         """
         return torch.cat([self.encode(**inputs).cpu() for inputs in self.batches_of(samples)])
+
+    def rows_of(self, samples: Sequence[Any]) -> list[Tensor]:
+        """Return the features of each sample of a batch.
+
+        Args:
+            samples: Samples as `features_of` takes them.
+        """
+        return list(self.encode(**self.inputs_of(samples)).cpu())
 
     def batches_of(self, samples: Sequence[Any] | Tensor) -> Iterator[dict[str, Tensor]]:
         """Yield the encoder's inputs for samples, a batch at a time.
@@ -480,6 +546,7 @@ class PrivateHeadForSequenceClassification(PrivateHead):
 class PrivateHeadForImageClassification(PrivateHead):
     """A private head for images."""
 
+    task = "image-classification"
     takes_images = True
     _output_class = ImageClassifierOutput
 
@@ -490,6 +557,7 @@ class PrivateHeadForTokenClassification(PrivateHead):
     A row is a text. Its loss is the mean over its words, and its gradient is clipped as one.
     """
 
+    task = "token-classification"
     reads_words = True
     data_collator = staticmethod(collate_tokens)
 
@@ -500,31 +568,29 @@ class PrivateHeadForTokenClassification(PrivateHead):
             raise ValueError("The head has no encoder: give features, or attach_encoder first.")
         return token_features(self.encoder, inputs)
 
-    def word_features(self, texts: Sequence[Sequence[str]]) -> tuple[Tensor, list[int]]:
+    def rows_of(self, samples: Sequence[Any]) -> list[Tensor]:
         """Return features of the words of texts, which are those of their first tokens.
 
         Args:
-            texts: Lists of words.
+            samples: Lists of words. Those that the encoder does not read to its end are left out.
 
         Returns:
-            The features, `(words, directions + 1)`, one text after the other; and how many words of
-            each text the encoder reads.
+            The features of each text, `(words, directions + 1)`.
 
         Raises:
             ValueError: If the tokenizer does not say which word a token is of.
         """
-        encoding: Any = processed(self.processing_class, list(texts), False, self.config)
+        encoding: Any = processed(self.processing_class, list(samples), False, self.config)
         if not getattr(encoding, "is_fast", False):
             raise ValueError("Words take a fast tokenizer, which says which word a token is of.")
         features = self.encode(**{n: entries.to(self.device) for n, entries in encoding.items()})
-        parts, lengths = [], []
-        for row in range(len(texts)):
-            words = encoding.word_ids(row)
+        rows = []
+        for number in range(len(samples)):
+            words = encoding.word_ids(number)
             firsts = {word: place for place, word in reversed(list(enumerate(words)))}
             firsts.pop(None, None)
-            lengths.append(len(firsts))
-            parts.append(features[row, [firsts[word] for word in sorted(firsts)]].cpu())
-        return torch.cat(parts), lengths
+            rows.append(features[number, [firsts[word] for word in sorted(firsts)]].cpu())
+        return rows
 
     def public_features(self, **inputs: Any) -> Tensor:
         """Return features of some tokens of each text, `(N, width)`.

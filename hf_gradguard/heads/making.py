@@ -29,14 +29,17 @@ from .head import (
     directions_for,
     load_encoder,
     taken_of,
+    warn_of_few,
 )
-
-logger = logging.get_logger(__name__)
+from .rows import batches_by_length
 
 HEADS: dict[str, type[PrivateHead]] = {
-    "text-classification": PrivateHeadForSequenceClassification,
-    "image-classification": PrivateHeadForImageClassification,
-    "token-classification": PrivateHeadForTokenClassification,
+    head.task: head
+    for head in (
+        PrivateHeadForSequenceClassification,
+        PrivateHeadForImageClassification,
+        PrivateHeadForTokenClassification,
+    )
 }
 MOST_PUBLIC = 4000
 """The most public samples that are looked at: more hardly change the directions."""
@@ -71,7 +74,7 @@ def private_head(
             encoder alone is taken. Any other module gives the features that it returns.
         public: Texts or images that are nobody's secret, preferably thousands, since what is
             learned from them is published. Texts may be a file; a `.txt` file is cut into
-            sentences. Default: the 562 sentences that come with this package, for texts.
+            sentences. Default: the 560 sentences that come with this package, for texts.
         num_labels: The number of classes or numbers. Default: 2, or as many as `labels`.
         labels: The names of the classes.
         task: `"text-classification"` (also of pairs), `"image-classification"` or
@@ -114,11 +117,14 @@ def private_head(
     samples, description = public_samples(public, takes_images)
     if len(samples) < 3:
         raise ValueError(f"public has {len(samples)} samples, and whitening takes three or more.")
+    if save_encoder is None:  # a model that is loaded may not be as its name has it
+        save_encoder = isinstance(encoder, nn.Module) or not _is_hub_name(name)
     config = PrivateHeadConfig(
-        encoder=name,
+        task=task,
+        encoder=name if _is_hub_name(name) or not save_encoder else _last_part(name),
         encoder_revision=_commit(name, revision),
-        encoder_config=module.config.to_dict() if is_known else None,
-        save_encoder=not _is_hub_name(name) if save_encoder is None else save_encoder,
+        encoder_config=_settings(module.config) if is_known else None,
+        save_encoder=save_encoder,
         max_length=max_length, constant=constant, public_data=description, directions=1,
         name_or_path=name,
         **_labels(num_labels, labels, problem_type, label_range),
@@ -128,13 +134,10 @@ def private_head(
     most = directions or MOST_DIRECTIONS
     if directions is None and num_rows is not None:
         most = directions_for(num_rows)
-    kept = whitened_directions(features, most)
-    if kept.out_features < min(most, directions or 0):
-        logger.warning(
-            f"{len(samples)} public samples differ in {kept.out_features} directions, fewer than "
-            f"the {most} asked for: a head learns more with thousands of them."
-        )
-    head.set_directions(kept, is_chosen=directions is not None or num_rows is not None)
+    is_open = directions is None and num_rows is None
+    head.set_directions(whitened_directions(features, most), is_chosen=not is_open)
+    if not is_open:
+        warn_of_few(head.config.directions, most)
     return head
 
 
@@ -149,6 +152,16 @@ def _named_encoder(
         return "", encoder.eval()
     base = getattr(encoder, "base_model", encoder)
     return str(getattr(config, "name_or_path", "") or ""), taken_of(base).eval()
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Return an encoder's configuration without its place."""
+    return {n: value for n, value in config.to_dict().items() if n != "_name_or_path"}
+
+
+def _last_part(name: str) -> str:
+    """Return the last part of a folder's path: the rest means nothing elsewhere."""
+    return os.path.basename(os.path.abspath(name)) if name else ""
 
 
 def _is_hub_name(name: str) -> bool:
@@ -190,13 +203,14 @@ def _labels(
 
 
 @torch.no_grad()
-def _features_of_public(head: PrivateHead, samples: Sequence[Any] | Tensor) -> Tensor:
+def _features_of_public(head: PrivateHead, samples: Any) -> Tensor:
     """Return the encoder's features of public samples, behind a progress bar."""
     bar = logging.tqdm(total=len(samples), desc="public samples", leave=False)
     features = []
-    for inputs in head.batches_of(samples):
-        features.append(head.public_features(**inputs).cpu())
-        bar.update(len(next(iter(inputs.values()))))
+    for places in batches_by_length(samples):
+        chosen = samples[places] if isinstance(samples, Tensor) else [samples[n] for n in places]
+        features.append(head.public_features(**head.inputs_of(chosen)).cpu())
+        bar.update(len(places))
     bar.close()
     return torch.cat(features)
 
@@ -214,24 +228,24 @@ def public_samples(public: Any, takes_images: bool) -> tuple[Any, str]:
     Example:
         >>> samples, description = public_samples(None, takes_images=False)
         >>> len(samples), description
-        (562, 'the sentences that come with hf-gradguard')
+        (560, "560 samples of hf-gradguard's own sentences")
     """
+    source = "a list"
     if public is None:
         if takes_images:
-            raise ValueError("public images are needed: no package comes with them.")
-        return packaged_sentences(), "the sentences that come with hf-gradguard"
-    described = f"{len(public):,} samples" if not isinstance(public, str | os.PathLike) else ""
-    if isinstance(public, str | os.PathLike):
+            raise ValueError("public images are needed: none come with this package.")
+        public, source = packaged_sentences(), "hf-gradguard's own sentences"
+    elif isinstance(public, str | os.PathLike):
         path = os.fspath(public)
         if takes_images:
             public = list(load_images(path))
         else:
             public = sentences_of(path) if path.endswith(".txt") else load_texts(path)
-        described = os.path.basename(os.path.normpath(path))
+        source = os.path.basename(os.path.normpath(path))
     if len(public) > MOST_PUBLIC and not isinstance(public, Tensor):
         places = sorted(random.Random(0).sample(range(len(public)), MOST_PUBLIC))
         public = [public[place] for place in places]
-    return public, described
+    return public, f"{len(public):,} samples of {source}"
 
 
 def sentences_of(path: str) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def prepared(head: Any, dataset: Any) -> Any:
         >>> head = private_head(model, public_texts, num_labels=2, processing_class=tokenizer)
         >>> rows = prepared(head, [{"text": "a fine film", "label": 1}])
         >>> rows.column_names, len(rows[0]["features"])
-        (['features', 'labels'], 19)
+        (['features', 'labels'], 16)
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(
@@ -67,7 +67,8 @@ def prepared(head: Any, dataset: Any) -> Any:
     if label_name is not None:
         columns["labels"] = _labels(head, dataset, label_name)
     if lengths is not None:
-        columns["features"] = [part.numpy() for part in features.split(lengths.tolist())]
+        parts = features.split(lengths.tolist())
+        columns["features"] = [text_features.numpy() for text_features in parts]
         if label_name is not None:  # of words that were not cut off
             counts = zip(columns["labels"], lengths.tolist(), strict=True)
             columns["labels"] = [labels[:count] for labels, count in counts]
@@ -153,10 +154,17 @@ def features_of(head: Any, samples: Sequence[Any]) -> tuple[Tensor, Tensor | Non
     """
     path = _cache() / f"{key_of(head, samples)}.safetensors"
     if not path.exists():
-        parts = list(_made(head, samples))
-        entries = {"features": torch.cat([features for features, _ in parts])}
+        by_sample: list[Tensor] = [torch.empty(0)] * len(samples)
+        bar = logging.tqdm(total=len(samples), desc="features", leave=False)
+        for places in batches_by_length(samples):
+            rows = head.rows_of([samples[place] for place in places])
+            for place, features in zip(places, rows, strict=True):
+                by_sample[place] = features
+            bar.update(len(places))
+        bar.close()
+        entries = {"features": torch.cat(by_sample) if head.reads_words else torch.stack(by_sample)}
         if head.reads_words:
-            entries["lengths"] = torch.tensor([n for _, lengths in parts for n in lengths])
+            entries["lengths"] = torch.tensor([len(features) for features in by_sample])
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{secrets.token_hex(8)}")
         save_file(entries, partial)
@@ -165,17 +173,26 @@ def features_of(head: Any, samples: Sequence[Any]) -> tuple[Tensor, Tensor | Non
     return entries["features"], entries.get("lengths")
 
 
-def _made(head: Any, samples: Sequence[Any]) -> Iterator[tuple[Tensor, list[int]]]:
-    """Yield features of samples, a batch at a time, and how many words each sample has."""
-    bar = logging.tqdm(total=len(samples), desc="features", leave=False)
-    for start in range(0, len(samples), BATCH):
-        batch = samples[start : start + BATCH]
-        if head.reads_words:
-            yield head.word_features(batch)
-        else:
-            yield head.encode(**head.inputs_of(batch)).cpu(), []
-        bar.update(len(batch))
-    bar.close()
+def batches_by_length(samples: Sequence[Any]) -> list[list[int]]:
+    """Return the places of samples in batches of which each has samples of about one length.
+
+    Padding takes as long as words do.
+
+    Args:
+        samples: Texts, pairs of texts, lists of words, or images.
+
+    Example:
+        >>> batches_by_length(["a long text", "a text", "a"])
+        [[2, 1, 0]]
+    """
+    order = sorted(range(len(samples)), key=lambda place: _length(samples[place]))
+    return [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
+
+
+def _length(sample: Any) -> int:
+    if isinstance(sample, str):
+        return len(sample)
+    return sum(map(_length, sample)) if isinstance(sample, tuple | list) else 0
 
 
 def _cache() -> Path:

@@ -64,7 +64,6 @@ def balls_in_bins_epsilon(
     Raises:
         ValueError: If an argument is out of range.
         ArithmeticError: If there are too few draws.
-        ImportError: If scipy is missing, which the extra `accounting` brings.
 
     Example:
         >>> from hf_gradguard.defenses.factorization import make_factor
@@ -196,13 +195,8 @@ class _Pair:
         self.is_plain = not float(pulse.square().sum()) <= _MOST_SQUARE
         self._pulse = pulse.float()  # far finer than what so many draws can tell
         self._bins, self._used = bins, min(bins, messages)  # the others' rows are in no message
-        try:
-            from scipy.fft import next_fast_len
-        except ImportError as error:
-            raise ImportError(
-                "Bounds for rows at secret places take scipy, which comes with: pip install "
-                "'hf-gradguard[accounting]'. Without it leave sampling='balls_in_bins' out."
-            ) from error
+        from scipy.fft import next_fast_len  # not where no such ε is asked for
+
         self._length = next_fast_len(2 * messages - 1, real=True)
         self._spectrum = torch.fft.rfft(self._pulse, self._length).conj()
         squares = pulse.square().cumsum(0).flip(0)[: self._used].float()

@@ -154,7 +154,6 @@ def rdp_of_order_two(
 
     Raises:
         ValueError: If an argument is out of range.
-        ImportError: If `dp-accounting` is missing, which the extra `accounting` brings.
 
     Example:
         >>> n, regularization, std = 12_665, 1e-2, 1e-2
@@ -169,14 +168,9 @@ def rdp_of_order_two(
             "steps must be at least 1 and batch_size from 1 to dataset_size, but they are "
             f"{steps}, {batch_size}, {dataset_size}."
         )
-    try:
-        import dp_accounting
-        from dp_accounting.rdp import RdpAccountant
-    except ImportError as error:
-        raise ImportError(
-            "RDP accounting uses the package dp-accounting. Install it with: pip install "
-            "'hf-gradguard[accounting]'"
-        ) from error
+    import dp_accounting  # not where no account is asked for: it takes a second
+    from dp_accounting.rdp import RdpAccountant
+
     accountant = RdpAccountant([2.0], dp_accounting.NeighboringRelation.REPLACE_ONE)
     event: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(noise_multiplier)
     if batch_size < dataset_size:

@@ -61,7 +61,6 @@ def dp_sgd_epsilon(
 
     Raises:
         ValueError: If an argument is out of range.
-        ImportError: If `dp-accounting` is missing, which the extra `accounting` brings.
 
     Example:
         >>> round(dp_sgd_epsilon(1.1, sampling_rate=256 / 60_000, messages=14_062, delta=1e-5), 2)
@@ -152,7 +151,6 @@ def dp_sgd_noise_multiplier(
     Raises:
         ValueError: If an argument is out of range, the shared messages have spent the whole target,
             no noise keeps it, or any does.
-        ImportError: If `dp-accounting` is missing.
 
     Example:
         >>> sigma = dp_sgd_noise_multiplier(4.0, 1e-5, sampling_rate=0.05, messages=50)
@@ -309,7 +307,6 @@ class PrivacyAccount:
 
         Raises:
             ValueError: If δ is not between 0 and 1.
-            ImportError: If `dp-accounting` is missing.
         """
         if not 0 < delta < 1:
             raise ValueError(f"delta must be between 0 and 1, but is {delta!r}.")

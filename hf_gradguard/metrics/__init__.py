@@ -9,7 +9,7 @@ try:
     from .text import score_text
     from .text_reconstruction import TextReconstruction
 except ModuleNotFoundError:
-    need("metrics", "attacks", "nltk", "regex", "rouge_score", "sacrebleu", "scipy", "torchmetrics")
+    need("metrics", "attacks", "nltk", "regex", "rouge_score", "sacrebleu", "torchmetrics")
     raise
 
 __all__ = [

@@ -28,7 +28,7 @@ _PLACES = {"Choice": ".choice", "Outcome": ".evidence", "Proof": ".evidence", "c
 def __getattr__(name: str) -> Any:
     # Imported when first asked for, so that the command line's help imports nothing heavy.
     if name in (*__all__, "run_recommend"):
-        need("audit", "attacks", "datasets", "jinja2", "PIL", "scipy")
+        need("audit", "attacks", "jinja2", "PIL")
         module = _PLACES.get(name, ".recommendation")
         return getattr(import_module(module, __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,3 +1,1 @@
-"""`GradGuardTrainer`: one client's batch becomes one protected message before anything is
-exchanged.
-"""
+"""The protected Trainer: each client's batch becomes one protected message, and then is shared."""

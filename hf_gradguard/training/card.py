@@ -14,7 +14,6 @@ from ..defenses.measured import recovered_behind
 from ..gradient_map.parameters import withheld_by_name, withheld_parameters
 from ..leakage.differential_privacy import protection_note
 from ..models import TASKS
-from .adapter import TrainerAdapter
 from .config import setting
 from .guards.watch import tracking_layers
 from .message import SharedMessages
@@ -23,7 +22,7 @@ from .privacy.labels import UNIT_OF_LABELS
 from .privacy.private_rows import CLIENT_LEVEL, is_client_level
 
 
-def complete_card(trainer: TrainerAdapter) -> None:
+def complete_card(trainer: Any) -> None:
     """Append `privacy_section` to the card in the Trainer's output folder, and complete its data.
 
     The card's data then has a tag, the figures of the last evaluation, and the model that training
@@ -55,11 +54,13 @@ def complete_card(trainer: TrainerAdapter) -> None:
             card.data.model_name = card.data.model_name or _title(text)
         lines = "\n".join(f"- {name}: {value:.4g}" for name, value in figures.items())
         text = f"{text.rstrip()}\n\n## Evaluation\n\n{lines}"
+    if hasattr(trainer.model, "describe_for_card"):
+        text = f"{text.rstrip()}\n\n{trainer.model.describe_for_card()}"
     card.text = f"{text.rstrip()}\n\n{privacy_section(trainer)}"
     card.save(path)
 
 
-def _evaluated(trainer: TrainerAdapter) -> dict[str, float]:
+def _evaluated(trainer: Any) -> dict[str, float]:
     """The last evaluation's figures, without those of its speed."""
     logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     if not logged:
@@ -90,7 +91,7 @@ def _title(text: str) -> str:
     return next((line[2:] for line in text.splitlines() if line.startswith("# ")), "model")
 
 
-def privacy_section(trainer: TrainerAdapter) -> str:
+def privacy_section(trainer: Any) -> str:
     """Return the privacy section as Markdown.
 
     It names the defenses of the shared messages, their settings, what was withheld, and what is not
@@ -195,7 +196,7 @@ def _summary(messages: SharedMessages) -> str:
     return summary if messages.complete else f"{summary} {_UNKNOWN}"
 
 
-def _clients(trainer: TrainerAdapter) -> str:
+def _clients(trainer: Any) -> str:
     args, ranks = trainer.args, trainer.accelerator.num_processes
     if (senders := trainer.accelerator.num_senders) < ranks:
         return f"{senders}, of {ranks // senders} devices each that add up true gradients"
@@ -211,7 +212,7 @@ def _clients(trainer: TrainerAdapter) -> str:
     )
 
 
-def _embeddings(trainer: TrainerAdapter) -> str:
+def _embeddings(trainer: Any) -> str:
     shared = setting(trainer.args, "share_input_embeddings")
     tables = [] if shared else list(withheld_parameters(trainer.model))
     by_name = withheld_by_name(trainer.model, setting(trainer.args, "withhold") or [])
@@ -242,7 +243,7 @@ def _labels(trainer: Any) -> str:
     )
 
 
-def _statistics(trainer: TrainerAdapter) -> str:
+def _statistics(trainer: Any) -> str:
     if not tracking_layers(trainer.model):
         return ""
     choice = setting(trainer.args, "batch_statistics")
@@ -255,7 +256,7 @@ def _state(trainer: Any) -> str:
     return _WRITTEN.format(names) if names else ""
 
 
-def _aggregation(trainer: TrainerAdapter) -> str:
+def _aggregation(trainer: Any) -> str:
     args = trainer.args
     if not setting(args, "secure_aggregation"):
         return ""

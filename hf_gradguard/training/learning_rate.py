@@ -1,9 +1,11 @@
-"""What noise does to an optimizer's steps. It is said once, and a rate changes on request only.
+"""The effect of noise on an optimizer's steps, and the notice that names it.
+
+The notice comes once, and a rate changes on request only.
 
 Adam divides a step by √v, where v averages g² + σ². Under noise of r times the gradient a step
-gains less by a factor near c r, c = ‖g‖₁/(√d ‖g‖), and moves weights at random as far as before.
-The first asks for a higher rate, the second for a lower one. No factor made of r and c fits:
-docs/findings/rates.md.
+gains less by a factor near c r, where c = ‖g‖₁/(√d ‖g‖), and moves weights at random as far as
+before. The first effect asks for a higher rate, the second for a lower one. No factor that is made
+of r and c fits both (docs/findings/rates.md).
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ _NORMALIZING = (
     "adam", "adafactor", "adagrad", "adalomo", "apollo", "lamb", "lars", "lion", "muon", "rmsprop",
     "sophia",
 )  # fmt: skip
-"""Parts of names of optimizers that divide steps by the size of what they get."""
+"""Parts of the names of optimizers that divide a step by the size of the gradients they got."""
 _LEAST_RATIO = 1.0
-"""Noise below the gradient's own size changes steps by less than the grid of rates to try."""
+"""The least noise, in units of the gradient, that a notice names.
+
+Less noise changes steps by less than two neighboring rates of a grid differ.
+"""
 
 
 def set_rates(
@@ -37,19 +42,22 @@ def set_rates(
     lr_scheduler: Any = None,
     users_optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Multiply an optimizer's rates by √(1 + r²), r of the mean of a step's messages, if
-    `scale_learning_rate` asks for that. Else log on rank 0 what this noise does to its steps.
+    """Multiply an optimizer's rates by √(1 + r²) if `scale_learning_rate` asks for it.
+
+    r is how large noise is beside the gradient, in the mean of a step's messages. Without that
+    setting rates stay, and rank 0 logs once what this noise does to the optimizer's steps.
 
     Args:
-        args: Training arguments.
-        defense: Of the messages.
-        processes: How many share messages.
-        optimizer: That of the training that begins.
-        lr_scheduler: Its schedule.
-        users_optimizer: That which the Trainer was passed as `optimizers=`: its rates stay.
+        args: The training arguments.
+        defense: The defense of the messages.
+        processes: The number of processes that share messages.
+        optimizer: The optimizer of the training that begins.
+        lr_scheduler: The optimizer's schedule of rates, if it has one.
+        users_optimizer: The optimizer that a user passed to the Trainer as `optimizers=`. Its rates
+            stay as they are.
 
     Raises:
-        ValueError: If the user's own optimizer is to be changed, or settings do not say r.
+        ValueError: If the user's own optimizer is to be changed, or the settings do not say r.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
@@ -71,7 +79,7 @@ def set_rates(
         if plain is users_optimizer:
             raise ValueError(_GIVEN.format(factor=factor))
     if plain is not users_optimizer:
-        # Also where nothing is asked for: a checkpoint may bring the factor of other noise.
+        # This runs without the setting, too: a checkpoint may bring the factor of other noise.
         changes = [_set_factor(group, factor) for group in plain.param_groups]
         _scale_schedule(getattr(lr_scheduler, "scheduler", lr_scheduler), changes)
     if args.process_index:
@@ -83,7 +91,7 @@ def set_rates(
 
 
 def _requested_factor(defense: Defense, messages: int) -> float:
-    """√(1 + r²/n) for n messages of ratio r.
+    """Return √(1 + r²/n) for n messages of ratio r.
 
     Raises:
         ValueError: If the defense's settings do not say r.
@@ -98,7 +106,10 @@ def _requested_factor(defense: Defense, messages: int) -> float:
 
 
 def _set_factor(group: dict[str, Any], factor: float) -> float:
-    """Multiply a group's rates, once: checkpoints remember by how much. Returns the change."""
+    """Multiply a group's rates, and return by how much they changed.
+
+    The group remembers its factor, also in a checkpoint, so no rate is multiplied twice.
+    """
     change = factor / group.get(_FACTOR, 1.0)
     if change != 1:
         group[_FACTOR] = factor
@@ -108,7 +119,7 @@ def _set_factor(group: dict[str, Any], factor: float) -> float:
 
 
 def _scale_schedule(scheduler: Any, changes: list[float]) -> None:
-    """Multiply what a scheduler, and those that it is made of, remember of the groups' rates."""
+    """Multiply the rates that a scheduler, and the schedulers inside it, remember."""
     for name in {"base_lrs", "_last_lr"} & set(getattr(scheduler, "__dict__", ())):
         rates = getattr(scheduler, name)
         setattr(scheduler, name, [rate * by for rate, by in zip(rates, changes, strict=True)])
@@ -119,14 +130,15 @@ def _scale_schedule(scheduler: Any, changes: list[float]) -> None:
 def rate_notice(
     optimizer: torch.optim.Optimizer, defense: Defense, messages: int, max_grad_norm: float | None
 ) -> str | None:
-    """What noise does to the optimizer's steps, and how to find a rate; `None` where it does
-    little, or nothing that is known.
+    """Return a notice of what noise does to an optimizer's steps, and how to find a rate.
+
+    It is `None` if noise does little to them, or nothing that is known.
 
     Args:
-        optimizer: As it will be used. Its rates stay.
-        defense: Of each message.
-        messages: How many a step averages, each with noise of its own.
-        max_grad_norm: To which the average is clipped; 0 or `None`: it is not.
+        optimizer: The optimizer as it will be used. Its rates stay as they are.
+        defense: The defense of each message.
+        messages: The number of messages that a step averages. Each has noise of its own.
+        max_grad_norm: The norm that the average is clipped to. With 0 or `None` it is not clipped.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -157,7 +169,7 @@ def rate_notice(
 
 
 def warn_of_noise(defense: Defense) -> None:
-    """The same for a loop, whose optimizer is not known.
+    """Warn of what noise does to the steps of a training loop, whose optimizer is not known.
 
     Example:
         >>> warn_of_noise(make_defense("gaussian_noise", relative_scale=20.0))

@@ -1,20 +1,22 @@
-"""Who may see which number of a training's log: `LogPolicy`.
+"""The policy of who may see which number of a training's log (`LogPolicy`).
 
-The loss of one text names it, to who knows the model; so do TRL's log-probabilities and the parts
-of a loss that sentence-transformers logs. Two figures of true gradients, to 16 digits, name a
-sentence among hundreds, whatever noise its message has. So there are four kinds of numbers:
+The loss of one text identifies it to anybody who knows the model. So do TRL's log-probabilities,
+and the parts of a loss that sentence-transformers logs. Two figures of true gradients, to 16
+digits, identify a sentence among hundreds, whatever noise its message has. So there are four kinds
+of numbers:
 
-- what is of no batch, or what all ranks have anyway, is everybody's;
-- figures of training batches leave a rank as means over 50 messages at least;
-- counters, of which two tell what was between them, leave it every 50 messages at most;
-- metrics of true gradients do not leave it, unless `private_metrics="log"` asks for that: then two
-  digits of means over 50 messages do. Two digits alone do not do: under noise of a known strength,
-  ‖noise‖/‖g‖ of one message says how large its gradient was.
+- Numbers that no batch decides, or that all ranks have anyway, are shown to everybody.
+- Figures of training batches leave a rank as means over at least 50 messages.
+- Counters leave it every 50 messages at most, since two of them tell what was between them.
+- Metrics of true gradients leave it only if `private_metrics="log"` asks for it. Then others get
+  two digits of means over at least 50 messages. Two digits of one message would tell too much:
+  under noise of a known strength, ‖noise‖/‖g‖ says how large that message's gradient was.
 
-The rank's own console and its history in memory have all of them (of gradients, the console has two
-digits), and so have checkpoints: those are private, and pushing them is refused. Trackers, model
-cards and files that a push uploads have what leaves; so has a console whose output a tracker
-uploads. While a tracker's callback runs, its `state.log_history` is the public one.
+The rank's own console and its history in memory have all numbers, and the console has two digits of
+those of gradients. Checkpoints have them as well, but they are private, and pushing them is
+refused. Trackers, model cards and uploaded files have only what may leave. So has a console whose
+output a tracker uploads. While a tracker's callback runs, its `state.log_history` is the public
+one.
 """
 
 from __future__ import annotations
@@ -38,21 +40,22 @@ from .privacy.known_seed import is_noise_known
 logger = logging.get_logger(__name__)
 
 LEAST_MESSAGES = 50
-"""Messages that a figure which leaves the rank is a mean of, at least."""
+"""The least number of messages that a figure which leaves the rank is a mean of."""
 DIGITS = 2
-"""Of a metric of true gradients, wherever it is shown."""
+"""The number of digits of a metric of true gradients, wherever it is shown."""
 MESSAGES = "shared_messages"
-"""In the history in memory: of all ranks, since the last entry of a training."""
+"""The name, in the history in memory, of how many messages all ranks shared since the last entry.
+"""
 MESSAGES_OF_RUN = "shared_messages_of_run"
-"""Beside the summary: since training began or was resumed, as its loss is."""
+"""The name of how many were shared since training began or was resumed, beside the summary."""
 
 
 PUBLISHED = "published_metrics"
-"""In the history in memory: the entry's metrics of true gradients are means that others have."""
+"""The mark of an entry whose metrics of true gradients are means that others have, too."""
 
 
 class Kind(Enum):
-    """What a number of a log tells of."""
+    """The kinds of numbers in a training's log, by what they tell of."""
 
     NO_BATCH = "nothing that a single message tells: everybody sees it"
     BATCHES = "training batches: others see means over 50 messages"
@@ -76,7 +79,7 @@ _KINDS = {
 _CLAIMS = frozenset(
     {"defense/epsilon", "defense/epsilon_secret_positions", "defense/client_noise_multiplier"}
 )
-"""What a log states of a proof, which there is none of where somebody may know the noise."""
+"""The figures that claim a proof. They are not logged if somebody may know the noise."""
 _CONSOLES = frozenset(
     {"PrinterCallback", "ProgressCallback", "NotebookProgressCallback", "RichProgressCallback"}
 )
@@ -86,8 +89,10 @@ _UPLOAD_CONSOLES = frozenset(
 
 
 def kind_of(name: str) -> Kind:
-    """Say what a number of an entry of a training tells of. An unknown one is taken for one of
-    batches, and an unknown metric of a defense for one of gradients.
+    """Return which kind of number a log's name stands for.
+
+    An unknown name is taken for a figure of training batches. An unknown name of a defense's metric
+    is taken for one of true gradients.
 
     Example:
         >>> kind_of("loss").name, kind_of("defense/cosine").name, kind_of("epoch").name
@@ -101,16 +106,17 @@ def kind_of(name: str) -> Kind:
 
 @dataclass(frozen=True)
 class LogPolicy:
-    """Who may see which number of a training's log.
+    """A policy of who may see which number of a training's log.
 
     Args:
-        messages_per_step: Of all ranks, for entries that do not say how many they are of.
+        messages_per_step: The number of messages that all ranks share in a step. It is used for
+            entries that do not state theirs.
         publishes_metrics: Whether others get means of metrics of true gradients.
-        is_unprotected: Whether trackers get each log as it is, since messages are shared as they
-            are.
-        hides_rows: Whether how many rows were drawn and clipped, and how long that took, is a
-            secret that an ε counts on: then no defense's metrics are shown to anybody.
-        is_noise_known: Whether somebody may know the noise: then a proof is claimed nowhere.
+        is_unprotected: Whether trackers get each log as it is, because messages are shared as they
+            are, too.
+        hides_rows: Whether an ε counts on nobody knowing how many rows were drawn and clipped, and
+            how long that took. If so, no defense's metrics are shown to anybody.
+        is_noise_known: Whether somebody may know the noise. If so, no log claims a proof.
 
     Example:
         >>> log = [{"loss": 2.0, "step": 20}, {"loss": 1.0, "step": 60}]
@@ -128,10 +134,11 @@ class LogPolicy:
 
     @classmethod
     def of_trainer(cls, trainer: Any) -> LogPolicy:
-        """Read it off a protected Trainer as it is now.
+        """Return the policy that follows from a protected Trainer as it is now.
 
         Args:
-            trainer: With `defense`, `messages_per_step`, `private_rows` and `shared_messages`.
+            trainer: A Trainer with `defense`, `messages_per_step`, `private_rows` and
+                `shared_messages`.
         """
         return cls(
             trainer.messages_per_step,
@@ -142,10 +149,10 @@ class LogPolicy:
         )
 
     def measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Leave out of a message's metrics what nobody may see.
+        """Return a message's metrics without those that nobody may see.
 
         Args:
-            metrics: Of the defense and of the meter.
+            metrics: The metrics of the defense and of the meter, by name.
         """
         hidden = ("defense/",) if self.hides_rows else ()
         return {
@@ -158,15 +165,15 @@ class LogPolicy:
         """Return a log as others may see it.
 
         Args:
-            history: As `trainer.state.log_history`.
+            history: The entries of a `trainer.state.log_history`.
         """
         return PooledLogs(self.messages_per_step).add_all(history)
 
     def public_state(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `trainer_state.json` may hold, which a push uploads.
+        """Return the content of `trainer_state.json` as others may see it: a push uploads it.
 
         Args:
-            saved: As the Trainer writes it.
+            saved: The content that the Trainer writes.
         """
         history, counted = self.public_history(saved["log_history"]), {}
         for name in ("total_flos", "num_input_tokens_seen"):
@@ -181,11 +188,11 @@ class LogPolicy:
     def public_summary(
         self, metrics: Mapping[str, Any], history: Iterable[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Return what a file of a training's metrics may hold, which a push uploads, too.
+        """Return a training's metrics as others may see them: a push uploads the file of them.
 
         Args:
-            metrics: As `train()` returns them, or an evaluation's.
-            history: As `trainer.state.log_history`.
+            metrics: The metrics that `train()` or an evaluation returned.
+            history: The entries of `trainer.state.log_history`.
         """
         history = list(history)
         logged = [entry for entry in history if "train_loss" in entry]
@@ -199,21 +206,25 @@ class LogPolicy:
         }
 
     def shows_all(self, callback: TrainerCallback, callbacks: Iterable[TrainerCallback]) -> bool:
-        """Say whether a callback prints on the rank's own console, and no tracker uploads that.
+        """Return whether a callback may see all numbers.
+
+        It may if it prints on the rank's own console, and no tracker uploads that.
 
         Args:
-            callback: One of the Trainer's.
-            callbacks: All of them.
+            callback: One of the Trainer's callbacks.
+            callbacks: All of the Trainer's callbacks.
         """
         return is_console(callback) and not uploads_console(callbacks)
 
 
 class PooledLogs:
-    """The entries of a log, whose figures of training batches are means over 50 messages at least:
-    an entry of fewer has none, and counts for the next one.
+    """A log whose figures of training batches are means over at least 50 messages.
+
+    An entry over fewer messages has no such figure, and counts for the next entry.
 
     Args:
-        messages_per_step: Of all ranks, for entries that do not say how many they are of.
+        messages_per_step: The number of messages that all ranks share in a step. It is used for
+            entries that do not state theirs.
 
     Example:
         >>> logs = PooledLogs(messages_per_step=1)
@@ -226,18 +237,18 @@ class PooledLogs:
     def __init__(self, messages_per_step: int) -> None:
         self._per_step = messages_per_step
         self._step = self._messages = 0
-        self._at_loss = 0  # after how many messages a loss was logged
-        self._logged: dict[str, int] = {}  # and each figure
-        self._shown: dict[str, int] = {}  # and each counter shown
-        self._sums: dict[str, tuple[float, int]] = {}  # not shown yet: sum, messages
-        self._losses = 0.0, 0  # of the losses shown: their sum, messages
-        self._as_logged = True  # no loss was withheld or merged
+        self._at_loss = 0  # after how many messages the last loss was logged
+        self._logged: dict[str, int] = {}  # after how many each figure was logged last
+        self._shown: dict[str, int] = {}  # after how many each counter was shown last
+        self._sums: dict[str, tuple[float, int]] = {}  # figures not shown yet: (sum, messages)
+        self._losses = 0.0, 0  # losses that were shown: (sum, messages)
+        self._as_logged = True  # whether no loss was withheld or merged
 
     def add(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """The next entry, as others may see it.
+        """Add the next entry, and return it as others may see it.
 
         Args:
-            entry: As in `trainer.state.log_history`.
+            entry: An entry of `trainer.state.log_history`.
         """
         messages, of_run = entry.get(MESSAGES), entry.get(MESSAGES_OF_RUN)
         notes = (MESSAGES, MESSAGES_OF_RUN, PUBLISHED)
@@ -256,7 +267,7 @@ class PooledLogs:
             elif kind is Kind.BATCHES:
                 public = self._mean(name, value)
             else:
-                continue  # PrivateMetrics says what of gradients is logged
+                continue  # PrivateMetrics decides which metrics of gradients are logged
             if public is None:
                 del shown[name]
             else:
@@ -266,11 +277,12 @@ class PooledLogs:
         return shown
 
     def add_all(self, history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the entries of a history as others may see them: of metrics of true gradients
-        those that were published as means.
+        """Return the entries of a history as others may see them.
+
+        Metrics of true gradients are left out unless they were published as means.
 
         Args:
-            history: As `trainer.state.log_history`.
+            history: The entries of `trainer.state.log_history`.
         """
         shown = [(entry, self.add(entry)) for entry in history]
         return [
@@ -280,8 +292,8 @@ class PooledLogs:
     def _mean(self, name: str, value: Any) -> float | None:
         if not isinstance(value, int | float):
             return None
-        # A figure is of what came since the last loss: it was of that if it stood beside it, and of
-        # nothing if it did not.
+        # A figure counts the messages since the last loss, or since its own last entry if that was
+        # later.
         count = self._messages - max(self._logged.get(name, 0), self._at_loss)
         self._logged[name] = self._messages
         total, pooled = self._sums.pop(name, (0.0, 0))
@@ -302,8 +314,9 @@ class PooledLogs:
         return value
 
     def _summarized(self, value: float, of_run: int) -> float | None:
-        """The mean of a run, but for messages of which the losses shown do not tell: the
-        difference would be theirs.
+        """Return the mean loss of a run, without messages that no shown loss covers.
+
+        With them, the difference from the shown losses would be theirs alone.
         """
         total, shown = self._losses
         if not shown or (self._as_logged and shown == self._messages):
@@ -312,7 +325,9 @@ class PooledLogs:
 
 
 def is_of_training(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry is of training batches, and not of an evaluation or a user's own.
+    """Return whether an entry of a log is about training batches.
+
+    An evaluation's entry and a user's own are not.
 
     Example:
         >>> is_of_training({"loss": 0.5}), is_of_training({"eval_loss": 0.5})
@@ -322,7 +337,7 @@ def is_of_training(entry: Mapping[str, Any]) -> bool:
 
 
 class PrivateMetrics:
-    """Metrics of true gradients of a rank's messages, from one log to the next.
+    """A store of a rank's metrics of true gradients, from one log to the next.
 
     Example:
         >>> metrics = PrivateMetrics()
@@ -332,12 +347,12 @@ class PrivateMetrics:
 
     def __init__(self) -> None:
         self._pending: dict[str, float] = {}
-        self._sums: dict[str, tuple[float, int]] = {}  # for the log: of metrics, and of how many
+        self._sums: dict[str, tuple[float, int]] = {}  # metrics not logged yet: (sum, messages)
         self._messages = 0
         self._is_published = False
 
     def rounded(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """To two significant digits."""
+        """Round metrics to two significant digits."""
         return {name: float(f"{value:.{DIGITS}g}") for name, value in metrics.items()}
 
     def log(
@@ -347,14 +362,16 @@ class PrivateMetrics:
         metrics: Mapping[str, float],
         counts: Mapping[str, int] | None = None,
     ) -> dict[str, float]:
-        """Keep metrics, and show them where the policy says: in the log itself, or rounded on this
-        rank's console.
+        """Keep metrics, and show them where the policy allows it.
+
+        The policy allows means of them in the log itself, or rounded ones on this rank's console.
 
         Args:
-            trainer: Whose callbacks print, and whose `log_policy` it is.
-            logs: What is logged; gets what is of no gradient, or all of them.
-            metrics: Since the last log.
-            counts: Of how many messages those are that are not of all.
+            trainer: The Trainer whose callbacks print, and whose `log_policy` applies.
+            logs: The log. Metrics that it may show are added to it.
+            metrics: The metrics since the last log, by name.
+            counts: The number of messages that a metric is a mean of, by name, where it is not that
+                of all messages since the last log.
 
         Returns:
             `logs`.
@@ -383,13 +400,15 @@ class PrivateMetrics:
         messages: int,
         counts: Mapping[str, int] | None = None,
     ) -> dict[str, float]:
-        """Return the mean of each metric since its last one, to two digits, once it is of so many
-        messages that it may leave the rank; what is of no gradient at once, as it is.
+        """Return the metrics that may leave the rank now.
+
+        A metric of true gradients is shown as a mean since it was last shown, to two digits, once
+        that covers 50 messages. All other metrics are returned as they are.
 
         Args:
-            metrics: Of the messages since this was asked last.
-            messages: How many there were of the rank in all.
-            counts: As for `log`.
+            metrics: The metrics since the last call, by name.
+            messages: The number of messages that the rank has shared so far.
+            counts: The number of messages of some metrics, as for `log`.
 
         Example:
             >>> private = PrivateMetrics()
@@ -411,7 +430,12 @@ class PrivateMetrics:
         return shown
 
     def remember(self, state: TrainerState, beside: bool = True) -> None:
-        """Add what callbacks did not get to the history in memory: to its last entry, or as one."""
+        """Add the metrics that callbacks did not get to the history in memory.
+
+        Args:
+            state: The Trainer's state, which holds the history.
+            beside: Whether they belong to the last entry; otherwise they become one of their own.
+        """
         if self._pending and not beside:
             state.log_history.append({"step": state.global_step})
         if self._pending:
@@ -422,13 +446,14 @@ class PrivateMetrics:
 
 
 class PoolingHandler(CallbackHandler):
-    """A Trainer's callbacks, of which the rank's own console gets each log as it is, and all others
-    what others may see.
+    """A handler of a Trainer's callbacks that shows each callback only what it may see.
+
+    The rank's own console gets each log as it is. All other callbacks get the public log.
 
     Args:
-        handler: Of the Trainer.
-        messages: How many all ranks have shared.
-        policy: Says who may see what, as the Trainer's arguments are now.
+        handler: The Trainer's handler of callbacks.
+        messages: A function that returns how many messages all ranks have shared.
+        policy: A function that returns the policy, as the Trainer's arguments are now.
 
     Example:
         >>> from hf_gradguard import GradGuardTrainer
@@ -444,7 +469,7 @@ class PoolingHandler(CallbackHandler):
     ) -> None:
         self.__dict__.update(vars(handler))
         self._messages, self._policy = messages, policy
-        self._pool = PooledLogs(1)  # its entries say how many messages they are of
+        self._pool = PooledLogs(1)  # entries state their messages, so this number is not used
         self._shown: list[dict[str, Any]] = []
         self._counted = self._begun = 0
 
@@ -454,12 +479,15 @@ class PoolingHandler(CallbackHandler):
         self._counted = self._begun = self._messages()
 
     def on_train_begin(self, args: Any, state: Any, control: Any) -> Any:
-        """As in `CallbackHandler`; windows go on where the log of a resumed run ends."""
+        """Call callbacks as `CallbackHandler` does.
+
+        The means of a resumed run go on where its log ended.
+        """
         self._begin(state.log_history)
         return super().on_train_begin(args, state, control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> Any:
-        """As in `CallbackHandler`, of what each callback may see."""
+        """Call callbacks as `CallbackHandler` does, each with the log that it may see."""
         control.should_log = False
         entry = state.log_history[-1]
         if is_of_training(entry):
@@ -481,15 +509,15 @@ class PoolingHandler(CallbackHandler):
         public_logs: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As in `CallbackHandler`, with logs and a history that each callback may see.
+        """Call callbacks as `CallbackHandler` does, each with logs and a history that it may see.
 
         Args:
-            event: The callbacks' method.
-            args: Training arguments.
-            state: Of the Trainer.
-            control: What callbacks may change.
-            public_logs: Of `on_log`: what others than the rank's own console see.
-            **kwargs: Of the event.
+            event: The name of the callbacks' method.
+            args: The training arguments.
+            state: The Trainer's state.
+            control: The control flags, which callbacks may change.
+            public_logs: The logs that all but the rank's own console see. It is given for `on_log`.
+            **kwargs: All other arguments of the event.
         """
         policy = self._policy()
         if policy.is_unprotected:
@@ -505,7 +533,10 @@ class PoolingHandler(CallbackHandler):
 
     @contextmanager
     def _public_history(self, state: TrainerState) -> Iterator[None]:
-        """A history as others may see it. What is logged meanwhile belongs to the whole one."""
+        """Replace a state's history by the public one meanwhile.
+
+        Entries that are added meanwhile are added to the whole history, too.
+        """
         history, shown = state.log_history, list(self._shown)
         state.log_history, count = shown, len(shown)
         try:
@@ -526,13 +557,14 @@ def without_gradients(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_rows(card: Any, widget: list[Any], examples: Any) -> None:
-    """Take rows, and figures of them, out of what sentence-transformers writes to a model's card:
-    three of each data set, and as many texts to try the model on.
+    """Take training rows, and figures of them, out of a model card of sentence-transformers.
+
+    It writes three rows of each data set there, and as many texts to try the model on.
 
     Args:
         card: The model's `model_card_data`.
-        widget: Texts to try, of before the Trainer looked at data.
-        examples: Of how to use the model, likewise.
+        widget: The texts to try the model on, as they were before the Trainer read its data.
+        examples: The examples of how to use the model, as they were before that.
 
     Example:
         >>> from types import SimpleNamespace
@@ -552,12 +584,13 @@ def without_rows(card: Any, widget: list[Any], examples: Any) -> None:
 
 
 _OF_DATA_SET = frozenset({"name", "id", "revision", "split", "size", "columns", "loss"})
-"""What a card may say of a data set. All else, also of a newer version, may show its rows."""
+"""The entries that a card may have for a data set. Any other, also a future one, may show rows."""
 
 
 def uploads_console(callbacks: Iterable[TrainerCallback]) -> str:
-    """Name the tracker that uploads what a rank prints, if there is one: then the console is no
-    place for figures of single messages.
+    """Return the name of the tracker that uploads what a rank prints; an empty text if none does.
+
+    If one does, the console is no place for figures of single messages.
 
     Example:
         >>> from transformers import PrinterCallback
@@ -572,7 +605,7 @@ def uploads_console(callbacks: Iterable[TrainerCallback]) -> str:
 
 
 def warn_of_uploaded_console(callbacks: Iterable[TrainerCallback]) -> None:
-    """Say once that a tracker uploads what a rank prints, if one does.
+    """Warn once if a tracker uploads what a rank prints.
 
     Example:
         >>> from transformers import PrinterCallback
@@ -587,7 +620,7 @@ def warn_of_uploaded_console(callbacks: Iterable[TrainerCallback]) -> None:
 
 
 def is_console(callback: TrainerCallback) -> bool:
-    """Say whether a callback prints, by the names of its classes.
+    """Return whether a callback prints, by the names of its classes.
 
     Example:
         >>> is_console(PrinterCallback())

@@ -1,4 +1,4 @@
-"""For training loops of one's own: what `backward` is elsewhere, with a protected gradient."""
+"""Protection in a user's own training loop: `protect` takes the place of `backward`."""
 
 from __future__ import annotations
 
@@ -63,33 +63,33 @@ def protect(
 ) -> Tensor:
     """Differentiate the loss of a batch, and add the protected gradient to `.grad`.
 
-    It stands in the place of `loss = model(**batch).loss; accelerator.backward(loss)`. Tables that
-    the input indexes get no gradient.
+    Call it in the place of `loss = model(**batch).loss; accelerator.backward(loss)`. Tables that
+    the input indexes, such as token embeddings, get no gradient.
 
     Args:
-        model: Any that `GradientMap` takes. A wrapper of DDP or Fabric is taken off.
-        batch: What a collator returns, labels included, on the model's device.
-        defense: A name, which stands for one defense as long as the model lives, or an object,
-            whose `state_dict` belongs in a checkpoint.
-        accelerator: Of Accelerate, or Lightning's Fabric: the gradient is averaged over its
-            processes, all of which have to call this, and divided by its accumulation steps.
+        model: A model that `GradientMap` takes. A wrapper of DDP or Fabric around it is ignored.
+        batch: The output of a collator, labels included, on the model's device.
+        defense: The name of a defense, or a defense. A name stands for one object as long as the
+            model lives. An object's `state_dict` belongs in your checkpoint.
+        accelerator: An accelerator of Accelerate, or Lightning's Fabric. The gradient is averaged
+            over its processes, all of which must call this, and divided by its accumulation steps.
             Without one, the gradient is this process's own.
-        loss_fn: `(model, batch) -> scalar`, the batch-mean loss. Default: the loss that the model
-            returns.
-        clients: In the place of an accelerator: a mesh's dimension, or the process group, over
-            which clients are averaged. Where `fully_shard` has cut the model over the other
-            dimension, one client is on several devices, each of which protects its shards of the
-            client's gradient. Without `clients` nothing leaves the client.
-        secure: Shows processes the mean alone: `SecureAggregation(accelerator)`.
+        loss_fn: A function `(model, batch) -> scalar` that returns the batch-mean loss. By default
+            it is the loss that the model returns.
+        clients: The process group, or a mesh's dimension, over which clients are averaged, in the
+            place of an accelerator. If `fully_shard` has cut the model over another dimension, a
+            client has several devices, and each protects its shards of the client's gradient.
+            Without `clients`, nothing leaves the client.
+        secure: A `SecureAggregation(accelerator)`, which shows processes the mean alone.
 
     Returns:
         The batch-mean loss, detached.
 
     Raises:
-        NotImplementedError: For models and accelerators that cannot be protected (`refusals.py`).
+        NotImplementedError: If the model or the accelerator cannot be protected (`refusals.py`).
         FloatingPointError: If the true or the protected gradient is not finite.
-        ValueError: If there is no usable continuous input, and the defense asks for one; nothing to
-            share; or no loss.
+        ValueError: If there is no loss, nothing to share, or no continuous input that the defense
+            needs.
 
     Example:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -98,7 +98,7 @@ def protect(
     """
     module = _bare(model)
     shards = _shards_of(module)
-    carrier = getattr(clients, "get_group", lambda: clients)()  # of a mesh's dimension
+    carrier = getattr(clients, "get_group", lambda: clients)()  # a mesh's dimension has a group
     check_model(module, sharded=shards is not None)
     _check_carriers(shards, accelerator, carrier, secure)
     loop = _LOOPS.setdefault(module, _Loop())
@@ -115,7 +115,7 @@ def protect(
 
 
 def _steps_of(accelerator: Any) -> int:
-    """How many batches an accelerator's optimizer step adds up."""
+    """Return how many batches one optimizer step of an accelerator adds up."""
     return int(getattr(accelerator, "gradient_accumulation_steps", 1))
 
 
@@ -157,7 +157,7 @@ def _message(
 
 
 class _FabricRanks:
-    """Lightning's Fabric by the names that Accelerate has for the same things."""
+    """An adapter that gives Lightning's Fabric the names of Accelerate."""
 
     def __init__(self, fabric: Any) -> None:
         self._fabric = fabric
@@ -170,7 +170,7 @@ class _FabricRanks:
 
 
 class _Loop:
-    """What is kept of a model's loop."""
+    """The state of a model's training loop, from one call of `protect` to the next."""
 
     def __init__(self) -> None:
         self.rows, self.state_guard = RowGuard(), BufferGuard()
@@ -183,7 +183,7 @@ class _Loop:
     def ranks(
         self, accelerator: Any, clients: Any, module: nn.Module, shards: Shards | None
     ) -> Any:
-        """What carries messages."""
+        """Return the object that averages messages over ranks; `None` if nothing does."""
         carrier_of = accelerator if clients is None else clients
         if carrier_of is not self._ranks[0]:
             carrier = accelerator
@@ -198,14 +198,17 @@ class _Loop:
         return self._ranks[1]
 
     def tables(self, ranks: Any) -> AgreedTables:
-        """Those that all ranks withhold."""
+        """Return the tables that all ranks withhold."""
         self._tables = self._tables or AgreedTables(ranks)
         return self._tables
 
     def prepared(
         self, module: nn.Module, defense: str | Defense, shards: Shards | None, steps: int
     ) -> Defense:
-        """The defense, ready for the model, and for its hooks where so many messages add up."""
+        """Return the defense, prepared for the model.
+
+        The model's hooks are checked for a step that adds up so many messages.
+        """
         if isinstance(defense, str):
             if defense not in self._named:
                 self._named[defense] = make_defense(defense)
@@ -221,7 +224,7 @@ class _Loop:
         return defense
 
     def _check_hooks(self, module: nn.Module, defense: Defense, steps: int) -> None:
-        # Steps of autograd's are looked at once, since that takes a while.
+        # The search through autograd's graph takes a while, so it is done once.
         hooks = hooks_of(module)
         if not self._has_begun:
             hooks += hooks_of_accumulation(module)
@@ -232,7 +235,7 @@ class _Loop:
 
 
 def _shards_of(model: nn.Module) -> Shards | None:
-    """The client's devices, if the model is cut over several."""
+    """Return the client's devices, or `None` if the model is not cut over several."""
     if not is_sharded(model):
         return None
     from .sharding import shards_of
@@ -243,13 +246,14 @@ def _shards_of(model: nn.Module) -> Shards | None:
 def _check_carriers(
     shards: Shards | None, accelerator: Any, clients: Any, secure: SecureSum | None
 ) -> None:
-    """Refuse what would average clients and shards together, and say, once, what counts as one
-    client.
+    """Refuse an exchange that would average clients and shards together.
+
+    A warning says once which devices count as one client.
 
     Raises:
-        ValueError: For an accelerator and `clients`, or an accelerator of several processes and a
-            sharded model.
-        NotImplementedError: For secure aggregation over anything but the accelerator.
+        ValueError: If both an accelerator and `clients` are given, or an accelerator of several
+            processes and a sharded model.
+        NotImplementedError: If secure aggregation is over anything but the accelerator.
     """
     if shards is not None and clients is None and accelerator is None:
         logger.warning_once(_ONE_CLIENT.format(shards.size))
@@ -283,7 +287,7 @@ _ONE_CLIENT = (
 
 
 def _bare(model: Any) -> nn.Module:
-    """The module inside a wrapper that would exchange gradients by itself."""
+    """Return the module inside a wrapper that would exchange gradients by itself."""
     module: nn.Module = model
     wrapped = isinstance(module, nn.parallel.DistributedDataParallel)
     if not wrapped and type(module).__name__ != "_FabricModule":
@@ -295,7 +299,7 @@ def _bare(model: Any) -> nn.Module:
             "The model is wrapped in DistributedDataParallel, whose reducer is not used: it would "
             "average true gradients. protect() averages protected ones."
         )
-        # Else its next forward pass, say of an evaluation, sends rank 0's statistics of its data.
+        # Otherwise its next forward pass, as in an evaluation, sends rank 0's data statistics.
         model.broadcast_buffers = False
     return _bare(model.module)
 

@@ -39,9 +39,11 @@ EXACT_PROBES, PROBES, LABEL_PROBES = 10, 2, 2
 
 
 class MessageDFIL(NamedTuple):
-    """The Fisher information η̄² of a message.
+    """The Fisher information η̄² that a message holds about its batch's input.
 
-    It has η̄² of every sample, `(B,)`, its standard error, and η̄² of the whole message, Tr J_F/m.
+    Args:
+        samples: The η̄² of every sample, `(B,)`, with its standard error.
+        mean: The η̄² of the whole message, Tr J_F/m for m unknown numbers.
     """
 
     samples: DFIL
@@ -54,14 +56,16 @@ def message_dfil(
     num_probes: int | None = None,
     generator: Stream | torch.Generator | None = None,
 ) -> MessageDFIL:
-    """Return dFIL of a message under its defense's noise, and of that noise's shape.
+    """Estimate the diagonal Fisher information leakage (dFIL) of a message, given its noise.
+
+    If the noise's shape depends on the batch, what the shape tells counts as well.
 
     Args:
         gmap: The message's gradient map, or what `by_differences` makes of it.
-        noise: The message's statement of its noise.
-        num_probes: The number of dFIL's probes. By default 2 by differences, or 10 exact ones where
-            differences are not to be had, or where coordinates have no noise: a difference cannot
-            tell what is zero.
+        noise: The noise that the message states.
+        num_probes: The number of random probes. By default it is 2 by differences, and 10 by exact
+            products. Products are exact where differences are not available, or where coordinates
+            have no noise: a difference cannot tell what is zero.
         generator: The source of the probes.
 
     Example:
@@ -77,7 +81,7 @@ def message_dfil(
     probes = PROBES if isinstance(probed, DifferencedMap) else EXACT_PROBES
     samples = dfil(probed, noise.variance, num_probes or probes, generator)
     mean = float((samples.value * unknowns.per_sample).sum()) / unknowns.size
-    if noise.shape_trace:  # all of it could be one sample's
+    if noise.shape_trace:  # the shape could tell of one sample alone
         added = noise.shape_trace / unknowns.per_sample
         samples = samples._replace(value=samples.value + added)
     return MessageDFIL(samples, mean + noise.shape_trace / unknowns.size)
@@ -89,10 +93,10 @@ class LeakageMeter:
     It keeps the figures of a step for the log.
 
     Args:
-        args: The training arguments; `leakage_*` of `GradGuardConfig` if they have them.
+        args: The training arguments, whose settings `leakage_*` the meter follows.
         defense: The defense of the messages.
-        accountant: The accountant, which gets every example's dFIL at every message that is shared.
-        account: The account in which that is written down before.
+        accountant: The accountant that adds up each example's dFIL over all shared messages.
+        account: The file that each release is written to before it is shared.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
@@ -135,9 +139,9 @@ class LeakageMeter:
         return self._stops
 
     def pop_stop(self) -> bool:
-        """Return whether a message was below the limit since the last call, and forget it.
+        """Return whether a message was below the limit since the last call.
 
-        So the next training does not stop for it.
+        The meter then forgets it, so that the next training does not stop for it.
         """
         due, self._stop_due = self._stop_due, False
         return due
@@ -217,8 +221,8 @@ class LeakageMeter:
     def pop_metrics(self) -> dict[str, float]:
         """Return the figures since the last call.
 
-        They are means over messages, except for the worst of `dfil_max` and `mse_bound`, and the
-        bound with a prior of mean information.
+        Most are means over messages. `dfil_max` and `mse_bound` are the worst message's, and
+        `mse_bound_with_prior` is the bound that follows from the mean information.
         """
         worst = {"leakage/dfil_max": max, "leakage/mse_bound": min}
         figures = {
@@ -235,7 +239,7 @@ class LeakageMeter:
         return figures
 
     def pop_skipped(self) -> dict[str, float]:
-        """Return, with a limit, how many messages were not shared since the last call."""
+        """Return how many messages the limit withheld since the last call, if there is a limit."""
         if self._limit is None:
             return {}
         skipped, self._skipped = self._skipped, 0
@@ -269,7 +273,7 @@ class LeakageMeter:
             information = label_information(
                 gmap, noise.variance, num_probes=LABEL_PROBES, generator=generator
             )
-        except (ValueError, ArithmeticError):  # numbers, or a part of a model: no classes to tell
+        except (ValueError, ArithmeticError):  # the labels are numbers, so there are no classes
             return
         self._metrics["leakage/label_information"].append(information)
 
@@ -284,7 +288,7 @@ class LeakageMeter:
 
 
 def _numbers(gmap: GradientMap, rows: Tensor | None) -> list[int]:
-    """The data-set rows that an accountant knows a batch's examples by."""
+    """Return the data-set rows by which an accountant knows a batch's examples."""
     samples = len(gmap.input)
     if rows is None:
         raise ValueError(

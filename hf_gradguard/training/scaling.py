@@ -55,9 +55,9 @@ class ScaledMessages(MessageMaker):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._scaler, self._optimizer, self._counts = scaler, optimizer, counts
-        self._has_overflow = False  # of this rank, in this step
-        self._counted = 0  # messages before this step
-        self._states: list[tuple[Client, State]] = []  # clients' before this step
+        self._has_overflow = False  # whether a gradient of this rank overflowed in this step
+        self._counted = 0  # how many messages were shared before this step
+        self._states: list[tuple[Client, State]] = []  # the clients' states before this step
 
     def scale(self, device: torch.device) -> float:
         """Return the factor that losses are multiplied with now."""
@@ -71,7 +71,7 @@ class ScaledMessages(MessageMaker):
         step: int,
         runner: Any = None,
     ) -> Tensor:
-        """Share a message as `MessageMaker` does, but nothing of a gradient that overflows."""
+        """Share a message as `MessageMaker` does, unless the gradient overflows."""
         self._keep(turn.client)
         try:
             return super().share(module, turn, loss_fn, step, runner)
@@ -91,7 +91,7 @@ class ScaledMessages(MessageMaker):
         super().share_noise(parameters, client, weight, step)
 
     def _keep(self, client: Client) -> None:
-        """Keep a client's state, for a step that is not made."""
+        """Keep a client's state from before this step, for the case that the step is skipped."""
         if not self._states:
             self._counted = self._counts.total
         if not any(saved is client for saved, _ in self._states):
@@ -106,8 +106,8 @@ class ScaledMessages(MessageMaker):
     ) -> None:
         """Average as `MessageMaker` does, unless a gradient overflowed on any rank.
 
-        Then every gradient becomes infinite, by which the scaler skips the step, clients get back
-        the state before it, and none of its messages counts.
+        After an overflow every gradient becomes infinite, so that the scaler skips the step.
+        Clients get back the states that they had before it, and none of its messages counts.
         """
         if any_rank(self._has_overflow, accelerator, secure):
             for parameter in parameters:

@@ -5,8 +5,8 @@ the client's message, and messages cross clients.
 
 Accelerate's dimensions are `dp_replicate`, here the clients, and `dp_shard`, a client's devices. By
 itself it averages true gradients over both in the backward pass, and it knows no FSDP on CPUs. So
-it is given a state that says FSDP, and dimensions to shard over that exclude clients. All else is
-its own code.
+it is given a state that says FSDP, and dimensions to shard over that exclude clients. Everything
+else is Accelerate's own code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformers import TrainingArguments
 
 from ..data.private import write_private
 from ..defenses import Message
-from ..defenses.message import norm
+from ..defenses.base import norm
 from ..gradient_map import Tensors
 from ..gradient_map.domain import count_rows
 from ..gradient_map.parameters import is_sharded
@@ -65,13 +65,13 @@ def shards_of(model: nn.Module) -> Shards:
     """Return the devices of a client whose model is cut over several.
 
     Args:
-        model: Cut by `fully_shard`.
+        model: The model, which `fully_shard` has cut.
     """
     return Shards(model)
 
 
 class ClientParallelism(ParallelismConfig):
-    """The sizes of dimensions, of which Accelerate shards over a client's devices alone."""
+    """A parallelism configuration with which FSDP shards over a client's devices alone."""
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -126,7 +126,7 @@ class ShardedAccelerator(GuardedAccelerator):
         return int(self.parallelism_config.dp_replicate_size)
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
-        """Prepare objects as Accelerate does, from one model on all devices."""
+        """Prepare objects as Accelerate does, after all devices have got rank 0's model."""
         self._shards = self._clients = None
         for model in objects:
             if isinstance(model, nn.Module) and not is_sharded(model):
@@ -136,8 +136,10 @@ class ShardedAccelerator(GuardedAccelerator):
         return super().prepare(*objects, **kwargs)
 
     def _choose_layers(self, model: nn.Module) -> None:
-        """Those that the model names as such. Accelerate shards token embeddings by themselves, so
-        a layer that holds them (as BERT's first) must not be sharded before.
+        """Choose the layers to shard among those that the model names.
+
+        Accelerate shards token embeddings by themselves, so a layer that holds them, as BERT's
+        first layer does, must not be sharded before.
         """
         plugin = self.state.fsdp_plugin
         if plugin.transformer_cls_names_to_wrap is not None:
@@ -158,7 +160,10 @@ class ShardedAccelerator(GuardedAccelerator):
         return total.full_tensor() if hasattr(total, "full_tensor") else total
 
     def note_stepped(self, model: nn.Module, optimizer: Any, folder: str | Path) -> None:
-        """Write to a checkpoint which parameters an optimizer has stepped: withheld ones never."""
+        """Write to a checkpoint the names of the parameters that an optimizer has stepped.
+
+        It never steps a parameter that is withheld.
+        """
         parameters = self.shards_of(model).parameters
         names = [name for name, parameter in parameters.items() if parameter in optimizer.state]
         if self.is_main_process:
@@ -166,12 +171,12 @@ class ShardedAccelerator(GuardedAccelerator):
 
     @contextmanager
     def loading_optimizer(self, model: nn.Module, folder: str | Path) -> Iterator[None]:
-        """Freeze, meanwhile, what the saved optimizer never stepped.
+        """Freeze parameters that the saved optimizer never stepped, while it is loaded.
 
         torch refuses to load a state that lacks a parameter that is trained.
         """
         path, names = Path(folder) / _STEPPED, [None]
-        if self.is_main_process and path.is_file():  # not in a checkpoint of the stock Trainer
+        if self.is_main_process and path.is_file():  # the stock Trainer writes no such file
             names = [json.loads(path.read_text())]
         broadcast_object_list(names)
         parameters = self.shards_of(model).parameters
@@ -272,7 +277,7 @@ class ShardedMessages(MessageMaker):
         return {**super()._sharing(module), "shards": self._accelerator.shards_of(module)}
 
     def _nothing(self, parameters: Mapping[str, nn.Parameter]) -> ZeroGradient:
-        """As in `MessageMaker`, on this device's part."""
+        """Return a gradient of zeros as `MessageMaker` does, for this device's part."""
         nothing = ZeroGradient({name: local(p) for name, p in parameters.items()})
         nothing.shards = self._accelerator.shards
         return nothing
@@ -286,7 +291,7 @@ class ShardedMessages(MessageMaker):
         self._ledger.write(parameters.values())
 
     def _record(self, gradient: Tensors, message: Message, _: float, start: float) -> None:
-        """As in `MessageMaker`, of the whole client's gradient."""
+        """Record metrics as `MessageMaker` does, for the whole client's gradient."""
         shards = self._accelerator.shards
         metrics = {"seconds": time.perf_counter() - start, **message.metrics}
         change = {name: message[name] - part for name, part in gradient.items()}
@@ -384,13 +389,13 @@ class ShardedWeights(LossWeights):
         return Weights([factor / ratio], Spread(items, ratio))
 
     def _is_mean_for(self, module: nn.Module, batch: dict[str, Any], shards: Shards) -> bool:
-        """Whether the loss is its own mean: as those devices say whose batch can tell."""
+        """Return whether the loss is a mean, as the devices say whose batches can tell."""
         if self._is_mean is None:
             answer, failure = None, None
             try:
                 answer = self._takes_a_mean(module, batch)
             except NotImplementedError as error:
-                failure = error  # first let the other devices know, which would wait
+                failure = error  # the other devices would wait, so they are told first
             shards.reshard()
             if shards.any(failure is not None):
                 raise failure or NotImplementedError("Another device of this client refused.")

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.defenses.message import norm
+from hf_gradguard.defenses.base import norm
 from hf_gradguard.leakage import inversion_influence_lower_bound, smallest_directions
 from hf_gradguard.randomness import Stream
 from recipes.small_networks import LeakageLeNetForImageClassification

@@ -204,12 +204,13 @@ def test_noise_is_known_in_the_gradients_unit() -> None:
     before, after = trained(model, batch, 2, 2, 0.1)
     seen = Observation.from_update(
         model, before, after, input_shape=(2, 5), learning_rate=0.1, steps=2, noise_variance=0.04,
-        mechanism=Mechanism(clip_norm=3.0, noise="gaussian", variance=0.04),
+        mechanism=Mechanism(clip_norm=3.0, noise="gaussian", variance=0.04, relative_to=0.4),
     )  # fmt: skip
     assert seen.noise_variance == pytest.approx(1.0)  # (0.1 + 0.1)²
     assert seen.mechanism is not None
     assert seen.mechanism.variance == pytest.approx(1.0)
     assert seen.mechanism.clip_norm == pytest.approx(15.0)
+    assert seen.mechanism.relative_to == pytest.approx(10.0)
 
 
 def test_refusals_say_why() -> None:

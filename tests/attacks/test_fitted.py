@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.candidates.fitted import LEAST_LEFT, Fits, accumulate, fractions_of
+from hf_gradguard.defenses.base import Message
 from hf_gradguard.defenses.mechanism import Fitted, Mechanism
-from hf_gradguard.defenses.message import Message
 from hf_gradguard.gradient_map.layers import Pass, layers_of
 from hf_gradguard.gradient_map.per_sample.span import Granularity, SampleSpan
 from hf_gradguard.gradient_map.random_batch import synthetic_samples

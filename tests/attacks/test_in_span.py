@@ -21,8 +21,8 @@ from hf_gradguard.attacks.candidates.fitted import (
     spans_of,
 )
 from hf_gradguard.attacks.uploads import accumulate_uploads
+from hf_gradguard.defenses.base import Message
 from hf_gradguard.defenses.mechanism import Fitted
-from hf_gradguard.defenses.message import Message
 from hf_gradguard.gradient_map.per_sample.span import Granularity, Powers, SampleSpan
 from hf_gradguard.gradient_map.random_batch import synthetic_samples
 from hf_gradguard.randomness import Stream

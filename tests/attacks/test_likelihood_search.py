@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import torch_rng
-from test_span import TOKENIZER, build, collate, observe
+from test_span import TOKENIZER, build, collate
 from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, Reconstruction, make_attack
-from hf_gradguard.attacks.candidates.membership import log_likelihood
+from hf_gradguard.attacks.candidates.membership import Candidates
 from hf_gradguard.attacks.label_recovery import recover_labels
 from hf_gradguard.attacks.likelihood import mechanism_of
 from hf_gradguard.attacks.likelihood_search.messages import white_message
@@ -412,7 +412,7 @@ def test_the_log_likelihood_is_that_of_gradients_written_out() -> None:
     observation = message("gaussian_noise", relative_scale=2.0)
     observation = replace(observation, mechanism=None, noise_variance=0.01)
     texts = [list(TRUE), [2, 20, 31, 42, 53, 59, 3]]
-    found = log_likelihood(observation, texts)
+    found = Candidates(texts)(observation).scores
     expected = []
     for text in texts:
         ids = torch.tensor([text])
@@ -423,11 +423,3 @@ def test_the_log_likelihood_is_that_of_gradients_written_out() -> None:
                      for n, g in gradient.items())  # fmt: skip
         expected.append(-misfit / 0.02)
     assert float(found[0] - found[1]) == pytest.approx(expected[0] - expected[1], rel=1e-3)
-
-
-def test_a_log_likelihood_needs_a_mechanism_that_has_one() -> None:
-    observation = message("none")
-    with pytest.raises(ValueError, match="noise_variance"):
-        log_likelihood(replace(observation, mechanism=None), ["w1"])
-    with pytest.raises(ValueError, match="2 samples"):
-        log_likelihood(observe(build("bert"), [TRUE, TRUE]), ["w1"])

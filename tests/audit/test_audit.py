@@ -945,7 +945,12 @@ def test_command_line_for_texts(text_folder: Path, capsys: pytest.CaptureFixture
     assert len(record["cells"]) == 3 * (3 + 5 + 5)
     assert record["settings"]["model"] == "model"  # a folder's path is nobody's business
     assert {tuple(message["labels"]) for message in record["messages"]} <= {(0,), (1,), (2,)}
-    assert (output / "table.md").read_text() in printed
+    answer = (output / "table.md").read_text().splitlines()[0]
+    assert answer in printed
+    below = printed.partition(answer)[2].splitlines()
+    assert max(map(len, below[:-1])) < 100  # the last line is the path
+    assert "label bound" not in printed  # table.md has every column
+    assert str(output / "report.html") in printed
     assert str(text_folder) not in (output / "report.html").read_text()
 
     settings = {

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_gradguard import GradientMap, protect
 from hf_gradguard.defenses import Defense, chain, make_defense
-from hf_gradguard.defenses.message import first_not_finite
+from hf_gradguard.defenses.base import first_not_finite
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.defenses.pruning import largest
 from hf_gradguard.defenses.sensitivity import Averages

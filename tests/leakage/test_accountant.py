@@ -315,16 +315,6 @@ def test_rdp_composes_and_profits_from_subsampling() -> None:
         rdp_of_order_two(1.0, batch_size=3, dataset_size=2)
 
 
-def test_rdp_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(ImportError, match=r"pip install 'hf-gradguard\[accounting\]'"):
-        rdp_of_order_two(1.0)
-    with pytest.raises(ImportError, match=r"pip install 'hf-gradguard\[accounting\]'"):
-        subsampling_factor(0.1, 1.0, 1e-5)
-
-
 def test_keys_of_a_collated_batch_add_up() -> None:
     """Tensors are equal to nothing but themselves, and JSON holds none."""
     accountant = FisherAccountant()

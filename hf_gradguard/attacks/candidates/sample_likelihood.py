@@ -15,6 +15,7 @@ from ...gradient_map.per_sample.clipping import count_items
 from ...gradient_map.per_sample.products import Products
 from ..base import Observation
 from ..layer_inputs import is_causal_lm
+from ..local_training import scale_mechanism
 from .regression import WhitenedMessage
 
 
@@ -98,29 +99,10 @@ def rescale(
     """
     if by == 1:
         return observation, mechanism
-    if mechanism is not None:
-        mechanism = replace(
-            mechanism,
-            clip_norm=mechanism.clip_norm and mechanism.clip_norm * by,
-            clip_coordinate=mechanism.clip_coordinate and mechanism.clip_coordinate * by,
-            variance=None
-            if mechanism.variance is None
-            else _scale_variance(mechanism.variance, by**2),
-            relative_to=mechanism.relative_to and mechanism.relative_to * by**2,
-            later_messages=tuple(
-                {name: g * by for name, g in message.items()}
-                for message in mechanism.later_messages
-            ),
-        )
+    mechanism = mechanism and scale_mechanism(mechanism, by)
     gradient = {name: g * by for name, g in observation.gradient.items()}
     rescaled = replace(observation, gradient=gradient, mechanism=mechanism, noise_variance=None)
     return rescaled, mechanism
-
-
-def _scale_variance(variance: float | Mapping[str, Tensor], by: float) -> float | dict[str, Tensor]:
-    if isinstance(variance, Mapping):
-        return {name: tensor * by for name, tensor in variance.items()}
-    return variance * by
 
 
 def to_filter(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -197,7 +197,7 @@ def markdown_table(summary: Summary) -> str:
     lines = [f"**{summary.unfinished}**", ""] if summary.unfinished else []
     lines += [headline(summary), ""]
     lines += [f"- **{verdict.defense}**: {verdict.text}" for verdict in summary.verdicts]
-    lines += ["", *_score_lines(summary), "", _legend(summary)]
+    lines += ["", *_score_lines(summary), "", *_legend(summary)]
     if summary.membership:
         header = ["membership inference", "candidates", "knows the defense", "recognized"]
         header += ["by chance", "mean rank", "TPR at 1 % FPR", "TPR at 0.1 % FPR"]
@@ -214,7 +214,7 @@ def markdown_table(summary: Summary) -> str:
 
 def _score_lines(summary: Summary) -> list[str]:
     audit, score = summary.audit, summary.main_score.name
-    pairs = f"{summary.main_score.unit_of_change}s told apart"
+    pairs = f"{summary.main_score.unit_of_change}s distinguished"
     header = ["defense", *audit.attacks, pairs, "labels recovered", "relative error", "cosine"]
     header += summary.estimator_titles.values()
     rows = []
@@ -243,23 +243,28 @@ def _membership_entries(item: Membership) -> list[str]:
     ]  # fmt: skip
 
 
-def _legend(summary: Summary) -> str:
+def _legend(summary: Summary) -> Iterator[str]:
+    """Yield what each column of the table means, an item of a list for each."""
     settings = summary.audit.settings
-    informed = ""
-    if any(base_of(label) != label for label in summary.audit.attacks):
-        informed = (
-            "An attacker that knows the defense has an entry where that changes its settings or "
-            "its observation. "
-        )
-    return (
-        f"{summary.main_score.legend}: mean over {summary.samples} samples, with 95 % bootstrap "
-        f"intervals over messages of {settings['batch_size']}. Chance: {settings['chance']}. "
-        f"{informed}{pairs_legend(summary)}"
-        "Labels recovered: the fraction that is read off the last layer's gradient, also where "
-        "attacks are granted the labels; chance draws classes at random. Relative error and "
-        "cosine compare what was shared with the true gradient. "
-        f"{' '.join([summary.estimators_note, *summary.estimator_meanings])}"
+    yield (
+        f"- Each attack: {summary.main_score.legend}, the mean over {summary.samples} samples, "
+        f"with 95 % bootstrap intervals over messages of {settings['batch_size']}."
     )
+    yield f"- Chance: {settings['chance']}."
+    if any(base_of(label) != label for label in summary.audit.attacks):
+        yield (
+            "- An attacker that knows the defense has an entry where that changes its settings or "
+            "its observation."
+        )
+    if pairs := pairs_legend(summary):
+        yield f"- {pairs.strip()}"
+    yield (
+        "- Labels recovered: the fraction that is read off the last layer's gradient, also where "
+        "attacks are granted the labels; chance draws classes at random."
+    )
+    yield "- Relative error and cosine compare what was shared with the true gradient."
+    yield f"- {summary.estimators_note}"
+    yield from (f"- {meaning}" for meaning in summary.estimator_meanings)
 
 
 def show_pairs(pairs: Distinguishability | None) -> str:

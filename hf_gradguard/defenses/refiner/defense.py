@@ -19,10 +19,19 @@ from ...gradient_map.random_batch import synthetic_samples
 from ...networks.loading import check_digest
 from ...networks.trial import name_of
 from ...randomness import Stream
-from ..base import DefenseFacts, Reader, check_range, check_whole
+from ..base import (
+    DefenseFacts,
+    Message,
+    Reader,
+    cast_like,
+    check_range,
+    check_whole,
+    norm,
+    nothing_of,
+    true_gradient,
+)
 from ..feedback import BiasedDefense, check_min_batches
 from ..mechanism import Fitted, Mechanism
-from ..message import Message, cast_like, norm, nothing_of, true_gradient
 from ..sketch import (
     SpecialTokens,
     SyntheticSamples,

@@ -30,7 +30,7 @@ from ...networks.configuration import EvaluationNetworkBase
 from ...networks.image_network import ImageEvaluationNetwork, judge_images
 from ...networks.trial import FEW_WORDS, LEAST_GAP, check_order, check_slope
 from ...randomness import Stream
-from ..message import norm
+from ..base import norm
 from ..sketch import SpecialTokens, is_among
 
 OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}

@@ -1,1 +1,1 @@
-"""The contribution of each sample of a batch to its gradient, from one pass."""
+"""The contribution of each sample of a batch to the batch's gradient, from one pass."""

@@ -1,18 +1,19 @@
 """The sum of samples' gradients, each clipped by itself: Σ_b min(1, C/‖g_b‖) g_b.
 
-g_b is the gradient of sample b's own mean loss, so that what a sample adds depends on no other. Of
-a batch-mean loss L = Σ_b n_b L_b / N (n_b = 1 for a mean over rows, or a row's tokens; N = Σ_b n_b)
-the sum N L is differentiated, to which a sample adds n_b g_b. So no number that a sample's part is
-made of follows how many others there are. A mean's slopes would: they carry 1/N, each is rounded,
-and all would err together.
+g_b is the gradient of sample b's own mean loss, so a sample's term depends on no other sample. A
+batch-mean loss is L = Σ_b n_b L_b / N, with N = Σ_b n_b. n_b is 1 for a mean over rows, or the
+number of a row's tokens. The sum N L is differentiated, to which a sample adds n_b g_b. So no
+number in a sample's term depends on how many others there are. The slopes of a mean would: they
+carry 1/N, each is rounded, and all would err together.
 
-How a model's samples are told apart in one pass is found out by trial against single samples, on
-its first batch of several. Half precision rounds every number to 8 or 11 bits. What a row adds to a
-gradient then follows from how many rows stand beside it: kernels and the padding are chosen by the
-size of a batch, and a change in the last bit of float32 is rounded up to one of 2⁻⁹. Rows that are
-alike move together, so that one row more can move the sum of a thousand by several clipping bounds.
-No clipping of rows bounds that. So rows are differentiated one by one there, each in a pass that no
-other row has a part in.
+How the samples of a model can be separated in one pass is found out by trial, on its first batch of
+several samples, against single ones.
+
+Half precision rounds every number to 8 or 11 bits. There a row's contribution depends on how many
+rows are beside it: kernels and padding are chosen by the size of a batch, and a change in the last
+bit of float32 is rounded up to one of 2⁻⁹. Rows that are alike move together, so one more row can
+move the sum of a thousand by several clipping bounds. No clipping of rows bounds that. So rows are
+differentiated one by one in half precision, each in a pass without any other row.
 """
 
 from __future__ import annotations
@@ -66,20 +67,20 @@ OTHER_LENGTHS = (
     "length (padding='max_length'), or pass an attention_mask, `(rows, length)`."
 )
 TRIED = 4
-"""Samples of a batch on which a model is tried out."""
+"""The number of samples of a batch on which a model is tried out."""
 PADDED = 6
-"""Different padded texts that must have the gradient that they have without padding."""
+"""The number of different texts whose gradient must be the same with and without padding."""
 CLASSES = 64
-"""Up to so many label values a loss is tried out on each beside others: it may weigh classes."""
+"""The most label values that a loss is tried out on together, since it may weigh classes."""
 
 
 class ClippedSum(NamedTuple):
-    """Samples' clipped gradients, added up.
+    """The sum of samples' clipped gradients, and the norms before clipping.
 
     Args:
         total: Σ_b min(1, C/‖g_b‖) g_b, by parameter, at least in float32. A sample whose gradient
-            is not finite adds nothing, so that it stops no training, which would tell of it.
-        norms: ‖g_b‖, `(B,)` in float64; never below the true one by more than rounding.
+            is not finite adds nothing. It stops no training, because that would reveal it.
+        norms: ‖g_b‖, `(B,)` in float64; never below the true norm by more than rounding.
     """
 
     total: Tensors
@@ -87,21 +88,21 @@ class ClippedSum(NamedTuple):
 
 
 def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
-    """Return the sum of the batch's gradients, each clipped to the norm C.
+    """Return the sum of the batch's per-sample gradients, each clipped to the norm C.
 
-    Samples' norms come from one pass, by products of what layers took in and gave back, and the sum
-    from the same products. If a model does not let samples be separated so, or computes in half
-    precision, they are differentiated one by one, and a warning says so once. Which of both applies
-    is tried out on a model's first batch of several samples, against gradients of single ones.
+    One pass gives both the samples' norms and the sum, from layers' inputs and slopes. Some models
+    do not let samples be separated in this way, and half precision does not allow it. Then samples
+    are differentiated one by one, and a warning says so once. A trial on a model's first batch of
+    several samples decides which way is taken.
 
     Args:
-        gmap: A client's own map; a first-order one is enough.
-        clip: C > 0.
+        gmap: A client's own gradient map; a first-order one is enough.
+        clip: The clipping bound C > 0.
 
     Raises:
-        NotImplementedError: If samples are coupled (batch statistics, losses between samples), so
-            that a sample has no gradient of its own, or the batch cannot be cut into rows; also if
-            rows have another length than those of the first batch, and no mask says what is
+        NotImplementedError: If samples are coupled, as by batch statistics or by a loss between
+            samples, so that a sample has no gradient of its own; if the batch cannot be cut into
+            rows; or if rows have another length than in the first batch, and no mask says what is
             padding.
 
     Example:
@@ -120,7 +121,7 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
         return _one_by_one(gmap, samples, clip)
     contributions, scale = None, 0.0
     if isinstance(gmap, SampleMap):
-        # Before a model is tried out again, whose passes may write to what this pass has saved.
+        # These are read first: a new trial's passes may overwrite what this pass has saved.
         contributions, scale = gmap.contributions, gmap.scale
     plan, items = plan_of(gmap, samples, clip)
     count = float(items.sum().clamp(min=1))
@@ -128,10 +129,10 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
         scale = count
         with suppress(NotApartError), gmap.replay.run():
             contributions = listen(gmap, batch, samples, scale)
-    # Without a reason, samples may still lie otherwise than when the model was tried out.
+    # Even without a reason, other modules may have run than when the model was tried out.
     if plan.reason or not contributions or contributions.keys() - plan.modules:
         return _one_by_one(gmap, samples, clip)
-    # What a sample adds is n_b g_b, unless the rule was found out after the pass.
+    # A sample adds n_b g_b, unless the rule was found out after the pass.
     inverse = torch.where(items > 0, count / scale / items, 0.0)
     inverse = inverse.to(next(iter(gmap.parameters.values())).device)
     norms = inverse * norms_of(contributions)
@@ -171,20 +172,24 @@ def _refuse_coupled_rows(gmap: GradientMap) -> None:
 
 
 def _factors(norms: Tensor, clip: float) -> Tensor:
-    """Gives min(1, C/‖g‖)."""
+    """Return min(1, C/‖g‖) for each norm ‖g‖."""
     return torch.where(norms > clip, clip / norms, torch.ones_like(norms))
 
 
 def _usable(norms: Tensor, clip: float) -> Tensor:
-    """Tells which samples add something: not those whose gradient is no number, or so large that
-    float32 has few digits for the factor that clips it.
+    """Return which samples may add to the sum.
+
+    A sample may not if its gradient is no number, or so large that float32 has too few digits for
+    the factor that clips it.
     """
-    return norms * torch.finfo(torch.float32).tiny < clip  # false where it is no number
+    return norms * torch.finfo(torch.float32).tiny < clip  # false for a norm that is no number
 
 
 def _one_by_one(gmap: GradientMap, samples: int, clip: float) -> ClippedSum:
-    """Clips each sample's gradient in a pass that is the same whatever stands beside it: of its own
-    tokens, without the padding of the longest text.
+    """Return the sum of clipped gradients, with a pass of its own for each sample.
+
+    Such a pass has only the sample's own tokens, without padding up to the longest text. So it is
+    the same whatever the other samples are.
     """
     total = _zeros(gmap)
     with gmap.replay.run():
@@ -211,8 +216,9 @@ def _summed(gmap: GradientMap, total: Tensors, norms: list[Tensor]) -> ClippedSu
 
 
 def _add_clipped(total: Tensors, gradient: Tensors, clip: float) -> Tensor:
-    """Adds one sample's clipped gradient to a sum in float64, in which the order does not matter.
-    Returns its norm before.
+    """Add one sample's clipped gradient to a sum, and return its norm before clipping.
+
+    The sum is in float64, so that the order of samples does not matter.
     """
     squares = [tensor.double().square().sum() for tensor in gradient.values()]
     size = torch.stack(squares).sum().sqrt()
@@ -226,11 +232,11 @@ def _add_clipped(total: Tensors, gradient: Tensors, clip: float) -> Tensor:
 
 
 class SampleMap(GradientMap):
-    """A first-order map for `clipped_sum`, which then takes no pass of its own.
+    """A first-order gradient map that saves `clipped_sum` a pass.
 
-    Its gradient is the sum of what samples add: that of a `GradientMap`, to rounding. Where a model
-    does not let samples be told apart, and on its first batch, where that has to be tried out, it
-    is a `GradientMap` like any other.
+    Its gradient is the sum of what samples add, which equals that of a `GradientMap` to rounding.
+    It is an ordinary `GradientMap` if a model does not let samples be separated, and on a model's
+    first batch, on which that is tried out.
 
     Example:
         >>> from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
@@ -241,19 +247,20 @@ class SampleMap(GradientMap):
     """
 
     scale: float = 1.0
-    """What the loss was multiplied by before it was differentiated: how many rows or tokens its
-    mean is over, so that slopes are those of the sum.
+    """The number of rows or tokens that the loss is a mean over.
+
+    The loss is multiplied by it before it is differentiated, so that slopes are those of the sum.
     """
     _listener: Listener | None = None
-    _modules = frozenset[str]()  # that ran when the model was tried out
+    _modules = frozenset[str]()  # the modules that ran when the model was tried out
     _gradient_versions: dict[str, int] | None = None
 
     @cached_property
     def contributions(self) -> Mapping[str, Contribution] | None:
-        """Return what samples add, by module; `None` if this pass does not tell.
+        """The contributions of samples, by module; `None` if this pass cannot separate samples.
 
-        A module may not have run when the model was tried out, or samples may have lain in it
-        otherwise then.
+        It cannot if a module did not run when the model was tried out, or was called in another way
+        then.
         """
         if self._listener is None:
             return None
@@ -262,13 +269,13 @@ class SampleMap(GradientMap):
                 contributions = self._listener.contributions(self._loss, self.scale)
         except NotApartError:
             return None
-        # There are none where all layers were dropped.
+        # There are no contributions if all layers were dropped.
         return contributions if contributions and contributions.keys() <= self._modules else None
 
     def versions(self) -> dict[str, int]:
-        """Return counts as `GradientMap` does, without asking for the gradient.
+        """Return how often tensors were written to, as `GradientMap` does.
 
-        Of the gradient, writes since it was made are counted.
+        The gradient is not computed for this. Its own writes are counted since it was computed.
         """
         versions = super().versions()
         if self._listener is not None:
@@ -279,7 +286,7 @@ class SampleMap(GradientMap):
         return versions
 
     def form(self) -> Tensors:
-        """Return the parameters: clipping needs no pass for the sum of samples' gradients."""
+        """Return tensors of the gradient's shapes: the parameters, which need no pass."""
         return super().form() if self._listener is None else {**self.parameters}
 
     def _own_gradient(self) -> Tensors:
@@ -305,19 +312,32 @@ class SampleMap(GradientMap):
         try:
             with self._listener.listening():
                 return super()._first_pass()
-        except NotApartError:  # a module is called otherwise than when it was tried out
+        except NotApartError:  # a module was called in another way than when it was tried out
             self._listener = None
             return super()._first_pass()
 
 
 def norms_of(contributions: Mapping[str, Contribution]) -> Tensor:
+    """Return the norms of what samples add to the gradient, `(B,)`.
+
+    Args:
+        contributions: The contributions of samples, by module.
+    """
     return torch.stack([entry.squared_norms() for entry in contributions.values()]).sum(0).sqrt()
 
 
 def total_of(
     parameters: Mapping[str, Tensor], contributions: Mapping[str, Contribution], factors: Tensor
 ) -> Tensors:
-    """Return Σ_b factor_b · (what b adds): zeros for parameters that no sample adds to."""
+    """Return the weighted sum of samples' contributions, by parameter.
+
+    A parameter that no sample adds to gets zeros.
+
+    Args:
+        parameters: The parameters, by name.
+        contributions: The contributions of samples, by module.
+        factors: The weight of each sample, `(B,)`.
+    """
     totals: Tensors = {}
     for contribution in contributions.values():
         for name, tensor in contribution.weighted_sum(factors).items():
@@ -329,7 +349,12 @@ def total_of(
 
 
 def plain_gradient(gmap: GradientMap, batch: Mapping[str, Any]) -> Tensors:
-    """Return the gradient of a batch's mean loss; zeros if nothing in it counts."""
+    """Return the gradient of a batch's mean loss; zeros if no label in it counts.
+
+    Args:
+        gmap: The map, whose model, loss and parameters are used.
+        batch: The batch.
+    """
     if not bool(count_items(batch, False).any()):
         return {n: wide(torch.zeros_like(p)) for n, p in gmap.parameters.items()}
     loss = gmap.loss_fn(gmap.model, dict(batch))
@@ -338,7 +363,10 @@ def plain_gradient(gmap: GradientMap, batch: Mapping[str, Any]) -> Tensors:
 
 
 def known_plan(gmap: GradientMap) -> SamplePlan | None:
-    """Return what was found out of a model on batches of this kind."""
+    """Return how a model's samples are separated on batches of this kind, as a trial found.
+
+    It is `None` if the model was not tried out yet on a batch with these entries.
+    """
     key = _key(gmap)
     return cache_of(gmap.model).sample_plans.get(key)
 
@@ -348,21 +376,31 @@ def _key(gmap: GradientMap) -> Hashable:
 
 
 def plan_of(gmap: GradientMap, samples: int, clip: float) -> tuple[SamplePlan, Tensor]:
-    """Return the plan, and how much each of this batch's samples counts, as `sample_items` says.
+    """Return how this batch's samples are separated, and how much each of them counts.
+
+    The model is tried out if it was not yet, or if this batch shows something new.
+
+    Args:
+        gmap: The batch's gradient map.
+        samples: The number of the batch's samples.
+        clip: The clipping bound C.
+
+    Returns:
+        The plan, and the count of each sample as `sample_items` returns it.
 
     Raises:
-        FloatingPointError: If no row has a finite gradient, before a message left.
+        FloatingPointError: If no row has a finite gradient, before any message was shared.
     """
     known = plan = known_plan(gmap)
     is_underway = plan is not None or cache_of(gmap.model).is_underway
     coarse = coarse_arithmetic(gmap) if plan is None else plan.coarse
     if plan is None:
         plan = _try_out_or_part(gmap, samples, clip, coarse, WEIGHT_RULES, (), is_underway)
-        if plan is None and is_underway:  # nothing is known of the model yet
+        if plan is None and is_underway:  # this batch tells nothing about the model
             return SamplePlan(WEIGHT_RULES, "no row has a gradient"), sample_items(
                 "rows", gmap.batch
             )
-        if plan is None:  # of no row: it is the model's doing
+        if plan is None:  # no row has a finite gradient, so the model is broken
             with gmap.replay.run():
                 gradient = plain_gradient(gmap, gmap.batch)
             broken = (name for name, tensor in gradient.items() if not tensor.isfinite().all())
@@ -370,7 +408,7 @@ def plan_of(gmap: GradientMap, samples: int, clip: float) -> tuple[SamplePlan, T
         shapes = row_shapes(gmap.batch, real_tokens(gmap.model, gmap.batch))
         plan = plan._replace(shapes=shapes, coarse=coarse)
     weights = [sample_weights(rule, gmap.batch) for rule in plan.rules]
-    agree = _agree(weights)  # if not, the first batches had as many tokens in every row
+    agree = _agree(weights)  # rules differ only on batches whose rows have different token counts
     if not plan.reason and (not agree or _has_untried(plan, gmap.batch)):
         new_plan = (
             _try_out_or_part(gmap, samples, clip, coarse, plan.rules, plan.labels, True) or plan
@@ -412,9 +450,10 @@ def _try_out_or_part(
     labels: tuple[frozenset[int], ...],
     is_underway: bool,
 ) -> SamplePlan | None:
-    """Tries a model out. A loss that couples rows is refused before a message has left. Afterwards
-    a refusal would tell which rows are in a batch, so rows are then differentiated one by one, in
-    passes in which no other row has a part: those of a loss that no other row decides.
+    """Try a model out, as `_try_out` does, without a refusal once messages have been shared.
+
+    A loss that couples rows is refused before the first message. Later a refusal would tell which
+    rows are in a batch. So rows are then differentiated one by one, in passes without other rows.
     """
     try:
         return _try_out(gmap, samples, clip, coarse, rules, labels)
@@ -432,8 +471,10 @@ def _try_out(
     rules: tuple[str, ...],
     labels: tuple[frozenset[int], ...] = (),
 ) -> SamplePlan | None:
-    """Compares a few samples together with each by itself, without dropout. Those whose gradients
-    are not finite say nothing: `None` if none is.
+    """Compare the gradient of a few samples together with the gradients of each alone.
+
+    Dropout is off meanwhile. Samples whose gradients are not finite are left out. The result is
+    `None` if none is left.
     """
     batch = rows_of(gmap.batch, _rows_to_try(gmap.batch, labels), samples)
     with _trial(gmap, batch, coarse):
@@ -482,12 +523,13 @@ def _try_out(
 
 
 def _try_padding(gmap: GradientMap, samples: int, plan: SamplePlan) -> frozenset[int]:
-    """Padded texts that were not tried before, two of a batch at most, whose gradients are seen to
-    be what they are without padding. One text may be an exception: a label or weights can hide what
-    others show.
+    """Return the hashes of new padded texts whose gradients proved to be the same without padding.
+
+    At most two texts of what is read, and one of what is to be written, are tried in a batch. One
+    text alone could be an exception: a label or weights can hide what others show.
 
     Raises:
-        NotImplementedError: If one's is not.
+        NotImplementedError: If a text's gradient depends on its padding.
     """
     real, targets = real_tokens(gmap.model, gmap.batch), real_targets(gmap.model, gmap.batch)
     shown = targets if real is None else real
@@ -511,7 +553,11 @@ def _try_padding(gmap: GradientMap, samples: int, plan: SamplePlan) -> frozenset
 
 
 def _shows_padding(gmap: GradientMap, alone: Mapping[str, Any], coarse: str) -> bool:
-    """Whether a padded text, which passes, has a gradient by which it could have failed."""
+    """Check a padded text, and return whether the check could have failed.
+
+    Raises:
+        NotImplementedError: If the text's gradient depends on its padding.
+    """
     with _trial(gmap, alone, coarse):
         padded = plain_gradient(gmap, alone)
         unpadded = plain_gradient(gmap, shorter(gmap.model, alone))
@@ -519,12 +565,14 @@ def _shows_padding(gmap: GradientMap, alone: Mapping[str, Any], coarse: str) -> 
     difference = _norm({name: padded[name] - unpadded[name] for name in padded})
     if float(difference) > size * _tolerance(gmap, coarse) + 1e-30:
         raise NotImplementedError(f"{type(gmap.model).__name__} {READS_PADDING}")
-    return 0 < size < math.inf  # one that overflowed could not fail
+    return 0 < size < math.inf  # the check cannot fail for a gradient that overflowed
 
 
 def _rows_to_try(batch: Mapping[str, Any], labels: tuple[frozenset[int], ...]) -> list[int]:
-    """Rows whose labels were not tried beside each other, then those of most and of fewest items
-    that count.
+    """Choose the rows of a batch on which a model is tried out.
+
+    Rows whose labels were not tried together come first, then those with the most and the fewest
+    labels that count.
     """
     items, values = count_items(batch, True), _labels(batch)
     order = [k for k in items.argsort(descending=True, stable=True).tolist() if items[k] > 0]
@@ -541,7 +589,7 @@ def _rows_to_try(batch: Mapping[str, Any], labels: tuple[frozenset[int], ...]) -
 
 
 def _labels(batch: Mapping[str, Any]) -> list[frozenset[int]]:
-    """Each row's label values; nothing where labels are no classes."""
+    """Return each row's label values; an empty list if labels are no classes."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.dim():
         return []
@@ -552,13 +600,16 @@ def _labels(batch: Mapping[str, Any]) -> list[frozenset[int]]:
 def _joined(
     labels: tuple[frozenset[int], ...], new_labels: frozenset[int]
 ) -> tuple[frozenset[int], ...]:
-    """Values that were tried beside each other, also by way of others."""
+    """Return the groups of label values that were tried together, with new ones added.
+
+    Two values are in one group, too, if each was tried together with a third.
+    """
     met = new_labels.union(*(group for group in labels if group & new_labels))
     return (*(group for group in labels if not group & new_labels), *([met] if new_labels else []))
 
 
 def _has_untried(plan: SamplePlan, batch: Mapping[str, Any]) -> bool:
-    """Whether a batch has labels that were not tried beside each other."""
+    """Return whether a batch has label values that were not tried together."""
     if sum(map(len, plan.labels)) > CLASSES:
         return False
     values = frozenset().union(*_labels(batch))
@@ -573,7 +624,10 @@ def _wrong(
     tolerance: float,
     clip: float,
 ) -> str:
-    """Say where what samples add is not what they add by themselves, or how; nothing if it is."""
+    """Return why samples cannot be separated; an empty text if they can.
+
+    What a sample adds beside others is compared with what it adds alone.
+    """
     norms = norms_of(contributions)
     for row, (sample_gradient, weight) in enumerate(zip(single, weights.tolist(), strict=True)):
         alone = torch.zeros_like(norms)
@@ -591,8 +645,8 @@ def _wrong(
 
 @contextmanager
 def _trial(gmap: GradientMap, batch: Mapping[str, Any], coarse: str) -> Iterator[None]:
-    """Let passes inside have no dropout, no autocast, and the map's own random draws."""
-    # Where nothing is coarse there is no autocast to leave.
+    """Switch dropout and autocast off meanwhile, and use the map's own random draws."""
+    # Without coarse arithmetic there is no autocast to switch off.
     precise = gmap.replay.full_precision() if coarse else nullcontext()
     with _without_dropout(gmap, batch, coarse), gmap.replay.run(), precise:
         yield
@@ -600,8 +654,10 @@ def _trial(gmap: GradientMap, batch: Mapping[str, Any], coarse: str) -> Iterator
 
 @contextmanager
 def _without_dropout(gmap: GradientMap, batch: Mapping[str, Any], coarse: str) -> Iterator[None]:
-    """Modules of a model's own code stay as they are, since what they do to a batch in training may
-    be something else, unless they draw at random.
+    """Switch the modules of libraries to eval mode meanwhile.
+
+    A model's own modules keep their mode, because in training they may do something else with a
+    batch. They change it only if they draw at random.
     """
     with modes_kept(gmap.model) as modules:
         for module in modules:
@@ -634,7 +690,7 @@ def _is_of_a_library(module: nn.Module) -> bool:
 
 
 def _tolerance(gmap: GradientMap, coarse: str) -> float:
-    """Of comparisons, by what arithmetic can tell: half precision, and a GPU's TF32."""
+    """Return the relative tolerance of comparisons, which half precision and TF32 make larger."""
     parameters = [p for p in gmap.model.parameters() if p.is_floating_point()]
     if coarse or any(torch.finfo(p.dtype).bits < 32 for p in parameters):
         return 0.1
@@ -650,8 +706,10 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 class _Operations(TorchDispatchMode):
-    """Notes what runs inside: which operation first gives back numbers of a type, and whether
-    anything is convolved.
+    """A mode that records the operations that run inside.
+
+    It records which operation first returned each type of number, and whether anything is
+    convolved.
     """
 
     def __init__(self) -> None:
@@ -660,7 +718,7 @@ class _Operations(TorchDispatchMode):
 
     @property
     def coarse(self) -> str:
-        """The first operation that gave back numbers of half precision or less, if any did."""
+        """The first operation that returned half precision or less; an empty text if none did."""
         coarse_names = [
             name
             for kind, name in self._first.items()
@@ -679,10 +737,10 @@ class _Operations(TorchDispatchMode):
 
 
 def coarse_arithmetic(gmap: GradientMap) -> str:
-    """Say why a map's gradient is not computed in float32 or better; nothing if it is.
+    """Return why a map's gradient is not computed in float32; an empty text if it is.
 
-    All operations of one pass and of its gradient are looked at, and torch's settings for products
-    of float32.
+    The check covers all operations of one pass and of its gradient, and torch's settings for
+    products of float32 numbers.
 
     Example:
         >>> coarse_arithmetic(gmap)
@@ -700,12 +758,12 @@ def coarse_arithmetic(gmap: GradientMap) -> str:
 
 
 def _coarse_products(device: str, convolves: bool) -> str:
-    """Says what torch is allowed to do to float32 numbers before it multiplies them."""
+    """Return which setting of torch rounds float32 numbers before products; empty if none does."""
     products, convolutions = _PRODUCTS[device]
     for name in products + convolutions * convolves:
         backend, _, operation = name.partition(".")
         settings: Any = getattr(getattr(torch.backends, backend), operation, None)
-        if not hasattr(settings, "fp32_precision"):  # torch before 2.9 has one setting for all
+        if not hasattr(settings, "fp32_precision"):  # before 2.9, torch had one setting for all
             return _of_older_torch(device, convolves)
         if settings.fp32_precision not in ("none", "ieee"):
             return f"torch.backends.{name}.fp32_precision rounds what it multiplies"
@@ -724,15 +782,15 @@ _PRODUCTS = {
     "cpu": (["mkldnn.matmul"], ["mkldnn.conv", "mkldnn.rnn"]),
     "cuda": (["cuda.matmul"], ["cudnn.conv", "cudnn.rnn"]),
 }
-"""Where torch says how float32 numbers are multiplied: always, and in convolutions."""
+"""Torch's settings of how float32 numbers are multiplied: in products, and in convolutions."""
 
 
 def count_items(batch: Mapping[str, Any], shifted: bool) -> Tensor:
-    """Count the labels of each row that count, `(B,)`; ones where there are none.
+    """Return how many labels of each row count in the loss, `(B,)`; ones without such labels.
 
     Args:
-        batch: Rows with `labels` or `shift_labels`, or neither.
-        shifted: Whether the first label of a row of several does not count.
+        batch: A batch, with `labels`, `shift_labels` or neither.
+        shifted: Whether the first of a row's labels is left out, as a language model's loss does.
 
     Example:
         >>> count_items({"labels": torch.tensor([[5, 6, -100], [7, 8, 9]])}, shifted=True)
@@ -747,14 +805,24 @@ def count_items(batch: Mapping[str, Any], shifted: bool) -> Tensor:
 
 
 def sample_weights(rule: str, batch: Mapping[str, Any]) -> Tensor:
-    """Return what samples' own mean losses weigh in a batch's, `(B,)`, by one of `WEIGHT_RULES`."""
+    """Return the weight of each sample's mean loss in the batch's mean loss, `(B,)`.
+
+    Args:
+        rule: One of `WEIGHT_RULES`.
+        batch: The batch.
+    """
     items = sample_items(rule, batch)
     return items / items.sum().clamp(min=1)
 
 
 def sample_items(rule: str, batch: Mapping[str, Any]) -> Tensor:
-    """Count what of each sample a batch's mean loss is over, `(B,)` in float64: a row, or its
-    labels.
+    """Return how many terms of a batch's mean loss each sample has, `(B,)` in float64.
+
+    A term is a row or one of its labels, as the rule says.
+
+    Args:
+        rule: One of `WEIGHT_RULES`.
+        batch: The batch.
 
     Example:
         >>> labels = torch.tensor([[5, 6, -100], [7, 8, 9], [-100, -100, -100]])
@@ -766,7 +834,7 @@ def sample_items(rule: str, batch: Mapping[str, Any]) -> Tensor:
 
 
 WEIGHT_RULES = ("rows", "tokens", "shifted tokens")
-"""How samples may weigh in a batch's loss."""
+"""The ways in which samples may weigh in a batch's loss: as rows, or by their tokens."""
 
 
 def _agree(weights: list[Tensor]) -> bool:
@@ -774,7 +842,16 @@ def _agree(weights: list[Tensor]) -> bool:
 
 
 def rows_of(batch: Mapping[str, Any], rows: list[int], samples: int) -> dict[str, Any]:
-    """Return some rows of a batch."""
+    """Return some rows of a batch, as a batch.
+
+    Args:
+        batch: The batch.
+        rows: The numbers of the rows.
+        samples: The number of the batch's rows.
+
+    Raises:
+        NotImplementedError: If an entry of the batch has another number of rows.
+    """
     chosen: dict[str, Any] = {}
     for key, value in batch.items():
         if isinstance(value, Tensor) and value.dim():
@@ -793,9 +870,13 @@ def rows_of(batch: Mapping[str, Any], rows: list[int], samples: int) -> dict[str
 
 
 def real_tokens(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
-    """Tell which positions are no padding, `(B, T)`; `None` where a batch is not of texts.
+    """Return a mask of the positions that are no padding, `(B, T)`; `None` without texts.
 
-    The mask says it, or else the padding's id.
+    It is the batch's attention mask, or else follows from the padding's token id.
+
+    Args:
+        model: The model, whose configuration has the padding's id.
+        batch: The batch.
 
     Example:
         >>> mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -812,12 +893,13 @@ def real_tokens(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def shorter(model: nn.Module, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch of one text without its padding at both ends, and without that of what an
-    encoder-decoder is to write.
+    """Return a batch of one text without the padding at its ends.
+
+    The padding of a text that an encoder-decoder is to write is cut off, too.
 
     Args:
-        model: Whose batch it is.
-        row: The batch.
+        model: The model that reads the batch.
+        row: The batch of one text.
     """
     real, targets = real_tokens(model, row), real_targets(model, row)
     start, end = (0, -1) if real is None else map(int, ends_of(real))
@@ -828,7 +910,8 @@ def shorter(model: nn.Module, row: Mapping[str, Any]) -> dict[str, Any]:
             return False
         if value.shape[1] != real.shape[1]:
             return False
-        is_multi_label = name.endswith("labels") and value.is_floating_point()  # of as many classes
+        # Labels of several classes may have as many entries as the text has tokens.
+        is_multi_label = name.endswith("labels") and value.is_floating_point()
         return not is_multi_label and not is_of_targets(model, name)
 
     def is_written(name: str, value: Any) -> bool:
@@ -845,7 +928,13 @@ def shorter(model: nn.Module, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def real_targets(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
-    """Tell which labels of an encoder-decoder are no padding, `(B, T)`; `None` without any.
+    """Return a mask of an encoder-decoder's labels that are no padding, `(B, T)`.
+
+    It is `None` for other models.
+
+    Args:
+        model: The model that reads the batch.
+        batch: The batch.
 
     Example:
         >>> real_targets(model, {"labels": torch.tensor([[5, -100]])}) is None  # a classifier
@@ -864,13 +953,23 @@ def real_targets(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def is_padded(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Tell whether a batch holds padding, of what is read or of what is to be written."""
+    """Return whether a batch holds padding, in its inputs or in texts that are to be written.
+
+    Args:
+        model: The model that reads the batch.
+        batch: The batch.
+    """
     places = real_tokens(model, batch), real_targets(model, batch)
     return any(real is not None and not bool(real.all()) for real in places)
 
 
 def most_padded(real: Tensor, rows: Tensor) -> int | None:
-    """Find the row, of some, with the most padding at its ends, `(B,)`; `None` if none has any."""
+    """Return the number of the row with the most padding at its ends; `None` if none has any.
+
+    Args:
+        real: The mask of positions that are no padding, `(B, T)`.
+        rows: The mask of rows to choose from, `(B,)`.
+    """
     if real.all():
         return None
     first_place, last_place = ends_of(real)
@@ -880,17 +979,17 @@ def most_padded(real: Tensor, rows: Tensor) -> int | None:
 
 
 def row_shapes(batch: Mapping[str, Any], real: Tensor | None) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of rows that no mask tells apart from their padding.
+    """Return the shapes of rows in entries whose padding no mask shows, by entry.
 
-    Speech and pictures are often filled up with zeros. A model that takes the zeros for sound gives
-    a row another gradient where a longer one stands beside it, and no clipping bounds that. With a
-    mask, or the padding's id, rows are compared with themselves without padding. Without either
-    nobody can tell what is padding, but rows that are all filled up to one length are the same in
-    every batch.
+    Speech and pictures are often padded with zeros. A model that takes the zeros for sound gives a
+    row another gradient if a longer row is beside it, and no clipping bounds that. With a mask, or
+    the padding's id, a row can be compared with itself without padding. Without either, nobody can
+    tell what is padding. So all rows must have one length in every batch, and their shapes are
+    remembered.
 
     Args:
-        batch: Whose entries but the labels count.
-        real: Which tokens are no padding, `(B, T)`, as `real_tokens` says.
+        batch: The batch. Its labels are left out.
+        real: The mask of tokens that are no padding, `(B, T)`, as `real_tokens` returns it.
 
     Example:
         >>> row_shapes({"input_values": torch.zeros(2, 5), "labels": torch.zeros(2, 3)}, None)
@@ -912,11 +1011,11 @@ def refuse_other_lengths(
     """Refuse rows of another shape than those that a model was tried out on.
 
     Args:
-        tried_shapes: What `row_shapes` gave then.
-        shapes: What it gives now.
+        tried_shapes: The result of `row_shapes` for the batch of the trial.
+        shapes: The result of `row_shapes` for this batch.
 
     Raises:
-        NotImplementedError: With the entry, and what to do.
+        NotImplementedError: If a shape differs. The message names the entry, and what to do.
 
     Example:
         >>> refuse_other_lengths({"input_values": (400,)}, {"input_values": (400,)})

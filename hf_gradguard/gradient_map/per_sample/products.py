@@ -1,8 +1,8 @@
-"""Inner products of many samples' gradients with messages, and their squared norms, by parameter,
-from what layers took in and what slopes they got: no gradient of a weight is written out.
+"""Inner products of many samples' gradients with messages, and squared norms, by parameter.
 
-Of a linear layer with inputs A and slopes Δ of a sample, ⟨M, g⟩ = Σ_t δ_tᵀ M a_t and
-‖g‖² = ⟨A Aᵀ, Δ Δᵀ⟩ (Goodfellow, "Efficient Per-Example Gradient Computations", 2015).
+They come from layers' inputs and slopes, so no gradient of a weight is written out. For a linear
+layer with a sample's inputs A and slopes Δ, ⟨M, g⟩ = Σ_t δ_tᵀ M a_t and ‖g‖² = ⟨A Aᵀ, Δ Δᵀ⟩
+(Goodfellow, "Efficient Per-Example Gradient Computations", 2015).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .clipping import WEIGHT_RULES, sample_weights
 logger = logging.get_logger(__name__)
 
 AT_ONCE = 64
-"""Samples in one pass."""
-_TOLERANCE = 2e-3  # of products, in units of the gradient's norm, beside gradients written out
+"""The number of samples in one pass."""
+_TOLERANCE = 2e-3  # in units of the gradient's norm, against gradients that are written out
 
 
 class Products(NamedTuple):
-    """Products of K samples' gradients g with messages M, in float64.
+    """The products of K samples' gradients g with messages M, in float64.
 
     Args:
-        inner: ⟨M, g⟩, `(K, messages)` by parameter.
-        squares: Σ_i W_i g_i², `(K,)` by parameter; W is 1 unless weights were given.
+        inner: ⟨M, g⟩, `(K, messages)`, by parameter.
+        squares: Σ_i W_i g_i², `(K,)`, by parameter. W is 1 unless weights were given.
     """
 
     inner: Tensors
@@ -42,16 +42,15 @@ class Products(NamedTuple):
 
 
 class GradientProducts:
-    """Products with the gradients of a model at many batches of one sample, in the mode in which
-    the model is.
+    """A function that returns products with a model's gradients at many batches of one sample.
 
-    Samples of one shape share a pass. Which parameters' products are right is tried out first, on
-    two samples against gradients that are written out. Of parameters where they are not, or that
-    several modules hold, and wherever samples cannot be told apart or dropout draws, gradients are
-    written out; a warning says of which, and why.
+    The model stays in its mode. Samples of one shape share a pass. A trial on two samples, against
+    gradients that are written out, finds the parameters whose products are right. For all others,
+    gradients are written out, and a warning says for which, and why. These are parameters that
+    several modules hold, samples that cannot be separated, and models with dropout.
 
     Args:
-        dense: Writes gradients out where that is needed, of the same model and parameters.
+        dense: The function that writes gradients of the same model and parameters out.
 
     Example:
         >>> many = ManyGradients(model, ["classifier.bias", "classifier.weight"])
@@ -76,14 +75,14 @@ class GradientProducts:
         messages: Sequence[Mapping[str, Tensor]],
         weights: Mapping[str, Tensor] | None = None,
     ) -> Iterator[tuple[list[int], Products]]:
-        """Yield which batches, and their products, until all had their turn.
+        """Yield the numbers of some batches and their products, until all batches had their turn.
 
         Args:
-            batches: Of one sample each, as a collator returns them.
-            messages: By parameter; those that a message lacks count as zero.
-            weights: Of entries' squares, by parameter, in the parameter's shape or one number.
-                Squares that are weighed entry by entry take gradients that are written out, layer
-                by layer.
+            batches: Batches of one sample each, as a collator returns them.
+            messages: Messages, by parameter. A parameter that a message lacks counts as zero.
+            weights: The weights of entries' squares, by parameter, each in the parameter's shape or
+                as one number. Weights for each entry take gradients that are written out, layer by
+                layer.
         """
         groups: dict[str, list[int]] = {}
         for number, batch in enumerate(batches):
@@ -121,7 +120,11 @@ class GradientProducts:
         self, names: frozenset[str], rule: str, batches: Sequence[Mapping[str, Any]],
         messages: Sequence[Mapping[str, Tensor]], weights: Mapping[str, Tensor],
     ) -> Products:  # fmt: skip
-        """Raises NotApartError where samples cannot be told apart."""
+        """Return products for some parameters from layers' inputs and slopes.
+
+        Raises:
+            NotApartError: If samples cannot be separated.
+        """
         stacked = _stacked(batches)
         contributions = self._contributions(stacked, len(batches))
         device = next(iter(self.parameters.values())).device
@@ -149,7 +152,10 @@ class GradientProducts:
             return listener.contributions(loss)
 
     def _plan_of(self, batches: Sequence[Mapping[str, Any]]) -> _Plan:
-        """Found out once for batches of the same entries, alone and beside others."""
+        """Return the plan for batches, which is found once for each kind of batch.
+
+        Kinds differ in their entries, and in whether there are several batches.
+        """
         key = (*sorted(batches[0]), len(batches) > 1)
         if key not in self._plans:
             self._plans[key] = plan = self._try([batches[0], batches[-1]][: len(batches)])
@@ -199,8 +205,12 @@ class GradientProducts:
 
 
 class _Plan(NamedTuple):
-    """Of which parameters products are right, by what rule samples weigh in a loss, and why they
-    are not of others.
+    """The result of a trial of products.
+
+    Args:
+        by_products: The parameters whose products are right.
+        rule: The rule by which samples weigh in a loss.
+        reason: Why products are not right for all parameters; an empty text if they are.
     """
 
     by_products: frozenset[str]
@@ -211,7 +221,7 @@ class _Plan(NamedTuple):
 def _right(
     products: Products, alone: Sequence[Tensors], signs: Mapping[str, Tensor]
 ) -> frozenset[str]:
-    """The parameters whose products are those of gradients that were written out."""
+    """Return the parameters whose products equal those of gradients that are written out."""
     powers = [
         {name: float(torch.linalg.vector_norm(g)) ** 2 for name, g in gradient.items()}
         for gradient in alone
@@ -223,7 +233,7 @@ def _right(
             g = gradient[name]
             off = abs(float(inner[row, 0]) - float(torch.dot(g.flatten(), signs[name].flatten())))
             away = abs(float(products.squares[name][row]) - power[name])
-            # A tensor that is rounding alone is compared with all of the gradient.
+            # A tensor that holds nothing but rounding errors is compared with the whole gradient.
             least = (1e4 * torch.finfo(g.dtype).eps) ** 2
             size = max(power[name], least * sum(power.values())) + 1e-300
             errors += [off / size**0.5, away / size]
@@ -233,7 +243,11 @@ def _right(
 
 
 def _stacked(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Batches of one sample, row under row."""
+    """Return one batch whose rows are the samples of all batches.
+
+    Raises:
+        NotApartError: If the batches cannot be stacked.
+    """
     stacked = dict(batches[0])
     for key, value in batches[0].items():
         if isinstance(value, Tensor) and value.dim():

@@ -1,8 +1,8 @@
-"""The span of what the samples of a batch add to its gradient, in which another gradient is fitted.
+"""The span of the contributions of a batch's samples to its gradient, and fits in that span.
 
-What a linear layer's weight has as its gradient is a sum over samples of δ_bᵀa_b: its slopes and
-its features. Inner products and weighted sums come from these short factors, so no sample's
-gradient of such a weight is written out.
+The gradient of a linear layer's weight is a sum over samples of δ_bᵀa_b, which are slopes and
+features. Inner products and weighted sums come from these short factors, so no sample's gradient of
+such a weight is written out.
 """
 
 from __future__ import annotations
@@ -19,26 +19,30 @@ from ..map import GradientMap
 from ..types import Tensors
 
 Granularity = Literal["message", "sample", "parameter", "token"]
-"""Of factors: one per message, per sample, per sample and parameter, or per token and weight, where
-neighbors share one if there are many.
+"""What has a factor of its own in a fit.
+
+It is the message, each sample, each sample in each parameter, or each token in each weight. If
+there are many tokens, neighbors share a factor.
 """
 
 RIDGE = 1e-6
-"""Added to a Gram matrix of unit vectors: samples' gradients may be nearly alike."""
+"""The ridge of a Gram matrix of unit vectors, since samples' gradients may be nearly alike."""
 
 TERMS, TERMS_PER_SAMPLE = 256, 16
-"""Factors that are fitted for a weight, at most, in all and for each sample: to solve for more
-takes longer than a pass.
+"""The most factors that are fitted for a weight, in all and for each sample.
+
+Solving for more takes longer than a pass.
 """
 
 
 class Fit(NamedTuple):
-    """A gradient's nearest point in a span.
+    """The point of a span that is nearest to a gradient.
 
     Args:
-        nearest: One tensor a shared parameter, at least in float32.
-        cosine: Between the two, at least 0; 0 where either is zero.
-        factors: c of Σ_b c_b u_b, `(B,)`.
+        nearest: The point, with one tensor for each shared parameter, at least in float32.
+        cosine: The cosine between the gradient and the point, at least 0. It is 0 if either is
+            zero.
+        factors: The factors c of the point Σ_b c_b u_b, `(B,)`.
     """
 
     nearest: Tensors
@@ -47,17 +51,19 @@ class Fit(NamedTuple):
 
 
 class SampleSpan:
-    """The span of B + 1 vectors: what each sample adds to the gradients of layers, and the gradient
-    of all parameters that no layer has (position embeddings, say).
+    """The span of what each of B samples adds to a batch's gradient.
 
-    Costs a pass without gradients of weights to make, and about a plain gradient and a half a fit.
+    It has B + 1 vectors: one for each sample, in the gradients of layers, and one for all
+    parameters that belong to no layer, such as position embeddings. Making a span takes a pass
+    without gradients of weights. A fit takes as long as 1.5 plain gradients.
 
     Args:
-        gmap: A map of the samples.
-        x: Where, in the shape of the map's input. Default: at that.
+        gmap: A gradient map of the samples.
+        x: The input at which gradients are taken, in the shape of the map's input. By default it is
+            the map's input.
 
     Example:
-        >>> fit = SampleSpan(gmap).fit(gmap.gradient())  # which is in it
+        >>> fit = SampleSpan(gmap).fit(gmap.gradient())  # the gradient lies in the span
         >>> round(fit.cosine, 3)
         1.0
     """
@@ -71,7 +77,7 @@ class SampleSpan:
         self._written: dict[str, _Written] = {}
         for key, layer in layers.items():
             rows = evaluated.rows(key, count)
-            if not rows:  # it did not run, or mixes samples: nothing of it is in the span
+            if not rows:  # the layer did not run, or it mixes samples, so the span lacks it
                 continue
             if layer.bias is not None:
                 biases = [layer.bias_gradients(slopes) for slopes, _ in rows]
@@ -88,7 +94,11 @@ class SampleSpan:
         self.unsplit = evaluated.unsplit
 
     def fit_by(self, target: Tensors, factors: Granularity) -> Fit:
-        """Return the nearest point, with factors of samples, of parameters too, or of tokens.
+        """Return the span's nearest point to a gradient.
+
+        Args:
+            target: The gradient.
+            factors: What has a factor of its own.
 
         Example:
             >>> round(SampleSpan(gmap).fit_by(gmap.gradient(), "token").cosine, 3)
@@ -99,12 +109,16 @@ class SampleSpan:
         return self.fit_each(target, tokens=factors == "token")
 
     def powers(self, factors: Granularity) -> Powers:
-        """Return what lies in it of other gradients, of which there may be many."""
+        """Return a function that measures how much of other gradients lies in the span.
+
+        Args:
+            factors: What has a factor of its own.
+        """
         unsplit: _Vectors = [
             (name, _Written(r.flatten()[None])) for name, r in self.unsplit.items()
         ]
         vectors = list(self._vectors())
-        if factors == "message":  # the sum of all samples, and of what no layer has
+        if factors == "message":  # one vector: the sum over samples, with what no layer has
             unit_weights = torch.ones(self._count)
             summed = [
                 (n, _Written(vector.weighted(unit_weights).flatten()[None]))
@@ -118,7 +132,11 @@ class SampleSpan:
         return Powers([*([vector_group] for vector_group in vectors), unsplit])
 
     def fit(self, target: Tensors) -> Fit:
-        """Return the nearest point of the span, by least squares."""
+        """Return the span's nearest point to a gradient, by least squares.
+
+        Args:
+            target: The gradient.
+        """
         reference = next(iter(target.values()))
         inner = reference.new_zeros(self._count, dtype=torch.float64)
         gram = reference.new_zeros(self._count, self._count, dtype=torch.float64)
@@ -131,12 +149,12 @@ class SampleSpan:
         )
 
     def fit_each(self, target: Tensors, tokens: bool = False) -> Fit:
-        """Return the nearest point of the product of spans: each parameter has its own factors.
+        """Return the nearest point to a gradient if each parameter has factors of its own.
 
         Args:
-            target: The gradient to come near to.
-            tokens: Factors of a linear layer's weight are of tokens and not of samples, or of
-                groups of neighbors where there are more than 16 for each sample or 256 in all.
+            target: The gradient.
+            tokens: Whether each token has a factor in a linear layer's weight, and not each sample.
+                Neighbors share one if there are more than 16 for each sample, or 256 in all.
         """
         nearest = {}
         for name, vectors in self._vectors():
@@ -151,7 +169,7 @@ class SampleSpan:
         yield from self._written.items()
 
     def _with_rest(self, nearest: Tensors, target: Tensors, weights: Tensor) -> Fit:
-        """With the vector of what no layer has, and zeros where nothing ran."""
+        """Return a fit that also has parameters of no layer, and zeros where no layer ran."""
         for name, parameter in self._parameters.items():
             vector = nearest.get(name)
             nearest[name] = (
@@ -163,19 +181,19 @@ class SampleSpan:
 
 
 class Powers:
-    """A function that gives ‖P g‖² of gradients g, where P projects on a span.
+    """A function that returns ‖P g‖² for gradients g, where P projects on a span.
 
-    It gives a number for each group of parameters that have factors in common.
-
-    Costs about half of what a gradient does for each.
+    It returns a number for each group of parameters that share factors. For each gradient it takes
+    about half as long as computing one.
 
     Args:
-        groups: Of them, with what each adds to the vectors that span. Those of none are left out.
+        groups: The groups of parameters, each with its part of the span's vectors. Empty groups are
+            left out.
 
     Example:
         >>> powers = SampleSpan(gmap).powers("sample")
         >>> found = powers({name: g[None] for name, g in gmap.gradient().items()})
-        >>> found.shape, powers.factors.tolist()  # two samples, and what is no layer's
+        >>> found.shape, powers.factors.tolist()  # two samples, and parameters of no layer
         (torch.Size([1, 2]), [2, 1])
     """
 
@@ -187,13 +205,20 @@ class Powers:
         self._roots = [_root(unit) for _, unit, _ in self._groups]
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Return `(K, groups)` in float64, of gradients `(K, *parameter.shape)`."""
+        """Return ‖P g‖² for K gradients, `(K, groups)` in float64.
+
+        Args:
+            gradients: The gradients, each `(K, *parameter.shape)`, by parameter.
+        """
         return torch.stack([c.square().sum(1) for c in self.coordinates(gradients)], 1)
 
     def coordinates(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return U'g of gradients `(K, *parameter.shape)`: float64 `(K, factors)` for each group.
+        """Return the coordinates Uᵀg of K gradients, for each group `(K, factors)` in float64.
 
-        U is an orthonormal basis of what is spanned.
+        U is an orthonormal basis of the span.
+
+        Args:
+            gradients: The gradients, each `(K, *parameter.shape)`, by parameter.
         """
         coordinates = []
         for (group, _, scale), root in zip(self._groups, self._roots, strict=True):
@@ -207,9 +232,12 @@ class Powers:
         return coordinates
 
     def across(self, other_powers: Powers) -> list[Tensor]:
-        """Return U'V for each group, `(factors, factors of the other)`.
+        """Return the products UᵀV of this span's basis U and another's V, for each group.
 
-        V is a basis of what another span of the same groups has.
+        Each is of shape `(factors, factors of the other)`.
+
+        Args:
+            other_powers: The other span, with the same groups.
         """
         products_by_group = []
         for (group, _, scale), root, (other_group, _, size), turned in zip(
@@ -234,7 +262,7 @@ class _Outer(NamedTuple):
     turned: bool
 
     def of_tokens(self) -> _Outer:
-        """With tokens in the place of samples, or groups of neighbors where there are many."""
+        """Return factors by tokens, and not by samples; neighbors share one if there are many."""
         count, length, _ = self.slopes.shape
         size = -(-count * length // min(TERMS, TERMS_PER_SAMPLE * count))
         padding = -length % size
@@ -245,21 +273,21 @@ class _Outer(NamedTuple):
         return _Outer(slopes, features, self.turned)
 
     def inner(self, target: Tensor) -> Tensor:
-        """With each sample's gradient, `(B,)`."""
+        """Return a gradient's inner products with each sample's gradient, `(B,)`."""
         matrix = (target.T if self.turned else target).to(self.features)
         return ((self.slopes @ matrix) * self.features).sum((1, 2))
 
     def gram(self) -> Tensor:
-        """Between samples' gradients, `(B, B)`."""
+        """Return the inner products between samples' gradients, `(B, B)`."""
         count, length, _ = self.slopes.shape
         out, width = self.slopes.shape[-1], self.features.shape[-1]
-        if length * length * count > out * width:  # shorter written out
+        if length * length * count > out * width:  # gradients that are written out are shorter
             written = (self.slopes.mT @ self.features).flatten(1)
             return written @ written.T
         return self.across(self)
 
     def across(self, other_vectors: Any) -> Tensor:
-        """With those of others, `(B, B')`."""
+        """Return the inner products with other samples' gradients, `(B, B')`."""
         sizes = [factors.slopes.shape[:2] for factors in (self, other_vectors)]
         mine, theirs = (
             (p.slopes.flatten(0, 1), p.features.flatten(0, 1)) for p in (self, other_vectors)
@@ -268,14 +296,14 @@ class _Outer(NamedTuple):
         return products.view(*sizes[0], *sizes[1]).sum((1, 3))
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """Σ_b c_b times samples' gradients."""
+        """Return the sum of samples' gradients, weighted by c, `(B,)`."""
         slopes = self.slopes * weights.to(self.slopes)[:, None, None]
         combination = slopes.flatten(0, 1).T @ self.features.flatten(0, 1)
         return combination.T.contiguous() if self.turned else combination
 
 
 class _Written(NamedTuple):
-    """Samples' gradients, `(B, numel)`."""
+    """The gradients of samples, written out, `(B, numel)`."""
 
     rows: Tensor
 
@@ -296,13 +324,13 @@ _Vectors = list[tuple[str, "_Outer | _Written"]]
 
 
 def _solve(gram: Tensor, inner: Tensor) -> Tensor:
-    """Least squares in float64, of vectors of unit length."""
+    """Return the weights of least squares, solved in float64 for vectors of unit length."""
     unit, scale = _unit(gram)
     return torch.linalg.solve(unit, inner * scale) * scale
 
 
 def _unit(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """The Gram matrix of vectors of unit length, which can be solved; and one over their length."""
+    """Return the Gram matrix of vectors scaled to unit length, with a ridge, and the scales."""
     sizes = gram.diagonal().clamp(min=0).sqrt()
     scale = torch.where(sizes > 0, 1 / sizes, 0.0)
     unit = gram * scale[:, None] * scale
@@ -310,20 +338,24 @@ def _unit(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _root(unit: Tensor) -> Tensor:
-    """R with R Rᵀ the inverse. A Gram matrix of float32 may be a little below 0 somewhere."""
+    """Return R with R Rᵀ the inverse of a Gram matrix.
+
+    An eigenvalue may be a little below 0 if the matrix came from float32.
+    """
     values, vectors = torch.linalg.eigh(unit)
     return vectors * values.clamp(min=RIDGE).rsqrt()
 
 
 def scaled(direction: Tensors, target: Tensors, factors: Tensor | None = None) -> Fit:
-    """Return `direction` times the factor a with which it is nearest.
+    """Return the multiple of a direction that is nearest to a target.
 
-    What is left out is then orthogonal to it, and has the share 1 - cos² of the power.
+    The difference is orthogonal to the direction, and has the fraction 1 - cos² of the target's
+    squared norm.
 
     Args:
-        direction: One tensor a shared parameter.
-        target: What it is to be near to.
-        factors: Those that made it, to be multiplied with a as well.
+        direction: The direction, with one tensor for each shared parameter.
+        target: The tensors to come near to.
+        factors: The factors that the direction was made with. They are multiplied as well.
 
     Example:
         >>> direction, target = {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([3.0, 4.0])}
@@ -343,14 +375,15 @@ def scaled(direction: Tensors, target: Tensors, factors: Tensor | None = None) -
 
 
 def vjp_by_difference(gmap: GradientMap, x: Tensor, delta: Tensors) -> Tensor:
-    """Return J δ at an input, from two passes without gradients of weights (4/3 plain gradients).
+    """Return J δ = ∇_x ⟨g(x), δ⟩ at an input, from two passes.
 
-    It is off by about the precision to the power of 2/3 (float32: 0.01 %) where the loss is smooth.
+    The passes take no gradients of weights, and as long as 4/3 of a plain gradient. If the loss is
+    smooth, the error is about the precision to the power of 2/3, which is 0.01 % in float32.
 
     Args:
-        gmap: The map; its model is not written to.
-        x: The input, in the shape of the map's.
-        delta: One tensor for every shared parameter, or for some.
+        gmap: The gradient map. Its model is not written to.
+        x: The input at which the product is taken, in the shape of the map's.
+        delta: The tensors δ, for every shared parameter or for some.
 
     Returns:
         A tensor in the shape of `x`.
@@ -368,8 +401,8 @@ def vjp_by_difference(gmap: GradientMap, x: Tensor, delta: Tensors) -> Tensor:
     ]
     if not sizes[1]:
         return torch.zeros_like(x)
-    # Where rounding and the third derivative weigh alike, for a loss and parameters of one scale;
-    # networks bend sooner than that in single precision.
+    # At this step rounding and the third derivative err alike, if loss and parameters are of one
+    # scale. In single precision networks bend sooner than that.
     relative = min(torch.finfo(x.dtype).eps ** (1 / 3), 1.5e-4)
     step = relative * (sizes[0] or 1.0) / sizes[1]
     ends = [

@@ -1,11 +1,11 @@
 """Completeness of checkpoints: a run that is killed while it saves leaves an incomplete one.
 
-Once every rank has written its files, the first writes a list of what resuming will read, with
-sizes and checksums. The Trainer's own state comes last, before it deletes older checkpoints. A
-checkpoint of the stock Trainer has no such list: it is taken as complete if that last file is
+Once every rank has written its files, the first writes a list of the files that resuming will read,
+with sizes and checksums. The Trainer's own state comes last, before it deletes older checkpoints. A
+checkpoint of the stock Trainer has no such list. It is taken as complete if that last file is
 readable.
 
-None of them is uploaded: they hold private state.
+No checkpoint is uploaded, because checkpoints hold private state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...data.private import write_private
 logger = logging.get_logger(__name__)
 
 LIST, OURS = "gradguard_complete.json", "gradguard_"
-_OF_RANKS = "gradguard_private_rank"  # says by itself what it means to lack one
+_OF_RANKS = "gradguard_private_rank"  # loading reports a missing one, and what that means
 
 
 def begin_checkpoint(folder: Path) -> None:
@@ -44,15 +44,15 @@ def begin_checkpoint(folder: Path) -> None:
 
 
 def list_checkpoint(folder: Path) -> None:
-    """Write the list of files that resuming will read, with sizes and checksums.
+    """Write the list of a checkpoint's files that resuming will read, with sizes and checksums.
 
-    It is called when all ranks have written theirs.
+    Call it when all ranks have written their files.
 
     Example:
         >>> folder = tmp_path / "checkpoint-1"
         >>> folder.mkdir()
         >>> list_checkpoint(folder)
-        >>> missing_from(folder)  # the Trainer writes that one last
+        >>> missing_from(folder)  # the Trainer writes that file last
         'trainer_state.json is missing'
     """
     files = {
@@ -63,12 +63,13 @@ def list_checkpoint(folder: Path) -> None:
 
 
 def missing_from(folder: Path, checks_content: bool = False) -> str:
-    """Return what a checkpoint lacks to be complete; an empty text if it is complete.
+    """Return a sentence on what a checkpoint lacks; an empty text if it is complete.
 
     Args:
         folder: The folder of the checkpoint.
         checks_content: Whether files are compared with their checksums, too, which takes about a
-            second for each gigabyte. No kill explains a difference: the list comes after them.
+            second for each gigabyte. A kill cannot make these differ, since the list is written
+            after the files.
 
     Example:
         >>> missing_from(tmp_path / "checkpoint-1")
@@ -81,7 +82,8 @@ def missing_from(folder: Path, checks_content: bool = False) -> str:
     except ValueError:
         return f"{LIST} is cut off"
     for name, entry in listed.items():
-        size, checksum = entry if isinstance(entry, list) else (entry, None)  # as older versions
+        # Older versions listed the size alone.
+        size, checksum = entry if isinstance(entry, list) else (entry, None)
         path, is_private = folder / name, name.startswith(_OF_RANKS)
         if not path.is_file():
             if is_private:
@@ -103,11 +105,11 @@ def missing_from(folder: Path, checks_content: bool = False) -> str:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Check that a checkpoint is complete, and what was saved, before a run resumes from it.
+    """Check that a checkpoint is complete and unchanged before a run resumes from it.
 
     Raises:
-        ValueError: If it is not; the message says what it lacks, and names the newest complete one
-            beside it.
+        ValueError: If it is not. The message says what it lacks, and names the newest complete
+            checkpoint beside it.
 
     Example:
         >>> check_checkpoint(tmp_path / "checkpoint-1")
@@ -140,12 +142,14 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def newest_complete(folder: Path, accelerator: Accelerator) -> str | None:
-    """Return the newest checkpoint that is complete on every rank.
+    """Return the newest checkpoint that is complete on every rank. All ranks must call it.
 
-    All ranks must call it.
+    A warning names newer checkpoints that are not complete. If there is no complete one, the result
+    is `None`, with a warning: a run that was killed before its first checkpoint begins anew.
 
-    It warns of newer ones that are not. The result is `None`, with a warning, if there is none: a
-    run that was killed before its first checkpoint begins anew.
+    Args:
+        folder: The output folder, which holds checkpoints.
+        accelerator: The accelerator of the ranks that compare theirs.
 
     Example:
         >>> newest_complete(tmp_path, Accelerator(cpu=True))
@@ -153,7 +157,7 @@ def newest_complete(folder: Path, accelerator: Accelerator) -> str | None:
     complete_here = complete_steps(folder)
     step = max(complete_here, default=-1)
     while True:
-        # not by the accelerator of a Trainer of ours, which adds counts up: each rank's is needed
+        # A protected Trainer's accelerator adds counts up in `gather`, and each rank's is needed.
         newest = gather(torch.tensor([step], device=accelerator.device))
         if newest.min() == newest.max():
             break
@@ -173,12 +177,13 @@ def newest_complete(folder: Path, accelerator: Accelerator) -> str | None:
 def without_private_files() -> Iterator[None]:
     """Keep checkpoints and private files out of any folder that the Trainer uploads meanwhile.
 
-    The Trainer leaves out those at the top by itself, but not those of a search, in `run-*`.
+    The Trainer leaves out checkpoints at the folder's top by itself, but not those of a search for
+    hyperparameters, which are in folders `run-*`.
 
     Example:
         >>> from transformers import trainer
         >>> with without_private_files():
-        ...     type(trainer.hf_api()).__name__  # which `Trainer.push_to_hub` calls
+        ...     type(trainer.hf_api()).__name__  # `Trainer.push_to_hub` calls it
         '_Uploads'
     """
     api = trainer.hf_api
@@ -190,7 +195,7 @@ def without_private_files() -> Iterator[None]:
 
 
 class _Uploads:
-    """A Hub's API that uploads no private files."""
+    """An API of the Hub that uploads no private files."""
 
     def __init__(self, api: Any) -> None:
         self._api = api
@@ -210,7 +215,7 @@ def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """What resuming reads."""
+    """Return the files that resuming reads."""
     for path in folder.rglob("*"):
         if (
             path.suffix in _SUFFIXES
@@ -230,5 +235,5 @@ def _checksum(path: Path) -> str:
 
 
 _PREFIX, _SUFFIXES = "checkpoint-", (".safetensors", ".bin", ".pt", ".pth")
-# `*` goes over slashes, too. metrics.json is train.write_metrics', for the rank itself.
+# `*` matches slashes, too. train.write_metrics writes metrics.json for the rank itself.
 _PRIVATE_PATTERNS = (f"*/{_PREFIX}*", f"{OURS}*", f"*/{OURS}*", "metrics.json")

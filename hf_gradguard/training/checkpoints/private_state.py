@@ -1,7 +1,7 @@
-"""A rank's private file in a checkpoint, under one checksum.
+"""A rank's private file in a checkpoint.
 
-It holds the states of defenses, the account of what examples have given away, the name of the run,
-and the settings that a resumed run must keep.
+It holds the states of defenses, the account of what each example has leaked, the name of the run,
+and the settings that a resumed run must keep. One checksum covers all of it.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ _OTHER_RANKS = (
 
 @dataclass
 class RunRecord:
-    """A record of a run in its private file, beside tensors.
+    """A record of a run in a checkpoint's private file.
 
     Args:
-        run: The run's name, as in the account of what left.
-        counted: How many records of that account the file counts, by attempt at the run.
-        privacy: The noise multiplier, sampling rate and messages of `dp_sgd` with `per_sample`,
-            also of earlier trainings; `None` if the run never had it.
-        label_epsilon: The ε of randomized labels; `None` where labels are true.
-        data: The fingerprint of rows that are known by number, salted with `run`; `None` where none
-            are.
-        settings: The settings, by name, under which defenses remember something.
-        shared: How many messages were shared, by what the card says of them.
-        transcript: With correlated noise, the order of rows, and how many messages were shared.
+        run: The run's name, as in the account of what was shared.
+        counted: How many records of that account are counted in the file, by attempt at the run.
+        privacy: The noise multiplier, sampling rate and number of messages of each training with
+            per-sample `dp_sgd`, earlier ones included. It is `None` if there was none.
+        label_epsilon: The ε of randomized labels; `None` if labels are true.
+        data: The fingerprint of the rows, salted with `run`; `None` if nothing knows rows by their
+            number.
+        settings: The settings, by name, that the states of defenses depend on.
+        shared: The number of shared messages, by the kinds that the model card states.
+        transcript: The order of rows and the number of shared messages, with correlated noise.
 
     Example:
         >>> RunRecord("run").label_epsilon is None
@@ -115,9 +115,8 @@ def save_private_state(
 ) -> None:
     """Write a rank's private state to a file that only its owner can read.
 
-    That is the state of each client's defense, of the accountant, and the key of randomized labels,
-    which depend on the client's data. The file says of how many clients and ranks it is, and of
-    which run.
+    The file holds the states of the clients' defenses and of the accountant, and the key of
+    randomized labels. It also says how many clients and ranks there were, and which run it is from.
 
     Args:
         folder: The folder of the checkpoint.
@@ -150,9 +149,10 @@ def save_private_state(
 
 
 def saved_record(folder: str, rank: int) -> RunRecord | None:
-    """Return the record of the run in a checkpoint.
+    """Return the record of the run that wrote a checkpoint.
 
-    It is `None` if the checkpoint holds no private file of this rank, or one of an older version.
+    It is `None` if the checkpoint holds no private file of this rank, or if an older version wrote
+    the file.
 
     Raises:
         ValueError: If the file is damaged.
@@ -171,16 +171,19 @@ def saved_record(folder: str, rank: int) -> RunRecord | None:
 def check_record(
     folder: str, saved: RunRecord | None, current: RunRecord, needs_epsilon: bool = False
 ) -> None:
-    """Check that this run may continue from a checkpoint, as the same process may.
+    """Check that this run may continue from a checkpoint.
+
+    It may not if it would release labels a second time, share true labels, or leave earlier
+    messages out of an account.
 
     Args:
         folder: The folder of the checkpoint.
-        saved: The record in its private file.
-        current: The record of this run, its data's fingerprint salted as the saved one.
+        saved: The record in the checkpoint's private file, if it has one.
+        current: The record of this run. Its data's fingerprint is salted as the saved one.
         needs_epsilon: Whether this run counts messages for ε.
 
     Raises:
-        ValueError: If it may not; the message has the reason and the way out.
+        ValueError: If it may not. The message has the reason and the way out.
 
     Example:
         >>> check_record("out", RunRecord("a", label_epsilon=1.0), RunRecord("a"))
@@ -211,16 +214,25 @@ def load_private_state(
     record: RunRecord | None = None,
     releases: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Restore what `save_private_state` wrote.
+    """Restore a rank's private state, which `save_private_state` wrote.
 
-    Without a file of this rank, or with one that another number of ranks saved or that was saved
-    under other settings than `record` has, defenses forget what they remember, with a warning. The
-    accountant also counts `releases`, for which the file was written too early.
+    Defenses begin with an empty state, with a warning, if the folder has no file of this rank, if
+    another number of ranks saved it, or if it was saved under other settings.
+
+    Args:
+        folder: The folder of the checkpoint.
+        rank: The rank whose file is read.
+        clients: The clients that get their states back.
+        accountant: The rank's accountant, if it has one, which gets its state back.
+        device: The device that states are loaded to.
+        label_key: The key of randomized labels, if there are any, which gets its bytes back.
+        record: The record of this run, whose settings are compared with the saved ones.
+        releases: The releases after the file was written, which the accountant counts, too.
 
     Raises:
-        ValueError: If the file is of another number of clients, or damaged; or if there is an
-            accountant, and the folder holds none of this rank, one of another number of ranks, or
-            one that knows examples by their content.
+        ValueError: If the file is damaged, or of another number of clients; or if there is an
+            accountant, and the folder has no account of this rank, one of another number of ranks,
+            or one that knows examples by their content.
 
     Example:
         >>> defense = make_defense("optimal_noise")
@@ -268,14 +280,17 @@ def _changed_settings(about: Mapping[str, str], record: RunRecord | None) -> lis
 
 
 def _begin_anew(clients: Sequence[Client], reason: str) -> None:
-    """Also what an earlier training of this process has left."""
+    """Empty the states of clients, also those that an earlier training of this process left."""
     logger.warning(f"{reason}. Sensitivities are estimated anew, and nothing is left to be sent.")
     for client in clients:
         client.state, client.parameters = NO_STATE, "-"
 
 
 def _of_clients(saved: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """What each client's defense remembers; nothing of one that remembers nothing."""
+    """Return the saved tensors of each client's state, by the client's number.
+
+    A client with an empty state is left out.
+    """
     states: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for key, tensor in saved.items():
         index, _, name = key.partition("/")
@@ -324,7 +339,11 @@ def _ranks() -> int:
 
 
 def _read_tensors(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a private file as they were written, and what it says of them."""
+    """Return the tensors of a private file, and its metadata.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
     try:
         with safe_open(path, "pt") as file:
             about = file.metadata() or {}
@@ -337,8 +356,9 @@ def _read_tensors(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _checksum(state: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
-    """Of the tensors, and of what is said of them; of the tensors alone where an older version
-    wrote them.
+    """Return the checksum of a private file's tensors and metadata.
+
+    In a file of an older version, it covers the tensors alone.
     """
     digest = hashlib.sha256()
     for name in sorted(state):

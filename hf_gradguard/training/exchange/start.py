@@ -24,22 +24,20 @@ ALONE = (
     "There is one process, so nothing leaves it: this trains as protected clients would, and hides "
     "nothing from anybody here. Start a process for each client (accelerate launch): docs/train.md."
 )
-_MOST = 10  # findings that are listed
+_MOST = 10  # findings are listed; the warning counts the others
 
 logger = logging.get_logger(__name__)
 
 
 def check_agreed(settings: Mapping[str, Any], device: torch.device | str) -> None:
-    """Check on all ranks that they agree on settings.
+    """Check that all ranks have the same settings. All ranks must call it.
 
-    All ranks must call it.
-
-    Exchanges of ranks that differ would not fit together, wait for each other, or mix up what is
-    whose.
+    Ranks that differ would wait for each other, send what does not fit together, or mix up whose
+    data is whose.
 
     Args:
-        settings: The settings that `agreed_upon` lists. Ranks send 8 bytes of a hash of each entry,
-            which hides no small number.
+        settings: The settings that `agreed_upon` lists. Ranks send an 8-byte hash of each, which
+            does not hide a small number.
         device: The device that ranks exchange from.
 
     Raises:
@@ -77,7 +75,7 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def say_received(model: nn.Module) -> None:
-    """Warn of properties of a received model that make gradients leak.
+    """Warn if a model that this rank received has properties that make gradients leak.
 
     Example:
         >>> say_received(model)
@@ -92,15 +90,15 @@ _TRAINED: WeakSet[nn.Module] = WeakSet()
 
 
 class StartAlike:
-    """Every rank is asked for the same, and starts, as wrapping in DDP would have made it, from
-    rank 0's parameters and buffers.
+    """A callback that starts all ranks with the same settings, and with rank 0's weights.
 
-    Rank 0 could plant weights that make gradients leak. A rank that has loaded a model of its own
-    says so where rank 0's is another, and looks at what it got.
+    Wrapping in DDP would have sent the same parameters and buffers. Rank 0 could plant weights that
+    make gradients leak. So a rank warns if rank 0's model differs from the one that it has loaded,
+    and checks the model that it got.
 
     Args:
-        evaluated: Gives what the model is evaluated on.
-        defense: Gives what messages are protected by.
+        evaluated: A function that returns the data that the model is evaluated on.
+        defense: A function that returns the defense of the messages.
     """
 
     def __init__(
@@ -115,24 +113,23 @@ class StartAlike:
     ) -> None:
         if args.world_size > 1:
             trained = kwargs.get("optimizer"), kwargs.get("train_dataloader")
-            check_loader(trained[1])  # also of a class of the user's own
+            check_loader(trained[1])  # a user's own class may have made it
             measured = self._evaluated(), self._defense()
             settings = agreed_upon(args, model, state, *trained, *measured)
             check_agreed(settings, args.device)
-            if not is_sharded(model):  # that began alike before it was cut
+            if not is_sharded(model):  # a sharded model was aligned before it was cut
                 self.align(args, model)
         self._started = True
         _TRAINED.add(model)
 
     def align(self, args: TrainingArguments, model: nn.Module) -> None:
-        """Take rank 0's parameters and buffers, and say so where they are others. All ranks must
-        call it.
+        """Take rank 0's parameters and buffers, and warn if they differ. All ranks must call it.
 
         Args:
-            args: Training arguments.
-            model: As this rank has loaded it, whole.
+            args: The training arguments.
+            model: The model as this rank has loaded it, whole.
         """
-        # later on buffers hold statistics of rank 0's data, also in another Trainer
+        # After a training, buffers hold statistics of rank 0's data, so only parameters are sent.
         buffers = [] if model in _TRAINED else list(model.buffers())
         tensors = [tensor.detach() for tensor in (*model.parameters(), *buffers)]
         compared = [] if self._started else tensors
@@ -141,7 +138,7 @@ class StartAlike:
             for tensor in tensors:
                 sent = tensor.to(args.device)
                 broadcast(sent)
-                if sent is not tensor:  # of a model that Accelerate is to cut, and moves then
+                if sent is not tensor:  # Accelerate moves a model that it is to cut later
                     tensor.copy_(sent)
         pairs = zip(digests, map(_digest, compared), strict=True)
         if args.process_index and not self._started and setting(args, "check_received"):
@@ -150,15 +147,15 @@ class StartAlike:
             logger.warning(_PLANTED.format(num_different, len(tensors)))
 
 
-# Which make the optimizer
 _OF_OPTIMIZER = (
     "optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
     "adam_epsilon", "warmup_steps", "warmup_ratio",
 )  # fmt: skip
-# Of ranks that hold parts of one federation, or of one sum
+"""Settings that decide the optimizer."""
 _OF_CLIENTS = (
     "clients_per_process", "per_device_train_batch_size", "partition", "dirichlet_alpha",
 )  # fmt: skip
+"""Settings that must be equal on ranks that hold parts of one federation, or of one sum."""
 EVALUATED, BEGUN = "per_device_eval_batch_size", "the step that training begins at"
 STEPS, BATCHES = "the number of steps", "the number of batches in an epoch"
 ROWS, OPTIMIZER = "the number of rows to evaluate on", "the optimizer and its rates"
@@ -175,19 +172,22 @@ def agreed_upon(
     evaluated: Any = None,
     defense: Defense | None = None,
 ) -> dict[str, Any]:
-    """List what has to be the same on all ranks, by name: all settings but those that a rank may
-    choose for itself (own_settings.py). Limits count by whether they stop a run, intervals where
-    something follows them, and lengths of data where exchanges follow them.
+    """List what must be the same on all ranks, by name.
+
+    The list has all settings but those that a rank may choose for itself (own_settings.py). A limit
+    counts only by whether it stops a run. An interval, or a length of data, counts only if
+    exchanges follow it.
 
     Args:
-        args: Training arguments.
-        model: The one that is trained.
-        state: Of the training that begins.
-        optimizer: Its own.
-        batches: Its data loader.
-        evaluated: What it is evaluated on, if it is.
-        defense: Of this rank's messages. It counts where they are parts of one sum: noise of the
-            sum is what all add, and a rank that adds less takes it from all others.
+        args: The training arguments.
+        model: The model that is trained.
+        state: The state of the training that begins.
+        optimizer: The training's optimizer.
+        batches: The training's data loader.
+        evaluated: The data that the model is evaluated on, if it is.
+        defense: The defense of this rank's messages. It counts if the messages are parts of one
+            sum: the sum's noise is what all ranks add, so a rank that adds less weakens all others'
+            protection.
 
     Example:
         >>> agreed_upon(TrainingArguments("out", max_steps=3), model)["max_steps"]
@@ -225,9 +225,12 @@ def agreed_upon(
 
 
 def differences(names: Iterable[str]) -> str:
-    """Return the entries of `agreed_upon` that differ, and what to do.
+    """Return the end of an error's text: the entries of `agreed_upon` that differ, and advice.
 
-    Entries that follow from others are left out.
+    An entry that follows from another is left out.
+
+    Args:
+        names: The names of the entries that differ.
 
     Example:
         >>> differences(["learning_rate", OPTIMIZER])
@@ -268,8 +271,9 @@ def _evaluates(settings: dict[str, Any]) -> bool:
 
 
 def _follows_epochs(settings: dict[str, Any], batches: Any) -> bool:
-    """Whether ranks exchange something at the end of an epoch, at its start (a sampler's random
-    state), or for each batch.
+    """Return whether ranks exchange something for each batch, or at an epoch's start or end.
+
+    At its start they send a sampler's random state.
     """
     strategies = [settings[f"{event}_strategy"] for event in ("logging", "save", "eval")]
     counts = (settings["include_num_input_tokens_seen"] or "no") != "no"
@@ -292,7 +296,7 @@ def _lengths(data: Any) -> Any:
 
 
 def _described(optimizer: Any) -> Any:
-    """Its class, and of each group how many parameters there are and all that is set for them."""
+    """Return an optimizer's class, and each group's settings and number of parameters."""
     plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     groups = [sorted(_settings(group)) for group in getattr(plain, "param_groups", [])]
     return type(plain).__name__, groups
@@ -306,11 +310,11 @@ def _settings(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def log_ranks(ranks: int, state: TrainerState) -> None:
-    """Log how many ranks train, on one for all: warn of one that is alone, once.
+    """Log on rank 0 how many ranks train. A rank that is alone is warned once.
 
     Args:
-        ranks: How many there are.
-        state: Of the training.
+        ranks: The number of ranks.
+        state: The state of the training.
 
     Example:
         >>> from transformers import TrainerState

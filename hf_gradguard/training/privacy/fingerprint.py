@@ -19,12 +19,12 @@ from ..clients.partition import fetched
 from ..refusals import is_of_datasets
 
 MOST = 1024
-"""Rows that are read. Of a larger data set they are spread evenly, from the first to the last."""
-_TRIED = 8  # rows that are read twice: a field that differs is drawn anew at every visit
+"""The most rows that are read. In a larger data set they are spread evenly over all rows."""
+_TRIED = 8  # so many rows are read twice: a field that differs is drawn at random each time
 
 
 def seed_all(seed: int) -> None:
-    """Seed all three global generators, inside `draws_restored`.
+    """Seed the global generators of torch, NumPy and Python. Call it inside `draws_restored`.
 
     Example:
         >>> with draws_restored():
@@ -38,14 +38,15 @@ def seed_all(seed: int) -> None:
 
 
 def data_fingerprint(data: Any, salt: str) -> str | None:
-    """Return a checksum of a data set's rows in their order; `None` where rows have no number.
+    """Return a checksum of a data set's rows in their order; `None` if rows have no number.
 
-    Fields that a data set draws at random are left out, if the three global generators do not
-    decide them. All generators stay as they are.
+    Fields that a data set draws at random are left out, unless the global generators decide them.
+    All generators stay as they are.
 
     Args:
         data: The training data.
-        salt: The salt of a run, so that nobody can compare the checksum with guesses of the data.
+        salt: The salt of a run. Without it, anybody could compare the checksum with guesses of the
+            data.
 
     Example:
         >>> rows = [{"text": "a", "label": 0}, {"text": "b", "label": 1}]
@@ -55,7 +56,7 @@ def data_fingerprint(data: Any, salt: str) -> str | None:
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or not len(data):
         return None
     if is_of_datasets(data, "Dataset"):
-        data = data.with_format(None)  # without what makes pixels of each row
+        data = data.with_format(None)  # a transform would turn each row into pixels
     count = len(data)
     numbers = np.unique(np.linspace(0, count - 1, min(count, MOST)).round().astype(int)).tolist()
     digest = hashlib.sha256(f"{salt} {count}".encode())
@@ -85,7 +86,12 @@ class Fingerprints:
         self._last: tuple[Any, str, str | None] = None, "", None
 
     def __call__(self, data: Any, salt: str) -> str | None:
-        """Return `data_fingerprint` of the data."""
+        """Return the `data_fingerprint` of the data, computed anew only for other arguments.
+
+        Args:
+            data: The training data.
+            salt: The salt of a run.
+        """
         if self._last[0] is not data or self._last[1] != salt:
             self._last = data, salt, data_fingerprint(data, salt)
         return self._last[2]
@@ -95,13 +101,13 @@ def _row(data: Any, number: int) -> Any:
     seed_all(number)
     try:
         (row,) = fetched(data, [number])
-    except Exception as error:  # a row that cannot be read says so whenever it is read
+    except Exception as error:  # training raises the same error when it reads this row
         return type(error).__name__
     return row
 
 
 def _fields(row: Any) -> dict[str, bytes]:
-    """A checksum of each of a row's entries."""
+    """Return a checksum of each of a row's entries, by name."""
     if not isinstance(row, Mapping):
         return {"": _checksum(row)}
     return {str(name): _checksum(value) for name, value in row.items()}
@@ -114,7 +120,7 @@ def _checksum(value: Any) -> bytes:
 
 
 def _feed(digest: Any, value: Any) -> None:
-    """Content of the kinds that rows hold. Of others their class: it has no known form."""
+    """Add a value's content to a digest, or its class if its content has no known form."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = value.float().numpy() if value.dtype == torch.bfloat16 else value.numpy()

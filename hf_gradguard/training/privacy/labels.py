@@ -1,13 +1,14 @@
 """Labels that are randomized before anything is computed from them.
 
-By randomized response (Warner, 1965; for K classes Kairouz, Oh and Viswanath, "Extremal Mechanisms
-for Local Differential Privacy", 2014) a label is kept with probability e^ε / (e^ε + K - 1), and
-else becomes one of the other classes, each equally likely. Whatever is computed from the result is
-ε-label differentially private: no message, whatever protects it, changes the odds of two labels of
-a row by more than a factor e^ε.
+Randomized response (Warner, 1965) keeps a label with probability e^ε / (e^ε + K - 1), and otherwise
+replaces it by one of the other classes, each equally likely. For K classes it is that of Kairouz,
+Oh and Viswanath, "Extremal Mechanisms for Local Differential Privacy", 2014. Anything that is
+computed from the result is ε-label differentially private: no message, whatever protects it,
+changes the odds of two labels of a row by more than a factor e^ε.
 
-The unit is a row. A text that is in the data k times has k draws, whose ε add up: at ε = 1 an
-attacker finds 73.1 % of the labels of single texts, and 93.5 % of those that are there nine times.
+The unit is a row. A text that is in the data k times has k draws, whose ε add up. At ε = 1 an
+attacker finds 73.1 % of the labels of single texts, and 93.5 % of those of texts that are there
+nine times.
 """
 
 from __future__ import annotations
@@ -34,9 +35,13 @@ _NAMES = ("labels", "label", "label_ids")
 
 
 def keep_probability(epsilon: float, classes: int) -> float:
-    """Return the probability that a label is kept.
+    """Return the probability that randomized response keeps a label.
 
-    It is also the largest fraction that any attack finds of labels that were equally likely before.
+    If all labels were equally likely before, no attack finds a larger fraction of them.
+
+    Args:
+        epsilon: The ε of a label.
+        classes: The number K of classes.
 
     Example:
         >>> round(keep_probability(1.0, classes=2), 3)
@@ -48,7 +53,13 @@ def keep_probability(epsilon: float, classes: int) -> float:
 
 
 def randomized_response(label: int, epsilon: float, classes: int, stream: Stream) -> int:
-    """Return a label, randomized once.
+    """Return a label, drawn once by randomized response.
+
+    Args:
+        label: The true class id.
+        epsilon: The ε of the label.
+        classes: The number K of classes.
+        stream: The source of randomness.
 
     Raises:
         ValueError: If the label is no class.
@@ -66,17 +77,17 @@ def randomized_response(label: int, epsilon: float, classes: int, stream: Stream
 
 
 class LabelKey:
-    """The key of a rank's randomized labels, which is private to the rank.
+    """The private key that decides how a rank's labels are randomized.
 
-    Draws are the same for one row at every epoch, so that its label is released once. The key is
-    stored in checkpoints.
+    A row's draw is the same at every epoch, so its label is released only once. The key is stored
+    in checkpoints.
 
     Args:
-        seed: A seed that makes draws reproducible, so that they hide nothing from anybody who knows
-            it.
+        seed: A seed that makes draws reproducible. They then hide nothing from anybody who knows
+            it. By default the key is random.
 
     Attributes:
-        is_from_seed: Whether there is a seed.
+        is_from_seed: Whether a seed decides the draws.
 
     Example:
         >>> key = LabelKey()
@@ -89,7 +100,11 @@ class LabelKey:
         self._key = stream.bytes(32)
 
     def of(self, row: int) -> Stream:
-        """Return the stream of a row of the data set."""
+        """Return the stream that a data-set row's label is drawn from.
+
+        Args:
+            row: The row's number.
+        """
         return Stream.from_seeds(int.from_bytes(self._key, "big"), row)
 
     def tensor(self) -> Tensor:
@@ -97,15 +112,19 @@ class LabelKey:
         return torch.tensor(list(self._key), dtype=torch.uint8)
 
     def load(self, saved: Tensor) -> None:
-        """Load the key that `tensor` returned."""
+        """Load the key that `tensor` returned.
+
+        Args:
+            saved: The key as a tensor of bytes.
+        """
         self._key = bytes(saved.tolist())
 
 
 class RandomizedLabels(Dataset):
-    """A data set whose labels randomized response drew, once for each row.
+    """A data set whose labels are drawn by randomized response, once for each row.
 
-    ε is stated for one row: where a text stands in several, each has a draw of its own, and their ε
-    add up.
+    ε is stated for one row. If a text stands in several rows, each has a draw of its own, and their
+    ε add up.
 
     Args:
         data: The rows by number, each a mapping with a class id called `labels` or `label`.
@@ -163,13 +182,13 @@ def protect_labels(
     Args:
         data: The Trainer's data, if it has any.
         args: The training arguments with `label_epsilon`.
-        model: The model whose classes the labels are.
+        model: The model that predicts the labels, which says how many classes there are.
         key: The key of the draws.
-        own_batches: Whether the Trainer's class reads its batches in a way of its own.
+        own_batches: Whether the Trainer's class reads its batches in its own way.
 
     Raises:
-        UnsupportedError: If labels are no classes, clients are to have some of them, or batches
-            need not come from `data`.
+        UnsupportedError: If labels are no classes, if true labels decide which client gets a row,
+            or if batches need not come from `data`.
         ValueError: If the labels were randomized with another ε.
 
     Example:
@@ -221,7 +240,7 @@ UNIT_OF_LABELS = (
 class Randomizer:
     """A randomizer of a Trainer's labels, with a key for every data set.
 
-    A data set that comes back has the same key.
+    A data set that is passed again gets the key that it had.
 
     Attributes:
         key: The key of the last data set; `None` if its labels are true.
@@ -239,7 +258,14 @@ class Randomizer:
         self._randomized: list[RandomizedLabels] = []
 
     def __call__(self, data: Any, args: Any, model: nn.Module, own_batches: bool) -> Any:
-        """Return training data, with randomized labels if `args.protect_labels` is set."""
+        """Return training data, with randomized labels if `args.protect_labels` is set.
+
+        Args:
+            data: The training data.
+            args: The training arguments.
+            model: The model that predicts the labels.
+            own_batches: Whether the Trainer's class reads its batches in its own way.
+        """
         if setting(args, "protect_labels") is None and not self._randomized:
             return data
         seed = setting(args, "noise_seed")
@@ -257,10 +283,10 @@ class Randomizer:
 
 
 def number_of_classes(model: nn.Module) -> int:
-    """Return the number K of classes of a model that has one for each label.
+    """Return the number K of classes that a classifier tells apart.
 
     Raises:
-        UnsupportedError: If labels are no classes.
+        UnsupportedError: If the model's labels are no classes.
 
     Example:
         >>> number_of_classes(model)

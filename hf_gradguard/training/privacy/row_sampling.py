@@ -1,4 +1,4 @@
-"""Which way of drawing rows a Trainer with `dp_sgd(per_sample=True)` has, and where it has none."""
+"""The choice of how a Trainer with per-sample `dp_sgd` draws rows, or its refusal to draw them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ def private_rows_of(
     account: PrivacyAccount | None,
     account_file: AccountFile | None = None,
 ) -> PrivateRows | None:
-    """What draws and counts the rows of a Trainer whose defense is `dp_sgd` with `per_sample`;
-    `None` for all other defenses, and where no rows are drawn here.
+    """Return the object that draws and counts the rows of a Trainer with per-sample `dp_sgd`.
+
+    It is `None` for all other defenses, and for a Trainer that does not draw rows itself.
 
     Args:
-        trainer: With its `defense`, arguments and data.
-        own_batches: Whether its class draws batches in a way of its own.
-        clients: As for `PrivateRows`.
-        account: Likewise.
-        account_file: Likewise.
+        trainer: The Trainer, with its `defense`, arguments and data.
+        own_batches: Whether the Trainer's class draws batches in its own way.
+        clients: A function that returns the rank's clients, as for `PrivateRows`.
+        account: The account of messages that ε follows from, as for `PrivateRows`.
+        account_file: The file of that account, as for `PrivateRows`.
 
     Raises:
-        UnsupportedError: Where batches could not be drawn as (ε, δ) takes them to be.
+        UnsupportedError: If batches cannot be drawn in the way that the proof of (ε, δ) needs.
 
     Example:
         >>> from hf_gradguard import GradGuardTrainer

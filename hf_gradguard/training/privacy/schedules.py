@@ -1,6 +1,6 @@
-"""Properties of a schedule of learning rates before a training: whether it is public, and its end.
+"""Two properties of a schedule of learning rates: whether it follows the data, and how it ends.
 
-Both follow from the scheduler itself, and not from its name, so that a new one is judged as well.
+Both are read from the scheduler itself, and not from its name, so a new kind is judged as well.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
 
-_NEARLY_ZERO = 0.01  # of the highest rate: some schedules end at a small one, lest it be zero
-_POINTS = 1001  # at which a long schedule is looked at
+_NEARLY_ZERO = 0.01  # in units of the highest rate, since some schedules end just above zero
+_POINTS = 1001  # at most so many steps of a schedule are looked at
 
 
 def follows_evaluation(scheduler: Any) -> bool:
     """Return whether a scheduler's rates follow a metric, so that nobody knows them beforehand.
 
     Args:
-        scheduler: The Trainer's scheduler; `None` where rates stay.
+        scheduler: The Trainer's scheduler; `None` if rates stay constant.
 
     Example:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -31,11 +31,10 @@ def follows_evaluation(scheduler: Any) -> bool:
 
 
 def falls_to_zero(scheduler: Any, steps: int) -> bool:
-    """Return whether rates end at zero and do not rise again once they have fallen.
+    """Return whether learning rates end at zero, and never rise again once they have fallen.
 
-    Schedules that are no `LambdaLR`, as a user may pass one, cannot be asked about a later step.
-    For them the answer is no, and noise is planned for rates that stay, which is right for any
-    schedule.
+    A user's scheduler that is no `LambdaLR` cannot be asked about later steps. The answer is then
+    no: noise is planned for constant rates, which is right for any schedule.
 
     Args:
         scheduler: The Trainer's scheduler.

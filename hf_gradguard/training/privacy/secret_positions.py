@@ -19,12 +19,12 @@ logger = logging.get_logger(__name__)
 
 
 class SecretPositions(NamedTuple):
-    """The figures against an attacker that does not know in which messages a row is.
+    """The privacy of rows against an attacker that does not know which messages they are in.
 
     Args:
         epsilon: The ε at the defense's δ; `None` without a δ.
-        power: The most members, as a fraction, that it finds at 1 % false positives, where a row is
-            in one message.
+        power: The largest fraction of members that such an attacker finds at 1 % false positives,
+            if a row is in one message.
     """
 
     epsilon: float | None
@@ -36,10 +36,18 @@ def positions_unknown(
     factor: Factor, messages: int, noise_multiplier: float, bins: int, scale: float,
     delta: float | None,
 ) -> SecretPositions:  # fmt: skip
-    """Bound what a plan reveals of a row that was put into a message in secret.
+    """Bound what correlated noise reveals of a row, if nobody knows which messages it is in.
 
-    Draws take seconds, or a minute for thousands of messages, once for each plan. No attacker knows
-    less than one that knows the place.
+    The figures never exceed those against an attacker that knows. Computing them takes seconds, or
+    a minute for thousands of messages, once for each set of arguments.
+
+    Args:
+        factor: The factor that correlates the noise of messages.
+        messages: The number of messages.
+        noise_multiplier: σ of the noise, which is σ times the clip and `scale`.
+        bins: The number of messages in a pass over the data, in one of which a row is.
+        scale: The sensitivity that noise was made for, as for `balls_in_bins_epsilon`.
+        delta: The δ of ε; `None` for no ε.
     """
     mechanism = factor.column(messages), noise_multiplier, bins
     power = balls_in_bins_power(*mechanism, scale=scale)
