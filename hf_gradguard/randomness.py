@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from operator import index
 from os import urandom
 from typing import Literal
@@ -26,7 +27,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
 
-__all__ = ["GRID", "KEY_BYTES", "Stream", "normal", "signs", "torch_generator"]
+__all__ = ["GRID", "KEY_BYTES", "Stream", "normal", "private_draws", "signs", "torch_generator"]
 
 KEY_BYTES = 32
 BLOCK_WORDS = 16
@@ -35,6 +36,7 @@ BLOCK_WORDS = 16
 _CHUNK = 2**15
 _CHUNK_ELSEWHERE = 2**24
 _SMALL_DRAW = 2**10  # words, of which signs are made together
+_STATE_WORDS = 624  # of a Mersenne Twister
 
 GRID = 2.0**-14
 """The spacing of the grid of `Stream.noisy` times √entries, in standard deviations, at most."""
@@ -452,6 +454,45 @@ def torch_generator(
         return generator
     seed = int.from_bytes((generator or Stream()).bytes(8), "little") >> 1
     return torch.Generator(device=device).manual_seed(seed)
+
+
+@contextmanager
+def private_draws(stream: Stream, device: torch.device | str) -> Iterator[None]:
+    """Let torch's global generators follow `stream` meanwhile.
+
+    Afterwards they are as before, so that whatever else draws from them (the order of data,
+    checkpoints of their state) never sees it.
+
+    Args:
+        stream: A stream with a key of its own.
+        device: The device of the model. On the CPU the generator's whole state is drawn; an
+            accelerator's has a key of 64 bits.
+
+    Example:
+        >>> with private_draws(Stream(), "cpu"):
+        ...     mask = torch.nn.functional.dropout(torch.ones(9))
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(_twister_state(stream))
+            yield
+        return
+    accelerator = torch.get_device_module(device.type)
+    index = accelerator.current_device() if device.index is None else device.index
+    with torch.random.fork_rng(devices=[index], device_type=device.type):
+        torch.set_rng_state(_twister_state(stream))
+        accelerator.manual_seed(int.from_bytes(stream.bytes(8), "little"))
+        yield
+
+
+def _twister_state(stream: Stream) -> Tensor:
+    """Return a state of a CPU generator, of 19,968 bits. A seed would be cut to 32."""
+    state = torch.Generator().manual_seed(0).get_state()
+    words = torch.cat([chunk.long() for chunk in stream.words(_STATE_WORDS)])
+    # after the seed, two flags and the place: the words, as unsigned 64 bits each
+    state.view(torch.int64)[3 : 3 + _STATE_WORDS] = words & 0xFFFFFFFF
+    return state
 
 
 def chacha20_words(

@@ -46,11 +46,11 @@ it. The module says nothing of how a defense is made.
 
 DERIVATIVES = {
     "sharded/shards.py": "a gradient map's, where `fully_shard` reduces in its backward pass",
-    "defenses/factorization.py": "a public factor's error, by its parameters",
+    "defenses/correlated.py": "a public factor's error, by its parameters",
     "networks/training.py": "trains an evaluation network, on public data",
     "attacks/matching/descent.py": "an attacker's penalties on its own guess",
     "leakage/probes.py": "outputs of drawn inputs, by what layers pass on",
-    "training/privacy/failing_rows.py": "tries rows one by one, and keeps nothing of it",
+    "training/privacy/private_rows.py": "tries rows one by one, and keeps nothing of it",
     "heads/body.py": "scores of public samples, and of rows that a training is given, by layers",
 }
 """Files outside `gradient_map/` that differentiate, and what: never a client's loss."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -31,14 +31,12 @@ from .base import (
     norm,
     wide,
 )
+from .correlated import CorrelatedNoise, Keys, add_on_grid, make_factor
 from .mechanism import Mechanism
 from .noise import STRENGTHS, NoiseDefense, OptimalNoise, add_noise
 from .sensitivity import PUBLISHED_SMALLEST, ShapedBy
 
 logger = logging.get_logger(__name__)
-
-if TYPE_CHECKING:
-    from .correlated import CorrelatedNoise, Keys
 
 
 @dataclass(frozen=True)
@@ -48,14 +46,13 @@ class PrivacyPlan:
     Args:
         noise_multiplier: The multiplier σ of one message's noise.
         batch_size: The mean number B of rows of a message.
-        sampling: How rows come into messages: `"poisson"`, `"shuffle"` or `"balls_in_bins"`.
         messages: The number T of messages, where noise is correlated over them.
         min_separation: The least number of messages between two of one row, where noise is
             correlated.
         falling_rate: Whether learning rates fall to zero, where noise is correlated.
 
     Example:
-        >>> plan = PrivacyPlan(noise_multiplier=1.0, batch_size=16, sampling="poisson")
+        >>> plan = PrivacyPlan(noise_multiplier=1.0, batch_size=16)
         >>> private = {"per_sample": True, "target_epsilon": 3.0, "delta": 1e-5}
         >>> make_defense("dp_sgd", **private).planned(plan).noise_multiplier
         1.0
@@ -63,7 +60,6 @@ class PrivacyPlan:
 
     noise_multiplier: float
     batch_size: float
-    sampling: Literal["poisson", "shuffle", "balls_in_bins"]
     messages: int | None = None
     min_separation: int | None = None
     falling_rate: bool | None = None
@@ -86,7 +82,7 @@ class DPSGD(NoiseDefense):
     With `correlated=True` too, the noise of a client's messages is correlated, so that most of it
     cancels in the weights: a row in one message is as well protected against whoever has all of
     them, μ = 1/σ, and T messages leave noise of about σ (1 + ln(T)/π) in place of σ √T (see
-    `factorization.py`). A message is (Σ_b clip(g_b) + σC‖C‖ (C⁻¹ z)_t)/B. It needs an optimizer
+    `correlated.py`). A message is (Σ_b clip(g_b) + σC‖C‖ (C⁻¹ z)_t)/B. It needs an optimizer
     that adds messages up: SGD, with momentum or without.
 
     `correlated=True` without `per_sample` is for updates of several local steps, and for batches
@@ -109,7 +105,7 @@ class DPSGD(NoiseDefense):
         correlated: Whether noise is correlated over messages. σ or `scale` is then relative to what
             a row in all of its messages can move.
         factorization: The factor: `"blt"` (default), `"banded"` or `"square_root"`; see
-            `factorization.make_factor`.
+            `correlated.make_factor`.
         participations: In how many messages a row may be.
         min_separation: How far apart these are, at least. The Trainer sets it: a pass over the
             data.
@@ -323,7 +319,7 @@ class DPFTRL(DPSGD):
     """Adds noise that is correlated over a client's messages: `dp_sgd` with `correlated=True`.
 
     Reference: Kairouz et al., "Practical and Private (Deep) Learning Without Sampling or Shuffling"
-    (2021); factors in `factorization.py`.
+    (2021); factors in `correlated.py`.
 
     Example:
         >>> private = {"per_sample": True, "noise_multiplier": 1.0, "messages": 8}
@@ -399,9 +395,6 @@ class DPFTRL(DPSGD):
         Raises:
             ValueError: If the defense has no number of messages to plan the noise for.
         """
-        from .correlated import CorrelatedNoise
-        from .factorization import make_factor
-
         noise: CorrelatedNoise | None = state.get("noise")
         if noise is not None and noise.messages == self.messages and noise.position <= position:
             return noise
@@ -417,8 +410,6 @@ class DPFTRL(DPSGD):
         return CorrelatedNoise(factor, self.messages, position)
 
     def state_readers(self) -> dict[str, Reader]:
-        from .correlated import CorrelatedNoise
-
         return {**super().state_readers(), "noise": CorrelatedNoise.from_tensors}
 
     def _protect_whole(self, gmap: GradientMap, generator: Stream) -> Message:
@@ -433,8 +424,6 @@ class DPFTRL(DPSGD):
     def _with_noise(
         self, total: Tensors, noise_std: float, generator: Stream
     ) -> tuple[Tensors, dict[str, float]]:
-        from .correlated import add_on_grid
-
         if self.sampling is not None and self.plan is None:
             raise ValueError(
                 f"dp_sgd with sampling={self.sampling!r} needs a Trainer that draws its batches "

@@ -1,4 +1,4 @@
-"""Protection of what a client of NVIDIA FLARE sends, by `pip install 'hf-gradguard[flare]'`.
+"""Protection of what a client of NVIDIA FLARE sends. It needs `hf-gradguard[flare]`.
 
 `GradGuardFilter` in `task_result_filters` protects every difference of weights, and lets nothing
 else pass. `GradGuardUnpackFilter` unpacks on the server what clients pack.
@@ -160,7 +160,7 @@ class GradGuardFilter(DXOFilter):
         fl_ctx.set_prop(_PASSED, True, private=True, sticky=False)
         received, self._received = self._received or fl_ctx.get_prop(_RECEIVED, {}), {}
         if shareable.get_return_code() != ReturnCode.OK:
-            return make_reply(shareable.get_return_code())  # and nothing that came with it
+            return make_reply(shareable.get_return_code())  # the result's content is left out
         if not self._guard.settings.on:
             return shareable
         dxo = self._opened(shareable)
@@ -180,8 +180,12 @@ class GradGuardFilter(DXOFilter):
         raise NotImplementedError
 
     def _opened(self, shareable: Shareable) -> DXO:
-        """What a result holds, if nothing in it may stay here."""
-        dxo = from_shareable(shareable)  # a ValueError if it is none
+        """Return the data of a result, if all of it may be sent.
+
+        Raises:
+            ValueError: If it is no data exchange object, or holds anything else.
+        """
+        dxo = from_shareable(shareable)
         kinds = (DataKind.WEIGHT_DIFF, DataKind.METRICS)
         if dxo.data_kind not in kinds:
             raise ValueError(
@@ -299,7 +303,11 @@ def weights_in(data: Shareable | None) -> dict[str, Tensor]:
 
 
 def _tensor(name: str, value: Any) -> Tensor:
-    """A copy, of which the client's training knows nothing."""
+    """Return a value as a tensor that shares no memory with the client's training.
+
+    Raises:
+        ValueError: If it is no array.
+    """
     if isinstance(value, Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, np.ndarray):

@@ -1,9 +1,9 @@
-"""Protection of what a Flower `ClientApp` sends, by `pip install 'hf-gradguard[flower]'`.
+"""Protection of what a Flower `ClientApp` sends. It needs `pip install 'hf-gradguard[flower]'`.
 
     app = ClientApp(mods=[gradguard_mod])
 
-With this mod every update is protected, by what the run's config says under `gradguard.`: see
-`GuardSettings`. With secure aggregation, use `mods=[secaggplus_mod, gradguard_mod]`.
+With this mod every update is protected, as the run's config says under `gradguard.` (see
+`GuardSettings`). With secure aggregation, use `mods=[secaggplus_mod, gradguard_mod]`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from ..gradient_map import Tensors
 from .guard import Guard, GuardSettings, position_in, tied_names
 from .lookup_tables import PREFIX, listed
 from .packing import is_packed, unpack_update
@@ -30,22 +31,22 @@ except ImportError as error:
 logger = logging.get_logger(__name__)
 
 STATE, SHARED = f"{PREFIX}state", f"{PREFIX}shared"
-_OLDER = "fitres."  # records of Flower's older clients, and of secure aggregation
-_STATUS = ".status"  # of Flower's older clients: "fitres.status" holds a code and a word
+_OLDER = "fitres."  # begins names of records of Flower's older clients and secure aggregation
+_STATUS = ".status"  # older clients' record "fitres.status" holds a code and a word
 
 
 class ClientGuard(Guard):
-    """A node's guard with the run's settings, which keeps its defense's state in `context.state`.
+    """The guard of a Flower node, with the run's settings and its state in `context.state`.
 
-    `gradguard_mod` has one of its own. A `ClientApp` makes one for a defense that needs the data:
-    it protects with `guard.defense` where the data is, and returns `guard.arrays(...)`.
+    `gradguard_mod` makes one by itself. A `ClientApp` makes one if its defense needs the data: it
+    calls `guard.defense` where the data is, and returns `guard.arrays(...)`.
 
     Args:
         context: The context of the node.
 
     Raises:
-        ValueError: If the run's config has an unknown entry under `gradguard.`, or the state folder
-            and the context remember two courses of correlated noise.
+        ValueError: If the run's config has an unknown entry under `gradguard.`, or if the state
+            folder and the context hold two different courses of correlated noise.
 
     Example:
         >>> guard = ClientGuard(context)
@@ -63,7 +64,7 @@ class ClientGuard(Guard):
 
         Args:
             received: The weights that came with the message.
-            update: The update as `protect_update` made it, of all names or of some.
+            update: The update as `protect_update` returned it, for all names or for some.
 
         Raises:
             ValueError: If a name or a shape was not received.
@@ -85,40 +86,43 @@ class ClientGuard(Guard):
         self._context.state[STATE] = record_of(self.remembered())
         self._context.state[f"{STATE}.of"] = ConfigRecord(dict(self.kind))
         if self.settings.state_folder:
-            self.save_state(self.settings.state_folder, f"node-{self._context.node_id}")
+            self.save_state(self.settings.state_folder, self._client)
+
+    @property
+    def _client(self) -> str:
+        return f"node-{self._context.node_id}"
 
     def _load(self) -> None:
-        records = self._context.state
+        records, folder = self._context.state, self.settings.state_folder
+        if STATE in records and dict(records[f"{STATE}.of"]) != self.kind:
+            logger.warning("The defense is another one now: what the last remembered is gone.")
+            return
+        stored = self.stored(folder, self._client) if folder else None
         if STATE in records:
-            if dict(records[f"{STATE}.of"]) == self.kind:
-                self.defense.load_state_dict(tensors_of(records[STATE]))
-                self._follow_folder()
-            else:
-                logger.warning("The defense is another one now: what the last remembered is gone.")
-        elif self.settings.state_folder:
-            self.load_state(self.settings.state_folder, f"node-{self._context.node_id}")
+            stored = _later(tensors_of(records[STATE]), stored, folder)
+        if stored is not None:
+            self.defense.load_state_dict(stored)
 
-    def _follow_folder(self) -> None:
-        """Continue from the folder where it is ahead of the context.
 
-        It is ahead after a context was restored. The messages between have left, and later noise
-        cancels theirs. Two courses that part would be two transcripts, of which ε would count one.
-        """
-        of_context, folder = self.remembered(), self.settings.state_folder
-        if not folder or not position_in(of_context):
-            return
-        if not self.load_state(folder, f"node-{self._context.node_id}"):
-            return
-        of_folder = self.remembered()
-        ahead = position_in(of_folder) - position_in(of_context)
-        if ahead > 0:
-            logger.warning(_AHEAD.format(folder, ahead))
-            return
-        if ahead == 0 and any(
-            not torch.equal(of_context[name], of_folder[name]) for name in of_context
-        ):
-            raise ValueError(_PARTED.format(folder, position_in(of_context)))
-        self.defense.load_state_dict(of_context)
+def _later(in_context: Tensors, in_folder: Tensors | None, folder: str) -> Tensors:
+    """Return the later one of two stored states of a node.
+
+    With correlated noise the folder is ahead after a context was restored. The messages between
+    have been sent, and later noise cancels theirs. Any other defense goes on from its context.
+
+    Raises:
+        ValueError: If the states are of two courses of correlated noise. These are two transcripts,
+            and ε would count only one.
+    """
+    if in_folder is None or not position_in(in_context):
+        return in_context
+    ahead = position_in(in_folder) - position_in(in_context)
+    if ahead > 0:
+        logger.warning(_AHEAD.format(folder, ahead))
+        return in_folder
+    if ahead == 0 and any(not torch.equal(in_context[n], in_folder[n]) for n in in_context):
+        raise ValueError(_PARTED.format(folder, position_in(in_context)))
+    return in_context
 
 
 _AHEAD = (
@@ -135,17 +139,23 @@ _PARTED = (
 def gradguard_mod(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """Protect what the app behind this client mod returns, before anything is sent.
+    """Protect what a Flower client app returns, before anything is sent (a client mod).
 
-    Give it last, nearest to the app: whatever comes before it sees protected updates only. It is on
-    without any settings (Gaussian noise as large as the update), and only `gradguard.defense =
-    "none"` turns it off. An answer that is not one record of weights trained from those received,
-    with single numbers beside it, is refused: the app fails, and nothing is sent.
+    Give it as the last mod, nearest to the app, so that all other mods see protected updates only.
+    It is on without any settings (Gaussian noise as large as the update), and only
+    `gradguard.defense = "none"` turns it off. An answer must be one record of weights that were
+    trained from those received, with single numbers beside it. Any other answer is refused: the app
+    fails, and nothing is sent.
+
+    Args:
+        message: The message that the node got.
+        context: The context of the node.
+        call_next: The function that runs the app.
 
     Raises:
-        ValueError: If the answer is not that, or the run's config is wrong.
-        FloatingPointError: If something in it is not finite.
-        RuntimeError: If the defense needs the data, and the app did not protect.
+        ValueError: If the answer is another one, or the run's config is wrong.
+        FloatingPointError: If a number in the answer is not finite.
+        RuntimeError: If the defense needs the data, and the app did not protect its update.
 
     Example:
         >>> from flwr.clientapp import ClientApp
@@ -237,19 +247,24 @@ class MergeByName:
 
 
 def unpack_reply(reply: Message, received: Mapping[str, Tensor]) -> None:
-    """Replace packed arrays of a reply by what its client would have sent without packing.
+    """Replace packed arrays of a reply by those that its client would have sent without packing.
 
     Args:
         reply: The reply of a client.
-        received: The weights that it got.
+        received: The weights that the client got.
 
     Raises:
         ValueError: If the client packed a tensor wrongly, or one that it did not get.
         FloatingPointError: If an entry is not finite.
 
     Example:
-        >>> reply = app(train_message, packing_context)
-        >>> unpack_reply(reply, received)
+        >>> from flwr.app import RecordDict
+        >>> from hf_gradguard.federation.packing import pack
+        >>> packed = record_of({"w": pack(torch.zeros(9))})
+        >>> reply = Message(RecordDict({"arrays": packed}), reply_to=train_message)
+        >>> unpack_reply(reply, received={"w": torch.zeros(9)})
+        >>> len(tensors_of(reply.content["arrays"])["w"])
+        9
     """
     for key, record in arrays_in(reply).items():
         tensors = tensors_of(record)
@@ -302,7 +317,7 @@ def digest(record: ArrayRecord) -> bytes:
     """
     total = hashlib.sha256()
     for name, array in record.items():
-        # Each field by its own digest: fields of other lengths cannot run together to the same.
+        # Each field has its own digest, since fields of other lengths could join to the same text.
         for text in (name, array.dtype, str(tuple(array.shape)), array.stype):
             total.update(hashlib.sha256(text.encode()).digest())
         total.update(hashlib.sha256(array.data).digest())
@@ -310,7 +325,11 @@ def digest(record: ArrayRecord) -> bytes:
 
 
 def _check_others(reply: Message, settings: GuardSettings) -> None:
-    """Beside arrays, single numbers may pass, and what the run's config names."""
+    """Refuse records beside arrays, except single numbers and those that the run's config names.
+
+    Raises:
+        ValueError: If there is another record.
+    """
     allowed = listed(settings.allow)
     for key, record in reply.content.items():
         if key in allowed or isinstance(record, ArrayRecord):

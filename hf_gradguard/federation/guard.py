@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from ..data.private import make_private_folder, write_private
 from ..defenses import Defense, make_defense
+from ..defenses.base import State
 from ..gradient_map import Tensors
 from ..gradient_map.views import PrecomputedGradient
 from ..randomness import Stream
@@ -30,11 +31,11 @@ from .packing import pack
 logger = logging.get_logger(__name__)
 
 STATISTICS = "*running_mean, *running_var, *num_batches_tracked"
-"""Of batch normalization: averages of a client's data."""
+"""The names of batch normalization's running statistics, which are averages of a client's data."""
 UNCHANGED = "unchanged"
 Withheld = Literal["zeros", "left out"]
 Sends = Literal["weights", "difference"]
-_GRID = 64  # entries that may lie on a grid by chance
+_GRID = 64  # so many entries may lie on a grid by chance
 
 
 @dataclass(frozen=True)
@@ -138,10 +139,10 @@ class GuardSettings:
 
 
 class Guard:
-    """One client's guard, with the state of its defense.
+    """The guard of one client: a defense, and the defense's state of this client.
 
     Args:
-        settings: The settings.
+        settings: The settings of the guard.
 
     Example:
         >>> guard = Guard(GuardSettings(settings={"scale": 0.1}))
@@ -165,31 +166,66 @@ class Guard:
         settings = repr(sorted(self.defense.settings().items(), key=str))
         return {"defense": self.settings.defense, "settings": settings}
 
+    @property
+    def state(self) -> State:
+        """The defense's state of this client, a value that later messages do not change.
+
+        An app that protects where its data is calls `guard.defense`, which moves this state on.
+        """
+        tensors = self.defense.state_dict()
+        return self.defense.unflatten({name: tensor.clone() for name, tensor in tensors.items()})
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.defense.load_state_dict(self.defense.flatten(state))
+
     def remembered(self) -> Tensors:
-        """Return the defense's state, on the CPU."""
+        """Return the tensors of the defense's state, on the CPU."""
         return {name: tensor.cpu() for name, tensor in self.defense.state_dict().items()}
 
     def save_state(self, folder: str | Path, client: str) -> None:
-        """Store the defense's state in a private file of this client and this defense."""
+        """Store the defense's state in a private file of this client and this defense.
+
+        Args:
+            folder: The folder of the file. It is made if needed.
+            client: The client's name, which begins the file's name.
+        """
         path = self._file(folder, client)
         make_private_folder(path.parent)
         write_private(path, save(self.remembered(), metadata=self.kind))
 
     def load_state(self, folder: str | Path, client: str) -> bool:
-        """Load what `save_state` stored, and return whether there was anything.
+        """Load the state that `save_state` stored, and return whether there was one.
+
+        Args:
+            folder: The folder of the file.
+            client: The client's name.
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
+        tensors = self.stored(folder, client)
+        if tensors is not None:
+            self.defense.load_state_dict(tensors)
+        return tensors is not None
+
+    def stored(self, folder: str | Path, client: str) -> Tensors | None:
+        """Return the tensors that `save_state` stored; `None` if it stored none.
+
+        Args:
+            folder: The folder of the file.
+            client: The client's name.
 
         Raises:
             ValueError: If the file is damaged.
         """
         path = self._file(folder, client)
         if not path.exists():
-            return False
+            return None
         try:
-            state = load(path.read_bytes())
+            return load(path.read_bytes())
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged. Delete it to start anew.") from error
-        self.defense.load_state_dict(state)
-        return True
 
     def _file(self, folder: str | Path, client: str) -> Path:
         kind = hashlib.sha256(repr(self.kind).encode()).hexdigest()[:16]
@@ -203,9 +239,11 @@ class Guard:
     ) -> Tensors:
         """Return what to send in place of `trained`.
 
+        The defense's state moves on with the message. It stays as it was if nothing is returned.
+
         Args:
             received: The weights that the client got.
-            trained: What it wants to send.
+            trained: The weights, or their difference, that the client wants to send.
             generator: The source of randomness, as for `Defense.__call__`.
 
         Raises:
@@ -236,10 +274,12 @@ class Guard:
                 f"inputs, which only protect_update does. Give {name}.scale, a standard deviation "
                 "in the unit of the weights, or protect where the data is."
             )
-        message: Tensors = dict(self.defense(PrecomputedGradient(distinct), generator))
+        message, state = self.defense.apply(PrecomputedGradient(distinct), self.state, generator)
         # One tensor of the model gets one noise, whatever the number of its names.
-        message |= {name: message[aliases[name]] for name in trainable if name in aliases}
-        return self.sent(received, message)
+        update = {n: message[aliases.get(n, n)] for n in trainable}
+        answer = self.sent(received, update)
+        self.state = state
+        return answer
 
     def _counts_as_none(
         self, received: Mapping[str, Tensor], trained: Mapping[str, Tensor], error: Exception
@@ -317,7 +357,9 @@ class Guard:
     def sent(self, received: Mapping[str, Tensor], message: Mapping[str, Tensor]) -> Tensors:
         """Return a protected update as it is sent: new weights, their difference, or bytes.
 
-        What the message does not have was withheld.
+        Args:
+            received: The weights that the client got.
+            message: The protected update. Names that it lacks were withheld.
 
         Raises:
             ValueError: If whole weights are in half precision.
@@ -342,7 +384,10 @@ class Guard:
 
 
 def position_in(state: Mapping[str, Tensor]) -> int:
-    """Return how many messages with correlated noise left before a defense's state was stored.
+    """Return how many messages with correlated noise a client had sent when its state was stored.
+
+    Args:
+        state: The tensors of the state.
 
     Example:
         >>> position_in({})
@@ -353,7 +398,11 @@ def position_in(state: Mapping[str, Tensor]) -> int:
 
 
 def _protection_of_transcript(defense: Any) -> str:
-    """What `dp_sgd` with correlated noise says of all of a client's updates together."""
+    """Return what `dp_sgd` with correlated noise promises for all of a client's updates.
+
+    Raises:
+        ValueError: If the defense's settings do not fit updates.
+    """
     from ..leakage import gaussian_epsilon
     from ..leakage.differential_privacy import protection_note
 
@@ -384,14 +433,14 @@ def _protection_of_transcript(defense: Any) -> str:
 
 
 def tied_names(received: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return further names of a tensor that has several, each with its first name.
+    """Return the further names of tensors that have several, each with the tensor's first name.
 
-    Frameworks exchange copies, so values decide: they were equal before training, and changed
-    equally.
+    Frameworks exchange copies, so values decide: those of one tensor were equal before training,
+    and changed equally.
 
     Args:
         received: The weights that the client got.
-        change: Their change, of all names or of some.
+        change: The change of all of them, or of some.
 
     Example:
         >>> change = {"embed": torch.rand(3), "norm": torch.zeros(3)}
@@ -424,12 +473,12 @@ def check_difference(
 
     Args:
         received: The weights that the client got.
-        trained: What it wants to send.
-        sends: Whether that is `"weights"` or their `"difference"`.
+        trained: The tensors that the client wants to send.
+        sends: `"weights"` if those are weights, or `"difference"` if they are a difference.
 
     Raises:
-        ValueError: If names, shapes or types differ, or what should be weights looks like their
-            difference, or the other way round.
+        ValueError: If names, shapes or types differ, or if the tensors look like weights where a
+            difference is expected, or the other way round.
         FloatingPointError: If something is not finite.
 
     Example:
@@ -469,7 +518,7 @@ def check_difference(
 
 
 def _cosine(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> float:
-    """Between two models' weights."""
+    """Return the cosine between two sets of tensors."""
     names = [name for name, tensor in weights.items() if tensor.is_floating_point()]
     pairs = [(_wide(weights[name]), _wide(tensors[name])) for name in names]
     norms = [sum(float(pair[k].square().sum()) for pair in pairs) ** 0.5 for k in (0, 1)]
@@ -478,7 +527,10 @@ def _cosine(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> flo
 
 
 PLAN = "noise_stream/plan"
-"""How many messages correlated noise was planned for, and how many left, in a defense's state."""
+"""The name, in a defense's state, of two numbers of messages with correlated noise.
+
+They are the number that the noise was planned for, and the number that was sent.
+"""
 _ADDS_NOTHING = (
     "{}: this update counts as none, and its message is noise alone. A client that sent nothing "
     "would tell what is in its data. Only this process is told. Look for rates at which training "
@@ -501,7 +553,13 @@ def _check_precision(name: str, start: Tensor) -> None:
 
 
 def _check_grid(name: str, start: Tensor, change: Tensor) -> None:
-    """Entries of float32 fall on those of half precision by chance once in thousands."""
+    """Refuse a change whose weights lie on the grid of half precision.
+
+    An entry of float32 lies there by chance once in thousands.
+
+    Raises:
+        ValueError: If most of the changed weights do.
+    """
     changed = change != 0
     trained = (start + change)[changed]
     for dtype in (torch.bfloat16, torch.float16):

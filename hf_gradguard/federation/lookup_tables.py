@@ -14,29 +14,31 @@ TABLES = (
     "*embed*, *emb.weight, *wte.weight, *wpe.weight, shared.weight, *.shared.weight, "
     "*relative_attention_bias*, w.weight, *transformer.w.weight"
 )
-"""What matrices are called whose rows the data looks up."""
+"""The usual names of tables, which are matrices whose rows the data looks up."""
 _TABLE = re.compile(r"(.*[._])?(embed(der|dings?)?|emb|wte|wpe|shared|tokens|positions)")
-"""What their modules are called. What stands behind a table has a name of its own beside its bias:
-ALBERT's `embedding_hidden_mapping_in`, ELECTRA's `embeddings_project`.
+"""The usual names of tables' modules.
+
+A dense layer behind a table has another name, and a bias: ALBERT's `embedding_hidden_mapping_in`,
+ELECTRA's `embeddings_project`.
 """
 
 
 def check_tables(received: Mapping[str, Tensor], change: Mapping[str, Tensor], tables: str) -> None:
     """Refuse a change of a table that the data looks up: its rows name the words.
 
-    Names decide, since a client knows its model. A second name of the same values (a tied output
-    head) counts as well, and a dense layer behind a table does not. With the usual names (`TABLES`)
-    a matrix of another name is refused too if some of its rows did not change at all and others
-    did. Weight decay changes every row, so that this finds no table behind it: list the tables of a
-    model that names them otherwise.
+    Names decide which matrices are tables. A second name of the same values, as of a tied output
+    head, counts as well. A dense layer behind a table does not. With the usual names (`TABLES`), a
+    matrix of another name is also refused if some of its rows changed and others did not at all.
+    Weight decay changes every row and so hides a table: list the tables of a model that has other
+    names for them.
 
     Args:
         received: The weights that the client got.
-        change: Their change.
+        change: The change of those weights.
         tables: Patterns of names, with commas between them.
 
     Raises:
-        ValueError: If a table changed; the message has its name and the way out.
+        ValueError: If a table changed. The message has its name and the way out.
 
     Example:
         >>> received, change = {"embed": torch.ones(5, 8)}, {"embed": torch.zeros(5, 8)}
@@ -50,8 +52,8 @@ def check_tables(received: Mapping[str, Tensor], change: Mapping[str, Tensor], t
         named = [name for name in named if not _is_dense(name, received)]
     for name in [name for name, tensor in change.items() if tensor.dim() == 2 and tensor.any()]:
         if len(change[name]) < 3:
-            continue  # which of two rows changed says whether a text has a second segment
-        # Also a head that is tied to a table which is withheld.
+            continue  # a table of two rows only says whether a text has a second segment
+        # A head that is tied to a withheld table is refused, too.
         if any(torch.equal(received[name], received[table]) for table in named):
             raise ValueError(
                 f"Nothing was sent: {name!r} is a table that the data looks up, and which of its "
@@ -59,7 +61,7 @@ def check_tables(received: Mapping[str, Tensor], change: Mapping[str, Tensor], t
                 f"name it in {PREFIX}withhold, or set {PREFIX}share_input_embeddings to send it "
                 f"all the same. If it is no table, list your model's tables in {PREFIX}tables."
             )
-        # A row of zeros that stays one is padding, or a factor of LoRA's that starts so.
+        # A row that stays zero is padding, or belongs to a factor of LoRA that starts at zero.
         changed = change[name].any(1)
         idle = ~changed & received[name].any(1)
         if tables == TABLES and idle.any():
@@ -71,7 +73,10 @@ def check_tables(received: Mapping[str, Tensor], change: Mapping[str, Tensor], t
 
 
 def _is_dense(name: str, weights: Mapping[str, Tensor]) -> bool:
-    """Whether a matrix is of a layer with a bias, and only named after the table before it."""
+    """Return whether a matrix is a dense layer's that is only named after the table before it.
+
+    Such a layer has a bias.
+    """
     module = name.rpartition(".")[0]
     bias = weights.get(f"{module}.bias")
     return bias is not None and len(bias) == len(weights[name]) and not _TABLE.fullmatch(module)
@@ -88,7 +93,7 @@ def matches(name: str, patterns: str) -> bool:
 
 
 def listed(names: str) -> list[str]:
-    """Return the names in a list with commas between them.
+    """Return the names in a text, in which commas are between them.
 
     Example:
         >>> listed("a, b,")

@@ -1,11 +1,11 @@
 """Packing of updates in few bytes: nonzero entries by position and value, few levels by number.
 
-A packed tensor is a vector of bytes, and unpacks to the same bits. It is made of what the whole
-tensor shows as well, the positions of zeros and the number of levels included: packing tells a
+A packed tensor is a vector of bytes, and unpacks to the same bits. It holds nothing that the whole
+tensor does not show, such as the positions of zeros and the number of levels. So packing tells a
 server nothing new.
 
-Positions are gaps in Golomb-Rice code: with k bits each and the rest in unary, near the entropy of
-random positions for the k that takes least, and a bitmap at k = 0.
+Positions are stored as gaps in Golomb-Rice code: k bits of each, and the rest in unary. The best k
+comes near the entropy of random positions. k = 0 is a bitmap.
 
 Reference: Rice, Plaunt, "Adaptive Variable-Length Coding for Efficient Compression of Spacecraft
 Television Data" (1971); Golomb, "Run-length Encodings" (1966).
@@ -32,16 +32,16 @@ _WORDS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: n
 
 
 class _Form(NamedTuple):
-    """What stands before a packed tensor's bytes.
+    """The header of a packed tensor.
 
     Args:
-        flags: Whether zeros are left out, whether values are numbers of levels, and whether the
-            tensor is to be added to what was received.
-        low_bits: k of the gaps.
-        level_bits: Of a level's number.
-        level_count: How many levels there are.
-        sent_count: How many entries are sent.
-        unary_bits: Of the gaps' upper parts.
+        flags: Bits that say whether zeros are left out, whether values are numbers of levels, and
+            whether the tensor is to be added to what was received.
+        low_bits: k, the number of each gap's low bits.
+        level_bits: The number of bits of a level's number.
+        level_count: The number of levels.
+        sent_count: The number of entries that are sent.
+        unary_bits: The number of bits of all gaps' upper parts.
     """
 
     flags: int
@@ -70,7 +70,7 @@ def pack(tensor: Tensor, is_added: bool = False) -> Tensor:
     is_zero = words == 0
     zero_count = int(is_zero.sum())
     if zero_count:
-        # of zeros or of all others, whichever are fewer
+        # The positions are those of zeros or of all others, whichever are fewer.
         of_zeros = 2 * zero_count < len(words)
         gaps = np.diff(np.flatnonzero(is_zero if of_zeros else ~is_zero), prepend=-1) - 1
         low_bits = _best_low_bits(gaps)
@@ -111,16 +111,16 @@ def is_added(tensor: Tensor) -> bool:
 
 
 def unpack(name: str, packed: Tensor, like: Tensor) -> Tensor:
-    """Return what was packed, to the last bit.
+    """Return the tensor that was packed, to the last bit.
 
     Args:
         name: The tensor's name, for errors.
         packed: The bytes as `pack` made them, `(n,)` of uint8.
-        like: A tensor of the shape and the type. A message states neither, so that none can ask for
-            more memory than the model has.
+        like: A tensor of the same shape and type. Packed bytes state neither, so they cannot ask
+            for more memory than the model has.
 
     Raises:
-        ValueError: If `pack` does not make such bytes of such a tensor.
+        ValueError: If `pack` cannot have made these bytes from such a tensor.
         FloatingPointError: If an entry is not finite.
 
     Example:
@@ -164,7 +164,7 @@ def unpack(name: str, packed: Tensor, like: Tensor) -> Tensor:
 
 
 def unpack_update(packed: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> Tensors:
-    """Return what clients would have sent whole: weights, or their difference.
+    """Return the weights, or their difference, that a client packed.
 
     Tensors that are not packed are not changed.
 
@@ -197,7 +197,7 @@ def unpack_update(packed: Mapping[str, Tensor], received: Mapping[str, Tensor]) 
 
 
 def _words_of(tensor: Tensor) -> np.ndarray:
-    """The entries' bits as whole numbers, so that -0 is not 0, and nothing is rounded."""
+    """Return the entries' bits as whole numbers, so that -0 is not 0, and nothing is rounded."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     flat = tensor.detach().cpu().contiguous().flatten().view(integer)
     words: np.ndarray = flat.numpy().view(_WORDS[tensor.element_size()])
@@ -208,13 +208,13 @@ def _best_low_bits(gaps: np.ndarray) -> int:
     """Return the number of low bits with which gaps take the fewest bits."""
     if not len(gaps):
         return 0
-    # A bit more than the mean's costs every gap one, and saves less than one on average.
+    # One bit more than the mean has costs one bit a gap, and saves less than one on average.
     candidates = range(int(gaps.mean()).bit_length() + 1)
     return min(candidates, key=lambda k: k * len(gaps) + int((gaps >> k).sum()))
 
 
 def _levels_of(entries: np.ndarray) -> np.ndarray | None:
-    """The values that occur, if they are few."""
+    """Return the values that occur; `None` if they are many."""
     if not len(entries):
         return None
     sample = entries[:: -(-len(entries) // _SAMPLE)]
@@ -225,12 +225,15 @@ def _levels_of(entries: np.ndarray) -> np.ndarray | None:
 
 
 def _gap_count(form: _Form, size: int) -> int:
-    """Of zeros, or of entries that are sent."""
+    """Return the number of gaps: that of zeros, or of entries that are sent."""
     return size - form.sent_count if form.flags & _OF_ZEROS else form.sent_count
 
 
 def _lengths(form: _Form, item_size: int, size: int) -> tuple[int, int, int, int]:
-    """Bytes of the gaps' upper and lower parts, of values or levels, and of levels' numbers."""
+    """Return the lengths of a packed tensor's four parts, in bytes.
+
+    They are the gaps' upper parts, their lower parts, values or levels, and levels' numbers.
+    """
     has_levels = bool(form.flags & _LEVELS)
     return (
         -(-form.unary_bits // 8),
@@ -241,7 +244,11 @@ def _lengths(form: _Form, item_size: int, size: int) -> tuple[int, int, int, int
 
 
 def _check_form(name: str, form: _Form, size: int) -> None:
-    """Refuse numbers that `pack` would not write for so many entries."""
+    """Refuse a header that `pack` would not write for so many entries.
+
+    Raises:
+        ValueError: If it would not.
+    """
     is_sparse, has_levels = bool(form.flags & _SPARSE), bool(form.flags & _LEVELS)
     for reason, is_wrong in (
         ("it has unknown flags", form.flags > (_SPARSE | _LEVELS | _ADDED | _OF_ZEROS)),
@@ -275,7 +282,7 @@ def _positions(name: str, form: _Form, unary: bytes, low: bytes, size: int) -> n
 
 
 def _to_bits(numbers: np.ndarray, width: int) -> bytes:
-    """The lowest bits of whole numbers, end to end."""
+    """Return the lowest bits of whole numbers, end to end."""
     chunks, size = [], _item_size(width)
     for start in range(0, len(numbers) if width else 0, _CHUNK):
         chunk = numbers[start : start + _CHUNK].astype(f">u{size}").view(np.uint8)

@@ -28,9 +28,9 @@ def protect_update(
 ) -> Message:
     """Train locally for K steps, and return the protected update Δθ = θ_K - θ_0.
 
-    The model is not changed. A defense belongs to one client: give the same object in every round,
-    and keep its `state_dict()` in between. It may have to know the model and its tokenizer: call
-    `defense.prepare(model, tokenizer)` first.
+    The model is not changed. A defense object belongs to one client: pass the same object in every
+    round, and keep its `state_dict()` in between. Some defenses must know the model and its
+    tokenizer: call `defense.prepare(model, tokenizer)` first.
 
     **The unit of all settings is the update's**, that is the weights': `scale=1e-4` adds noise of
     that standard deviation to Δθ. `relative_scale` is a multiple of the update's own size.
@@ -39,16 +39,19 @@ def protect_update(
         model: The model, in the mode in which the client trains it.
         batches: The batches of the K steps, in order; see `UpdateMap`.
         defense: The defense's name, with its default settings, or one made by `make_defense`.
-        learning_rate: η, or one of each step.
-        optimizer: The optimizer, as for `UpdateMap`.
-        optimizer_kwargs: Its settings, as for `UpdateMap`.
-        loss_fn: The loss, as for `GradientMap`.
-        share_input_embeddings: Whether to share tables, as for `GradientMap`.
-        withhold: Patterns of withheld names, as for `GradientMap`.
-        generator: The source of randomness, as for `Defense.__call__`.
+        learning_rate: The learning rate η, one for all steps or one for each.
+        optimizer: `"sgd"` or `"adamw"`, with a new state, or an optimizer that `make_optimizer`
+            made.
+        optimizer_kwargs: The other settings of a named optimizer, as `torch.optim` calls them.
+        loss_fn: The function `(model, batch) -> scalar` that returns the batch-mean loss. By
+            default it is the loss that the model returns.
+        share_input_embeddings: Whether to share the tables that the input indexes, whose rows say
+            which words were there.
+        withhold: Patterns of the names of parameters that are neither trained nor shared.
+        generator: The source of randomness. By default it has a new key from the operating system.
 
     Returns:
-        One tensor a shared parameter. Parameters that are withheld are not trained, and not in it.
+        The update, with one tensor for each shared parameter.
 
     Raises:
         ValueError: If `UpdateMap` or the defense refuses the settings.

@@ -331,6 +331,10 @@ class DifferencePlan(NamedTuple):
     keeps_pattern: bool = False
 
 
+LabelGroups = Mapping[str, tuple[frozenset[Hashable], ...]]
+"""Values of labels, by entry of a batch, in groups of which each was tried beside each other."""
+
+
 class SamplePlan(NamedTuple):
     """A plan by which a model's samples are told apart; see `per_sample.clipping`.
 
@@ -338,19 +342,23 @@ class SamplePlan(NamedTuple):
         rules: The rules that give samples' weights in the loss; all of them agreed so far.
         reason: Why samples are differentiated one by one; empty if together.
         modules: Those that ran in the trial. Others (an expert without tokens) were not tried.
-        labels: Label values that were tried beside each other.
+        labels: Values of labels that were tried beside each other, by entry of a batch.
         padded: Checksums of padded texts that were compared with themselves without padding.
         shapes: Of rows that no mask tells apart from their padding, in the first batch.
         coarse: Why numbers have fewer digits than those of float32; empty if they do not.
+        uses: How many messages were made by it.
+        is_of_unlike_rows: Whether rows that were tried beside each other differed.
     """
 
     rules: tuple[str, ...]
     reason: str = ""
     modules: frozenset[str] = frozenset()
-    labels: tuple[frozenset[int], ...] = ()
+    labels: LabelGroups = {}
     padded: frozenset[int] = frozenset()
     shapes: Mapping[str, tuple[int, ...]] = {}
     coarse: str = ""
+    uses: int = 0
+    is_of_unlike_rows: bool = False
 
 
 @dataclass

@@ -369,6 +369,11 @@ class Replay:
             with self.held_state.replayed():
                 yield
 
+    def device_states(self) -> list[bytes]:
+        """Return the states of the generators of the accelerators that the model draws on."""
+        states = map(torch.cuda.get_rng_state, self._devices)
+        return [state.numpy().tobytes() for state in states]
+
     def kernels(self) -> AbstractContextManager[None]:
         """Return a context of attention in plain mathematics, if second derivatives are wanted."""
         return self._plain_attention() if self.second_order else nullcontext()

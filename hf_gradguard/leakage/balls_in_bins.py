@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..defenses.factorization import response, sensitivity
+from ..defenses.correlated import response, sensitivity
 from .differential_privacy import least_noise, of_rounded_sums
 
 DRAWS = 100_000
@@ -66,7 +66,7 @@ def balls_in_bins_epsilon(
         ArithmeticError: If there are too few draws.
 
     Example:
-        >>> from hf_gradguard.defenses.factorization import make_factor
+        >>> from hf_gradguard.defenses.correlated import make_factor
         >>> column = make_factor("blt", 500, falling_rate=True).column(500)  # as a Trainer has it
         >>> known, secret = 4.65, balls_in_bins_epsilon(column, 0.95, 500, 1e-5)
         >>> 2.6 < secret < 2.9 < known
@@ -104,7 +104,7 @@ def balls_in_bins_power(
         ValueError: If an argument is out of range.
 
     Example:
-        >>> from hf_gradguard.defenses.factorization import make_factor
+        >>> from hf_gradguard.defenses.correlated import make_factor
         >>> column = make_factor("blt", 500, falling_rate=True).column(500)
         >>> round(balls_in_bins_power(column, 0.95, 500), 2)
         0.05

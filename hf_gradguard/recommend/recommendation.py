@@ -26,7 +26,7 @@ from ..flags import SourceSettings, fill
 from ..gradient_map.domain import domain_of_model
 from ..logs import errors_alone
 from ..models import find_head, label_kind
-from ..training.privacy.private_rows import chained_defenses
+from ..training.privacy.proofs import chained_defenses
 from .choice import Choice, choose, finalists, promising_first
 from .evidence import Outcome, shown_leak
 from .explanation import percent

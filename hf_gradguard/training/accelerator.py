@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from .guards.watch import INSTEAD, Ledger
+from .exchange.gradients import INSTEAD, Ledger
 from .refusals import refusal
 
 

@@ -15,11 +15,17 @@ from ..gradient_map.parameters import withheld_by_name, withheld_parameters
 from ..leakage.differential_privacy import protection_note
 from ..models import TASKS
 from .config import setting
-from .guards.watch import tracking_layers
+from .exchange.gradients import tracking_layers
 from .message import SharedMessages
-from .privacy.known_seed import FIXED_SEED, NO_EPSILON, has_known_seed, is_noise_known
 from .privacy.labels import UNIT_OF_LABELS
-from .privacy.private_rows import CLIENT_LEVEL, is_client_level
+from .privacy.proofs import (
+    CLIENT_LEVEL,
+    FIXED_SEED,
+    NO_EPSILON,
+    has_known_seed,
+    is_client_level,
+    is_noise_known,
+)
 
 
 def complete_card(trainer: Any) -> None:

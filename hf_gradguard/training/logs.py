@@ -35,7 +35,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.utils import logging
 
 from .config import setting
-from .privacy.known_seed import is_noise_known
+from .privacy.proofs import is_noise_known
 
 logger = logging.get_logger(__name__)
 

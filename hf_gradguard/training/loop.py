@@ -20,7 +20,8 @@ from ..gradient_map.exchanges import no_exchange
 from ..gradient_map.inputs import model_loss
 from ..gradient_map.parameters import is_sharded, shared_parameters
 from ..gradient_map.types import LossFunction, Shards
-from .exchange.average import SecureSum, average
+from ..randomness import private_draws
+from .exchange.gradients import AgreedTables, SecureSum, average, warn_of_statistics
 from .guards.hooks import (
     Differentiation,
     check_hooks,
@@ -30,10 +31,9 @@ from .guards.hooks import (
     packs_tensors,
     run_hooks_on_sums,
 )
-from .guards.watch import AgreedTables, BufferGuard, RowGuard, state_guard, warn_of_statistics
 from .learning_rate import warn_of_noise
-from .message import RandomStreams, private_draws
-from .privacy.private_rows import is_proved
+from .message import BufferGuard, RandomStreams, RowGuard, state_guard
+from .privacy.proofs import is_proved
 from .refusals import (
     SHARDED_DEFENSE,
     check_accelerator,

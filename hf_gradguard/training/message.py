@@ -1,8 +1,8 @@
 """Messages: one client's batch becomes one protected gradient, which is added to `.grad`.
 
 In reading order: the streams that noise is drawn from, clients and their batches, how a message is
-made, what a card counts of messages, the weights of clients' losses, and what clients share whose
-batch holds nothing.
+made, guards of what it and the model show of a batch, what a card counts of messages, the weights
+of clients' losses, and what clients share whose batch holds nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from accelerate import Accelerator
@@ -28,15 +29,23 @@ from ..defenses import Defense, Message
 from ..defenses.base import NO_STATE, NoDefense, State
 from ..defenses.noise import NoiseDefense
 from ..gradient_map.domain import count_rows
+from ..gradient_map.exchanges import no_exchange
 from ..gradient_map.forward_hooks import has_forward_hooks
+from ..gradient_map.lookups import vary
 from ..gradient_map.parameters import find_tables
-from ..gradient_map.replay import Replay
+from ..gradient_map.replay import ModuleState, Replay, WeightState, draws_kept
 from ..gradient_map.types import LossFunction, Tensors
 from ..gradient_map.views import ZeroGradient
-from ..randomness import Stream
+from ..randomness import Stream, private_draws
+from .clients.batches import CLIENT, ROW, SHARE
 from .config import setting
-from .exchange.average import SecureSum, average, average_gradients
-from .guards.watch import BufferGuard, Ledger, RowGuard
+from .exchange.gradients import (
+    Ledger,
+    SecureSum,
+    average,
+    average_gradients,
+    tracking_layers,
+)
 from .meter import LeakageMeter
 from .refusals import refusal
 
@@ -135,6 +144,81 @@ class ClientBatch(NamedTuple):
     def is_empty(self) -> bool:
         """Whether nothing of its batch counts: rows stand there for their shapes alone."""
         return self.rows is not None and not len(self.rows)
+
+
+def split(batch: dict[str, Any], num_clients: int) -> list[dict[str, Any]]:
+    """Cut a batch by rows into `num_clients` clients.
+
+    The first ones are larger by one row where the batch does not divide.
+
+    Example:
+        >>> [len(part["labels"]) for part in split(batch, 2)]
+        [1, 1]
+    """
+    if num_clients == 1:
+        return [dict(batch)]
+    # All texts in one row: cut by rows, one client would have them all.
+    rows = count_rows(batch)
+    if rows == 1 and _is_padding_free(batch):
+        raise refusal("padding-free")
+    device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+    parts_of = torch.arange(rows, device=device).tensor_split(num_clients)
+    return [_take(batch, index, rows) for index in parts_of]
+
+
+def clients_in(
+    batch: dict[str, Any],
+) -> Iterator[tuple[int, float, Tensor | None, dict[str, Any]]]:
+    """Return the clients of a batch of `ClientCollator`.
+
+    Each has its number, its weight in the round, the numbers of its rows in the data set, and its
+    rows.
+
+    Example:
+        >>> whose = {CLIENT: torch.tensor([5, 0]), SHARE: torch.tensor([0.25, 0.75])}
+        >>> rows = {ROW: torch.tensor([3, 8])}
+        >>> [found[:3] for found in clients_in({**batch, **whose, **rows})]
+        [(0, 0.75, tensor([8])), (5, 0.25, tensor([3]))]
+    """
+    columns = {key: value for key, value in batch.items() if key not in (CLIENT, SHARE)}
+    numbers, shares = batch[CLIENT], batch[SHARE]
+    if count_rows(columns) != len(numbers):
+        raise refusal("padding-free")
+    # In the order of their numbers: messages of one noise_seed come in the same order again.
+    for number in numbers.unique():
+        index = (numbers == number).nonzero().flatten()
+        client_batch = _take(columns, index, len(numbers))
+        yield int(number), float(shares[index[0]]), client_batch.pop(ROW, None), client_batch
+
+
+def _take(batch: dict[str, Any], index: Tensor, rows: int) -> dict[str, Any]:
+    """Some rows of a batch; what holds for all of them stays whole."""
+    taken = {}
+    for key, value in batch.items():
+        length = len(value) if isinstance(value, list | tuple) or _dim(value) else 1
+        if length == rows:
+            chosen = (
+                value[index] if isinstance(value, Tensor) else [value[k] for k in index.tolist()]
+            )
+            taken[key] = chosen
+        elif length == 1 or not isinstance(value, Tensor | list | tuple):
+            taken[key] = value
+        else:
+            raise refusal("entries-of-no-row", name=key, entries=length, rows=rows)
+    return taken
+
+
+def _dim(value: Any) -> int:
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
+def _is_padding_free(batch: dict[str, Any]) -> bool:
+    """Whether the row of a batch is several texts: their bounds are given, or positions begin
+    again.
+    """
+    positions = batch.get("position_ids")
+    restarts = isinstance(positions, Tensor) and bool((positions.diff(dim=-1) < 0).any())
+    return restarts or any(key.startswith(("cu_seq_lens", "seq_idx")) for key in batch)
 
 
 class MessageMaker:
@@ -338,46 +422,252 @@ def _norm(tensors: Mapping[str, Tensor]) -> float:
     return float(torch.nn.utils.get_total_norm(list(tensors.values())))
 
 
-_STATE_WORDS = 624  # of a Mersenne Twister
+# What a model holds beside weights, and zeros in a message, tell of batches. Guards warn of both,
+# or put the model back as it was.
 
 
-@contextmanager
-def private_draws(stream: Stream, device: torch.device | str) -> Iterator[None]:
-    """Let torch's global generators follow `stream` meanwhile.
+class RowGuard:
+    """A guard that compares which rows of each matrix are zero in the first messages of a run.
 
-    Afterwards they are as before, so that whatever else draws from them (the order of data,
-    checkpoints of their state) never sees it.
+    Where that differs from message to message it is a function of the batch, whatever is in the
+    rows: experts of a mixture show routing, rectified units that nothing activated show which.
 
     Args:
-        stream: A stream with a key of its own.
-        device: The device of the model. On the CPU the generator's whole state is drawn; an
-            accelerator's has a key of 64 bits.
+        messages: The number of messages that are compared.
+
+    Attributes:
+        remaining: How many of them are still to come.
 
     Example:
-        >>> with private_draws(Stream(), "cpu"):
-        ...     mask = torch.nn.functional.dropout(torch.ones(9))
+        >>> guard = RowGuard()
+        >>> guard.compare({"experts": torch.tensor([[1.0], [0.0]])})
+        []
+        >>> guard.compare({"experts": torch.tensor([[0.0], [1.0]])})
+        ['experts']
     """
-    device = torch.device(device)
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(_state(stream))
-            yield
-        return
-    accelerator = torch.get_device_module(device.type)
-    index = accelerator.current_device() if device.index is None else device.index
-    with torch.random.fork_rng(devices=[index], device_type=device.type):
-        torch.set_rng_state(_state(stream))
-        accelerator.manual_seed(int.from_bytes(stream.bytes(8), "little"))
+
+    def __init__(self, messages: int = 8) -> None:
+        self.remaining = messages
+        self._rows: dict[str, list[Tensor]] = {}
+        self._named = set[str]()
+
+    def compare(
+        self, gradient: Mapping[str, Tensor], shared: Mapping[str, Tensor] | None = None
+    ) -> list[str]:
+        """Return names that are new among those whose pattern of zeros differs, with a warning.
+
+        What is shared without any zero, as behind noise everywhere, shows no pattern.
+        """
+        if not self.remaining:
+            return []
+        self.remaining -= 1
+        new_names = [
+            name for name, tensor in gradient.items()
+            if name not in self._named and self._differs(name, tensor, shared)
+        ]  # fmt: skip
+        self._named.update(new_names)
+        if new_names:
+            unlisted = f" and {len(new_names) - 5} more" if len(new_names) > 5 else ""
+            # Once, where several trainings run: gradguard recommend's.
+            logger.warning_once(
+                f"Zero rows of {', '.join(new_names[:5])}{unlisted} differ from message to "
+                "message. They say which rows a batch used: of position embeddings how long its "
+                "texts are, else which units were active, or which experts its tokens went to. "
+                "Noise on all entries (gaussian_noise) fills them; withhold=[...] with patterns of "
+                "these names leaves them out."
+            )
+        return new_names
+
+    def _differs(self, name: str, gradient: Tensor, shared: Mapping[str, Tensor] | None) -> bool:
+        """Whether other rows are zero than in the first message that had any that are not."""
+        hides_rows = shared is not None and bool(shared[name].all())
+        if gradient.dim() < 2 or hides_rows or not bool(gradient.any()):
+            return False
+        dims = range(gradient.dim())
+        rows = [(gradient != 0).movedim(dim, 0).flatten(1).any(1) for dim in dims]
+        return not all(map(torch.equal, self._rows.setdefault(name, rows), rows))
+
+
+# What a model holds beside weights leaves with it, and no defense protects it. A proof covers
+# messages, and the weights that are made of them. A running mean of a batch in a buffer is neither.
+# Nor may it reach a later message: each row would move all messages after its own. So behind a
+# proof, and with batch_statistics="frozen", every message ends with what modules held before it.
+
+
+def state_guard(proves: bool, batch_statistics: str, instead: str = "") -> BufferGuard:
+    """Return the guard of the state of a model's modules while messages are made.
+
+    Args:
+        proves: Whether the messages prove something.
+        batch_statistics: The setting of `GradGuardConfig`.
+        instead: The way out where it refuses. Default: a Trainer's.
+
+    Example:
+        >>> type(state_guard(proves=False, batch_statistics="local")).__name__
+        'BufferGuard'
+    """
+    is_frozen = batch_statistics == "frozen"
+    if not (is_frozen or proves):
+        return BufferGuard()
+    return KeptState(proves, is_frozen, instead or _FROZEN)
+
+
+class BufferGuard:
+    """A guard that warns of what a model's passes write to that is saved with it.
+
+    It looks at the first batch: for other buffers than batch statistics, and for what modules add
+    to a `state_dict` by themselves.
+
+    Attributes:
+        written: The names of what passes write to.
+
+    Example:
+        >>> guard = BufferGuard()
+        >>> with guard.watch(model, batch, loss_fn=None):  # BERT writes to none, so nothing is said
+        ...     loss = model(**batch).loss
+        >>> guard.written
+        []
+    """
+
+    def __init__(self) -> None:
+        self._watched: ReferenceType[nn.Module] | None = None
+        self.written: list[str] = []
+
+    def watch(
+        self, model: nn.Module, batch: Mapping[str, Any], loss_fn: LossFunction
+    ) -> AbstractContextManager[None]:
+        """Return the context in which a message is made of a batch."""
+        is_known = self._watched is not None and self._watched() is model
+        return nullcontext() if is_known else self._compare(model)
+
+    @contextmanager
+    def _compare(self, model: nn.Module) -> Iterator[None]:
+        copies = {name: buffer.clone() for name, buffer in _saved_buffers(model)}
+        state = ModuleState(model)
         yield
+        self._watched = ref(model)
+        present = dict(_saved_buffers(model))
+        self.written = sorted(
+            name for name, buffer in copies.items()
+            if name not in present or not torch.equal(buffer, present[name])
+        ) + state.changed_extras()  # fmt: skip
+        if self.written:
+            logger.warning(
+                f"{type(model).__name__} writes to buffers as it runs: {', '.join(self.written)}. "
+                "They hold what it made of this rank's data, unprotected, and rank 0's are saved "
+                "with the model. Keep them as they are in training (batch_statistics='frozen' does "
+                "of a Trainer), or out of what is saved (register_buffer(..., persistent=False))."
+            )
 
 
-def _state(stream: Stream) -> torch.Tensor:
-    """The state of a CPU generator, of 19,968 bits. A seed would be cut to 32."""
-    state = torch.Generator().manual_seed(0).get_state()
-    words = torch.cat([chunk.long() for chunk in stream.words(_STATE_WORDS)])
-    # after the seed, two flags and the place: the words, as unsigned 64 bits each
-    state.view(torch.int64)[3 : 3 + _STATE_WORDS] = words & 0xFFFFFFFF
-    return state
+class KeptState(BufferGuard):
+    """A guard that puts back, after each message, what modules held before it.
+
+    At a model's first message it looks at what passes write. What another batch writes alike (a
+    count of steps, a norm of weights) is no secret and goes on. Of the rest, what is saved with the
+    model is refused, unless all is to be put back.
+
+    Args:
+        proves: Whether messages prove something: then no pass may write to weights either.
+        is_frozen: Whether what is saved is put back, too, and not refused.
+        instead: The way out of a refusal.
+
+    Example:
+        >>> layer, guard = nn.BatchNorm1d(2), KeptState(True, is_frozen=True, instead="")
+        >>> with guard.watch(layer, {}, lambda layer, batch: layer(torch.rand(4, 2)).sum()):
+        ...     _ = layer(torch.rand(4, 2))
+        >>> layer.running_mean
+        tensor([0., 0.])
+    """
+
+    def __init__(self, proves: bool, is_frozen: bool, instead: str) -> None:
+        super().__init__()
+        self._proves, self._is_frozen, self._instead = proves, is_frozen, instead
+        self._public = frozenset[str]()  # written alike whatever the batch is
+
+    @contextmanager
+    def watch(
+        self, model: nn.Module, batch: Mapping[str, Any], loss_fn: LossFunction
+    ) -> Iterator[None]:
+        is_first = self._watched is None or self._watched() is not model
+        state = ModuleState(model)
+        weights = WeightState(model, sums=is_first) if self._proves else None
+        try:
+            yield
+            if is_first:
+                self._look(model, batch, loss_fn, state)
+        finally:
+            changed = state.restore(self._public)
+        self._watched: ReferenceType[nn.Module] | None = ref(model)
+        if changed:
+            logger.warning_once(_PUT_BACK.format(type(model).__name__, _listed(changed)))
+        lasting = state.changed_extras() + ([] if weights is None else weights.changed())
+        lasting += state.variables_set()
+        if lasting := [name for name in lasting if name not in self._public]:
+            raise refusal(
+                "lasting-state-of-rows", kind=type(model).__name__, names=_listed(lasting)
+            )
+
+    def _look(
+        self, model: nn.Module, batch: Mapping[str, Any], loss_fn: LossFunction, state: ModuleState
+    ) -> None:
+        """Find out at the first message what passes write, and refuse what is saved of it."""
+        state_after, extras = ModuleState(model), state.changed_extras()
+        changed = state.restore() + extras
+        if not changed:
+            return
+        follows = _follow_the_batch(model, batch, loss_fn, state_after, changed)
+        self._public = frozenset(set(changed) - follows)
+        state_after.restore()
+        saved = {*model.state_dict(keep_vars=True), *extras} & follows
+        if (written := [name for name in changed if name in saved]) and not self._is_frozen:
+            state.restore()
+            raise refusal(
+                "saved-state-of-rows",
+                kind=type(model).__name__, names=_listed(written), way_out=self._instead,
+            )  # fmt: skip
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that are saved, but for batch statistics."""
+    layers = tuple(f"{name}." for name in tracking_layers(model))
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in saved and not name.startswith(layers):
+            yield name, buffer
+
+
+def _follow_the_batch(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: LossFunction,
+    state_after: ModuleState,
+    changed: list[str],
+) -> set[str]:
+    """Names of what a pass over another batch leaves otherwise than `state_after`: all, if the
+    model does not run on another one.
+    """
+    try:
+        with draws_kept(model), no_exchange(model), torch.no_grad():
+            loss_fn(model, vary(model, batch)[0])
+            return {*state_after.changed_extras(), *state_after.restore()}
+    except Exception:  # of anybody's model
+        return set(changed)
+
+
+def _listed(names: list[str]) -> str:
+    unlisted = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{unlisted}"
+
+
+_FROZEN = (
+    "Set batch_statistics='frozen', under which every message leaves modules as it found them; or "
+    "compute this elsewhere than in forward, from public data."
+)
+_PUT_BACK = (
+    "{} writes to {} as it runs. Each message puts that back as it found it: what is made of a "
+    "batch stays in no model and reaches no later message."
+)
 
 
 class SharedMessages:
@@ -708,7 +998,7 @@ class EmptyClients:
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
-        >>> from hf_gradguard.training.guards.watch import Ledger
+        >>> from hf_gradguard.training.exchange.gradients import Ledger
         >>> from hf_gradguard.training.message import Client, ClientBatch, RandomStreams
         >>> from hf_gradguard.training.meter import LeakageMeter
         >>> defense = make_defense("gaussian_noise", scale=0.5)

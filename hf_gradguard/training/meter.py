@@ -6,7 +6,8 @@ Figures stay on the rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +32,6 @@ from ..leakage.labels import class_labels
 from ..randomness import Stream
 from .clients.batches import ROW
 from .config import setting
-from .privacy.account import AccountFile
 
 logger = logging.get_logger(__name__)
 
@@ -96,7 +96,7 @@ class LeakageMeter:
         args: The training arguments, whose settings `leakage_*` the meter follows.
         defense: The defense of the messages.
         accountant: The accountant that adds up each example's dFIL over all shared messages.
-        account: The file that each release is written to before it is shared.
+        write: The function that writes down each release before it is shared.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
@@ -113,9 +113,9 @@ class LeakageMeter:
         args: TrainingArguments,
         defense: Defense,
         accountant: FisherAccountant | None,
-        account: AccountFile | None = None,
+        write: Callable[[Mapping[str, Any]], object] | None = None,
     ) -> None:
-        self.accountant, self._account = accountant, account
+        self.accountant, self._write = accountant, write
         self._logging_steps: int = setting(args, "leakage_logging_steps")
         self._limit: float | None = setting(args, "leakage_limit")
         self._num_probes: int | None = setting(args, "leakage_num_probes")
@@ -206,9 +206,9 @@ class LeakageMeter:
             return False
         if self.accountant is not None and leakage is not None:
             numbers = _numbers(gmap, rows)
-            if self._account is not None:
+            if self._write is not None:
                 release = self.accountant.release(numbers, *leakage.samples)
-                self._account.write({"release": release})
+                self._write({"release": release})
             self.accountant.step(numbers, *leakage.samples)
         return True
 

@@ -60,26 +60,26 @@ from .clients.batches import (
     NumberedCollator,
     NumberedRows,
     PlainRows,
+    RowSampler,
     WholeCollator,
-    clients_in,
     divide,
     round_sampler,
-    split,
 )
 from .clients.partition import Rows
 from .config import GradGuardConfig, RequestedSettings, setting
-from .exchange.average import SecureSum, any_rank, average
-from .exchange.start import StartAlike, log_ranks
-from .guards.labels import check_all_labels
-from .guards.watch import (
+from .exchange.gradients import (
     AgreedTables,
-    HookGuard,
     Ledger,
+    SecureSum,
+    any_rank,
+    average,
     average_statistics,
     freeze_statistics,
-    state_guard,
     warn_of_statistics,
 )
+from .exchange.start import StartAlike, log_ranks
+from .guards.hooks import HookGuard
+from .guards.labels import check_all_labels
 from .learning_rate import set_rates
 from .logs import LogPolicy, PoolingHandler, PrivateMetrics, without_rows
 from .message import (
@@ -93,21 +93,18 @@ from .message import (
     SharedMessages,
     Spread,
     annotate_errors,
+    clients_in,
     is_summed,
+    split,
+    state_guard,
 )
 from .meter import LeakageMeter
-from .privacy.account import AccountFile
 from .privacy.coupling import CouplingCheck
-from .privacy.failing_rows import AttemptsPassingRows, PassingCollator, ReadableRows, RowTrial
+from .privacy.failing_rows import PassingCollator, ReadableRows, RowTrial
 from .privacy.fingerprint import Fingerprints
 from .privacy.labels import RandomizedLabels, Randomizer
-from .privacy.private_rows import (
-    PrivateRows,
-    RowSampler,
-    is_proved,
-    log_protection,
-    resume_epsilon,
-)
+from .privacy.private_rows import AccountFile, AttemptsPassingRows, PrivateRows, resume_epsilon
+from .privacy.proofs import is_proved, log_protection
 from .privacy.row_sampling import private_rows_of
 from .refusals import (
     Measured,
@@ -207,7 +204,7 @@ class GradGuardMixin(Trainer):
         if args is not None:
             check_arguments(args)
         self._requested, self._accountant = RequestedSettings(args, defense), accountant
-        self._privacy_account: PrivacyAccount | None = None
+        self._former_account: PrivacyAccount | None = None  # of ε, under other settings
         self._private_metrics = PrivateMetrics()
         self.ledger = Ledger()
         self.shared_messages = SharedMessages(self.describe_message)
@@ -320,7 +317,8 @@ class GradGuardMixin(Trainer):
         self._host_clients(defense, own_batches)
         self._meter: LeakageMeter | None = None
         if measured.measures:
-            self._meter = LeakageMeter(self.args, defense, self._accountant, self.account_file)
+            write = self.account_file.write
+            self._meter = LeakageMeter(self.args, defense, self._accountant, write)
         self.asks_for_input = defense.facts.needs_input or measured.measures
         streams = RandomStreams.of_arguments(self.args, self.accelerator.process_index)
         shared = self._share_input_embeddings, self._withhold
@@ -339,12 +337,12 @@ class GradGuardMixin(Trainer):
 
     def _host_clients(self, defense: Defense, own_batches: bool) -> None:
         """Make this rank's clients, and give them rows of their own where that is asked for."""
-        ranks = self.accelerator.num_processes
+        ranks, account = self.accelerator.num_processes, self._privacy_account
         self.remove_callback(PrivateRows)
-        self.private_rows = None
+        self.private_rows, self._former_account = None, account
         if is_proved(self.defense):
             self.private_rows = private_rows_of(
-                self, own_batches, lambda: self._clients, self._privacy_account, self.account_file
+                self, own_batches, lambda: self._clients, account, self.account_file
             )
         # Each sample's loss is its own mean then; counts of labels would tell of the rows.
         self.counts_items = self.private_rows is None
@@ -352,7 +350,6 @@ class GradGuardMixin(Trainer):
         if self.private_rows is None and setting(self.args, "num_clients") is not None:
             self._rows_of_clients = divide(self.train_dataset, self.args, ranks)
         elif self.private_rows is not None:
-            self._privacy_account = self.private_rows.account  # kept under other settings, too
             self._rows_of_clients = self.private_rows.rows_of_clients
             self.add_callback(self.private_rows)
         if self._rows_of_clients:
@@ -838,8 +835,9 @@ class GradGuardMixin(Trainer):
             is_only = not saved.counted or account.is_untouched(transcript)
             records = account.records([Path(folder).parent, self.args.output_dir], saved.counted)
             if saved.privacy is not None:  # also where this training adds nothing to it
-                self._privacy_account = self._privacy_account or PrivacyAccount()
-                resume_epsilon(self._privacy_account, saved.privacy, records)
+                if (privacy := self._privacy_account) is None:
+                    privacy = self._former_account = PrivacyAccount()
+                resume_epsilon(privacy, saved.privacy, records)
             if self.private_rows is not None:
                 self.private_rows.resume(saved.transcript, records, is_only)
         releases = [entry["release"] for entry in records if "release" in entry]
@@ -874,6 +872,11 @@ class GradGuardMixin(Trainer):
     def account_file(self) -> AccountFile:
         """The file where what leaves this rank is written down before."""
         return AccountFile(str(self.args.output_dir), self.args.process_index)
+
+    @property
+    def _privacy_account(self) -> PrivacyAccount | None:
+        """The account of ε: that of rows behind a proof, or the one of an earlier training."""
+        return self._former_account if self.private_rows is None else self.private_rows.account
 
     @property
     def _has_account(self) -> bool:

@@ -1,12 +1,12 @@
 """The rules by which `GradGuardTrainer` refuses a set-up, in one table.
 
-Each has its condition, its reason and the way out.
+Each rule has its condition, its reason and the way out.
 
 A backend that exchanges gradients itself, or never holds a rank's whole local gradient, cannot be
-protected from the outside. Better no training than training that only looks protected.
+protected from the outside. No training is better than training that only looks protected.
 
-`RULES` lists all of them; what is looked at stands in the second half of the file. A rule without a
-condition is raised where a training finds it out, by `refusal`.
+`RULES` lists all rules, and the second half of the file has their conditions. A rule without a
+condition is raised by the code that finds out that it applies, by `refusal`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .config import setting
 from .logs import warn_of_uploaded_console
 
 Values = Mapping[str, object] | bool | str
-"""Whether a rule applies; a mapping also gives what stands in braces in its texts."""
+"""Whether a rule applies. A mapping also has the values of the braces in the rule's texts."""
 
 
 class UnsupportedError(NotImplementedError):
@@ -44,7 +44,7 @@ class UnsupportedError(NotImplementedError):
             raises the error again by its text alone.
 
     Attributes:
-        rule: That name, as `RULES` has it.
+        rule: The name of the rule, as `RULES` has it.
 
     Example:
         >>> check_arguments(TrainingArguments("out", ddp_static_graph=True))
@@ -62,12 +62,12 @@ class Rule:
     """One kind of set-up that is refused.
 
     Args:
-        name: Of the rule: an error's message ends with it, and the list of what is refused has it.
-        applies: Its condition, of what is looked at. Without one the rule is raised by the code
-            that finds out.
-        reason: Why it is refused, after `opening`, with values in braces.
-        way_out: What to do instead, likewise.
-        opening: How the message begins.
+        name: The name of the rule. An error's message ends with it.
+        applies: The condition, a function of the set-up. Without one, the code that finds out that
+            the rule applies raises its error.
+        reason: The reason, which follows `opening` in the message and may have values in braces.
+        way_out: The advice what to do instead, which may have values in braces, too.
+        opening: The beginning of the message.
 
     Example:
         >>> rule = Rule("no-gpu", lambda count: count == 0, "a machine without a GPU:", "Buy one.")
@@ -82,10 +82,10 @@ class Rule:
     opening: str = "GradGuardTrainer does not support"
 
     def error(self, values: Values = True) -> UnsupportedError:
-        """Return the error that says all of it.
+        """Return the error of this rule, whose message has the reason and the way out.
 
         Args:
-            values: What stands in braces.
+            values: The values of the braces in the rule's texts.
         """
         text = " ".join(text for text in (self.opening, self.reason, self.way_out) if text)
         named = values if isinstance(values, Mapping) else {}
@@ -96,11 +96,11 @@ def refuse(rules: Iterable[Rule], subject: Any) -> None:
     """Raise the error of the first rule that applies.
 
     Args:
-        rules: In the order in which they are asked.
-        subject: What they look at.
+        rules: The rules, in the order in which they are asked.
+        subject: The set-up that the rules' conditions look at.
 
     Raises:
-        UnsupportedError: With the reason and what to use instead.
+        UnsupportedError: If a rule applies. The message has the reason and the way out.
 
     Example:
         >>> refuse(ARGUMENTS, TrainingArguments("out"))
@@ -111,11 +111,11 @@ def refuse(rules: Iterable[Rule], subject: Any) -> None:
 
 
 def refusal(name: str, /, **values: object) -> UnsupportedError:
-    """Return the error of a rule that a training finds to apply.
+    """Return the error of a rule by the rule's name.
 
     Args:
-        name: Of the rule.
-        **values: What stands in braces in its texts.
+        name: The name of the rule.
+        **values: The values of the braces in the rule's texts.
 
     Example:
         >>> print(refusal("loss-that-exchanges", operation="gather"))
@@ -349,7 +349,7 @@ def check_arguments(args: TrainingArguments) -> None:
     """Refuse training arguments that cannot be protected.
 
     Raises:
-        UnsupportedError: With the reason and what to use instead.
+        UnsupportedError: If a rule applies. The message has the reason and the way out.
 
     Example:
         >>> check_arguments(TrainingArguments("out", ddp_static_graph=True))
@@ -360,8 +360,9 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def sizes_of(args: TrainingArguments) -> tuple[int, int]:
-    """Return how many clients there are, and how many devices each has: as arguments say, or
-    Accelerate's launcher.
+    """Return how many clients there are, and how many devices each of them has.
+
+    The arguments say it, or else Accelerate's launcher does.
 
     Example:
         >>> sizes_of(TrainingArguments("out"))
@@ -455,7 +456,7 @@ def check_model(model: nn.Module, sharded: bool = False) -> None:
         sharded: Whether each of a client's devices is to protect its own part of it.
 
     Raises:
-        UnsupportedError: With the reason and what to use instead.
+        UnsupportedError: If a rule applies. The message has the reason and the way out.
 
     Example:
         >>> check_model(nn.DataParallel(model))
@@ -620,12 +621,13 @@ def check_accelerator(
     """Refuse distributed set-ups that exchange more than protected gradients.
 
     Args:
-        accelerator: The ranks'.
-        train_dataset: What they train on.
-        defense: A Trainer's, which compiles the model itself; `None` in a loop of the user's own.
+        accelerator: The accelerator of the ranks.
+        train_dataset: The data set that the ranks train on.
+        defense: The defense of a Trainer, which compiles the model itself. It is `None` in a user's
+            own loop.
 
     Raises:
-        UnsupportedError: With the reason and what to use instead.
+        UnsupportedError: If a rule applies. The message has the reason and the way out.
 
     Example:
         >>> check_accelerator(Accelerator(cpu=True))
@@ -643,7 +645,7 @@ def check_training(
     """Refuse arguments, a model or ranks that cannot be protected.
 
     Raises:
-        UnsupportedError: With the reason and what to use instead.
+        UnsupportedError: If a rule applies. The message has the reason and the way out.
 
     Example:
         >>> args, noise = TrainingArguments("out"), make_defense("gaussian_noise")
@@ -658,7 +660,7 @@ def check_loader(loader: Any) -> None:
     """Refuse a data loader that dispatches, also where a class of the user's own made it.
 
     Raises:
-        UnsupportedError: With the reason and what to use instead.
+        UnsupportedError: If a rule applies. The message has the reason and the way out.
 
     Example:
         >>> check_loader(torch.utils.data.DataLoader([1, 2]))
@@ -668,7 +670,7 @@ def check_loader(loader: Any) -> None:
 
 
 def beyond_gradient(defense: Defense) -> str:
-    """Say what a defense asks for beyond the gradient of the batch; nothing if it does not.
+    """Return what a defense asks for beyond the batch's gradient; an empty text if nothing.
 
     Example:
         >>> beyond_gradient(make_defense("soteria")), beyond_gradient(make_defense("pruning"))
@@ -683,8 +685,9 @@ def beyond_gradient(defense: Defense) -> str:
 
 
 def reason_of_sharding(defense: Defense) -> Values:
-    """Say why a defense does not protect a sharded model, if it does not: the values of the rule
-    `sharded-defense`.
+    """Return why a defense does not protect a sharded model; `False` if it does.
+
+    The reason is one of the values of the rule `sharded-defense`.
 
     Example:
         >>> reason_of_sharding(make_defense("gaussian_noise"))
@@ -715,7 +718,7 @@ def _dispatches(ranks: Ranks) -> bool:
 
 
 def is_iterable(dataset: Any) -> bool:
-    """Say whether a data set has no rows that could be drawn.
+    """Return whether a data set is a stream, which has no rows that could be drawn.
 
     Example:
         >>> is_iterable([1, 2])
@@ -744,11 +747,11 @@ class Measured(NamedTuple):
     """A request to measure messages, and of which.
 
     Args:
-        args: Training arguments, whose `leakage_*` and `use_liger_kernel` count.
-        defense: What protects the messages.
-        accountant: Of the Trainer's messages, if there is one.
-        own_batches: Whether the Trainer's class draws its batches in a way of its own.
-        train_dataset: By whose rows an accountant knows the examples.
+        args: The training arguments, whose `leakage_*` and `use_liger_kernel` count.
+        defense: The defense of the messages.
+        accountant: The accountant of the Trainer's messages, if there is one.
+        own_batches: Whether the Trainer's class draws its batches in its own way.
+        train_dataset: The data set by whose rows an accountant knows the examples.
     """
 
     args: TrainingArguments
@@ -851,14 +854,15 @@ LEAKAGE = (
 
 
 def check_leakage(measured: Measured) -> None:
-    """Refuse limits and accounts that nothing could keep, and second derivatives through kernels
-    that have none.
+    """Refuse limits and accounts that nothing could keep.
+
+    Second derivatives through kernels that have none are refused, too.
 
     Args:
-        measured: What is to be measured.
+        measured: The request of what is to be measured.
 
     Raises:
-        UnsupportedError: With the reason and what to use instead.
+        UnsupportedError: If a rule applies. The message has the reason and the way out.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
@@ -911,8 +915,9 @@ class Upload:
     """An upload that a callback makes, and under which setting.
 
     Args:
-        callback: Its class's name, or a base's.
-        setting: Of the callback; empty where it does not upload.
+        callback: The name of the callback's class, or of one of its bases.
+        setting: A function that returns the setting by which a callback uploads; an empty text if
+            it does not upload.
     """
 
     callback: str
@@ -991,14 +996,16 @@ TRACKERS = (
 
 
 def check_trackers(callbacks: Iterable[TrainerCallback]) -> None:
-    """Refuse callbacks that would upload more than a rank may give away, and say where one uploads
-    what the rank prints.
+    """Refuse callbacks that would upload more than may leave the rank.
+
+    A warning says so if one uploads what the rank prints.
 
     Args:
-        callbacks: Of the Trainer.
+        callbacks: The callbacks of the Trainer.
 
     Raises:
-        UnsupportedError: With what would be uploaded, and the setting that leaves it.
+        UnsupportedError: If a callback would. The message has what it would upload, and the setting
+            that prevents it.
 
     Example:
         >>> from transformers import PrinterCallback
@@ -1081,16 +1088,17 @@ CLASSES = (
 
 
 def check_order(trainer_class: type, mixin: type) -> None:
-    """Refuse a class in which another Trainer would come before the mixin, or whose training step
-    would not run.
+    """Refuse a class in which the mixin would not protect.
+
+    Another Trainer may come before the mixin in its bases, or have a training step of its own.
 
     Args:
         trainer_class: A subclass of the mixin.
-        mixin: `GradGuardMixin`.
+        mixin: The class `GradGuardMixin`.
 
     Raises:
-        TypeError: For an order of bases that leaves the mixin out of the way.
-        UnsupportedError: For a Trainer with a training step of its own.
+        TypeError: If another Trainer comes before the mixin.
+        UnsupportedError: If a Trainer has a training step of its own.
 
     Example:
         >>> from transformers import Seq2SeqTrainer
@@ -1114,7 +1122,7 @@ def check_order(trainer_class: type, mixin: type) -> None:
 
 
 def draws_batches(trainer_class: type, mixin: type) -> bool:
-    """Say whether a class draws training batches in a way of its own, or a base does.
+    """Return whether a Trainer's class, or a base of it, draws training batches in its own way.
 
     Example:
         >>> from hf_gradguard import GradGuardMixin, GradGuardTrainer
@@ -1125,16 +1133,17 @@ def draws_batches(trainer_class: type, mixin: type) -> bool:
 
 
 def check_drawing(trainer: Trainer, mixin: type, drawn_by: str) -> None:
-    """Refuse a sampler of one's own where rows are drawn in another way: what it excludes would be
-    trained on all the same. Likewise what would change how many are drawn.
+    """Refuse a user's own sampler, or changes of the batch size, if the package draws rows.
+
+    Rows that the sampler excludes would be trained on all the same.
 
     Args:
-        trainer: Its class, what was assigned to it alone, and its arguments count.
-        mixin: `GradGuardMixin`.
-        drawn_by: What draws rows.
+        trainer: The Trainer, whose class, attributes and arguments are looked at.
+        mixin: The class `GradGuardMixin`.
+        drawn_by: The name of the setting by which the package draws rows.
 
     Raises:
-        UnsupportedError: With the way out.
+        UnsupportedError: If there is such a sampler or change. The message has the way out.
 
     Example:
         >>> from hf_gradguard import GradGuardMixin, GradGuardTrainer
@@ -1144,10 +1153,10 @@ def check_drawing(trainer: Trainer, mixin: type, drawn_by: str) -> None:
 
 
 def check_collator(collator: Any) -> None:
-    """Refuse collators of which a batch cannot be cut into clients.
+    """Refuse collators whose batches cannot be cut into clients.
 
     Raises:
-        UnsupportedError: With the reason and what to use instead.
+        UnsupportedError: If a rule applies. The message has the reason and the way out.
 
     Example:
         >>> from transformers import DefaultDataCollator
@@ -1157,13 +1166,13 @@ def check_collator(collator: Any) -> None:
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse a loss that sends what it is computed from to other ranks.
+    """Refuse a loss that sends its inputs to other ranks.
 
     Args:
-        loss: A Trainer's `loss`, as sentence-transformers has it: a module, or several by name.
+        loss: The `loss` of a Trainer of sentence-transformers: a module, or several by name.
 
     Raises:
-        UnsupportedError: With the reason and the way out.
+        UnsupportedError: If a rule applies. The message has the reason and the way out.
 
     Example:
         >>> check_loss(nn.MSELoss())

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..defenses.base import State
 from ..gradient_map.scaled import ScaledMap, ScaleOverflow
 from ..gradient_map.types import LossFunction
-from .exchange.average import SecureSum, any_rank, average_gradients
+from .exchange.gradients import SecureSum, any_rank, average_gradients
 from .message import Client, ClientBatch, MessageMaker, SharedMessages
 
 
@@ -35,7 +35,7 @@ class ScaledMessages(MessageMaker):
         **kwargs: All keyword arguments of `MessageMaker`.
 
     Example:
-        >>> from hf_gradguard.training.guards.watch import Ledger
+        >>> from hf_gradguard.training.exchange.gradients import Ledger
         >>> from hf_gradguard.training.message import RandomStreams
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> arguments = RandomStreams(), None, Ledger(), False, ()

@@ -43,9 +43,8 @@ from ..sharded import ClientRanks as ClientRanks
 from ..sharded import Shards
 from ..sharded.shards import local
 from .accelerator import GuardedAccelerator
-from .exchange.average import SecureSum, average
+from .exchange.gradients import AgreedTables, Ledger, SecureSum, average
 from .exchange.start import StartAlike, agreed_upon, check_agreed
-from .guards.watch import AgreedTables, Ledger
 from .message import (
     ClientBatch,
     Loss,

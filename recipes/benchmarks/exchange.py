@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 
 from hf_gradguard.secure.aggregation import FixedPoint, SecureAggregation
-from hf_gradguard.training.exchange.average import average
+from hf_gradguard.training.exchange.gradients import average
 
 from .measuring import cells, classifier, on_ranks, spread
 

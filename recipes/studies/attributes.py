@@ -13,7 +13,7 @@ from ..study import Study
 from .candidates import model_after
 from .lib.intervals import Interval
 from .lib.tables import write_table
-from .lib.text import load_tokenizer, of_usual_length, sst2
+from .lib.text import TEXT_FLAGS, load_tokenizer, of_usual_length, sst2
 
 FILM = {"film", "films", "movie", "movies"}
 PEOPLE = {
@@ -48,9 +48,7 @@ class Attributes(Study):
     Public are training phrases, private validation sentences. No phrase is part of one.
     """
 
-    ARGUMENTS: dict[str, Any] = Study.ALL | {
-        "--model": "a text encoder and its tokenizer", "--data_dir": "folder of {train,dev}.tsv",
-    }  # fmt: skip
+    ARGUMENTS: dict[str, Any] = Study.ALL | TEXT_FLAGS
 
     def cells(self) -> dict:
         names = ["none", "gaussian_noise"] if self.quick else list(DEFENSES)

@@ -11,7 +11,7 @@ from hf_gradguard.audit import Summary, audit, summarize
 from ..study import Study
 from .lib.intervals import share
 from .lib.tables import write_table
-from .lib.text import load_classifier, load_tokenizer, of_usual_length, sst2
+from .lib.text import TEXT_FLAGS, load_classifier, load_tokenizer, of_usual_length, sst2
 
 NAMES = (
     "none", "gaussian_noise", "laplace_noise", "optimal_noise", "dp_sgd", "optimal_dp_sgd",
@@ -30,11 +30,8 @@ class BareNames(Study):
     message (TPR at 1 % FPR).
     """
 
-    ARGUMENTS: dict[str, Any] = Study.ALL | {
-        "--model": "a text encoder and its tokenizer",
-        "--data_dir": "folder of train.tsv",
-        "--work_dir": {"type": Path, "default": Path("runs/bare_names"), "help": "of the audits"},
-    }
+    WORK_DIR = {"type": Path, "default": Path("runs/bare_names"), "help": "of the audits"}
+    ARGUMENTS: dict[str, Any] = Study.ALL | TEXT_FLAGS | {"--work_dir": WORK_DIR}
 
     def cells(self) -> dict:
         """One for each block of messages: those of one audit."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.attacks import make_attack
 from hf_gradguard.audit.attackers import attackers
 from hf_gradguard.audit.settings import AuditSettings
 from hf_gradguard.defenses import Defense
@@ -18,12 +18,13 @@ from hf_gradguard.networks import train_text_network
 from hf_gradguard.randomness import Stream
 
 from ..study import Study
-from .lib.attacks import token_ids_of
+from .lib.attacks import observe, token_ids_of
 from .lib.defenses import with_own_strength
 from .lib.intervals import share
 from .lib.results import named
 from .lib.tables import bracketed, summary, write_table
-from .lib.text import batch_of, load_classifier, load_tokenizer, of_usual_length, sst2
+from .lib.text import TEXT_FLAGS, batch_of, load_classifier, load_tokenizer, of_usual_length, sst2
+from .lib.training import learn
 
 RATIOS = [{"ratio": 0.5}, {"ratio": 0.9}, {"ratio": 0.99}]
 NOISE = [{"relative_scale": 1.0}, {"relative_scale": 10.0}, {"relative_scale": 100.0}]
@@ -50,9 +51,7 @@ ROWS_READ = 6 * POOL  # rows of the training set, for these and for what is trai
 class CandidateStudy(Study):
     """The model, its two states, the sentences and the defenses, each made once."""
 
-    ARGUMENTS: dict[str, Any] = {
-        "--model": "a text encoder and its tokenizer", "--data_dir": "folder of train.tsv",
-    }  # fmt: skip
+    ARGUMENTS: dict[str, Any] = TEXT_FLAGS
 
     def load(self) -> None:
         torch.set_num_threads(1)
@@ -119,12 +118,8 @@ class CandidateStudy(Study):
                 attackers["does not"] = None
             for knows, granted in attackers.items():
                 places.append(f"{strength_text(strength)}|{knows}")
-                observations.append(
-                    Observation(
-                        model, dict(message), tuple(batch["input_ids"].shape),
-                        labels=batch["labels"], tokenizer=self.tokenizer, mechanism=granted,
-                    )
-                )  # fmt: skip
+                grants = {"tokenizer": self.tokenizer, "mechanism": granted}
+                observations.append(observe(model, batch, message, **grants))
         texts, labels = ([row[key] for row in candidates] for key in ("sentence", "label"))
         attack = make_attack("candidates", candidates=texts, labels=labels)
         results = attack.reconstruct_many(observations, torch.Generator().manual_seed(number))
@@ -139,9 +134,7 @@ def train(model, tokenizer, rows: list[dict], steps: int) -> None:
     draw = np.random.default_rng(0)
     for _ in range(steps):
         batch = batch_of(tokenizer, [rows[i] for i in draw.integers(len(rows), size=16)])
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        learn(model, optimizer, batch)
     model.get_input_embeddings().requires_grad_(True)
 
 
@@ -320,10 +313,9 @@ class Thousand(CandidateStudy):
             batch = batch_of(self.tokenizer, [candidates[i] for i in member_indices])
             message = defense(GradientMap(model, batch), Stream.from_seeds(cell["seed"], number))
             noise = message.noise if "noise_variance" in attacker.grants else None
-            observation = Observation(
-                model, dict(message), tuple(batch["input_ids"].shape), labels=batch["labels"],
-                tokenizer=self.tokenizer, noise_variance=None if noise is None else noise.added,
-            )  # fmt: skip
+            variance = None if noise is None else noise.added
+            grants = {"tokenizer": self.tokenizer, "noise_variance": variance}
+            observation = observe(model, batch, message, **grants)
             recovered.append(token_ids_of(attacker.attack, observation, number))
             truth.append(batch["input_ids"].tolist())
         return summary(score_text(recovered, truth, tokenizer=self.tokenizer), ["token_f1"])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.defenses.factorization import make_factor
+from hf_gradguard.defenses.correlated import make_factor
 from hf_gradguard.heads import (
     PrivateHead,
     PrivateHeadConfig,
@@ -35,7 +35,7 @@ from . import frontier_tables as tables
 from .frontier_heads import FeaturesTask, Rows
 from .frontier_rows import DELTA, RATES_SEED
 from .lib.device import DEVICE
-from .lib.images import array_images, images_at
+from .lib.images import images_at, public_images
 from .lib.linear_heads import (
     HeadSettings,
     cut,
@@ -283,9 +283,7 @@ class ImagesTask(HeadTask):
 
     @functools.cached_property
     def full_head(self) -> PrivateHead:
-        pixels, _ = array_images(self._public, "train")
-        chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
-        public = pixels[chosen[: self.PUBLIC]].float() / 255
+        public = public_images(self._public, self.PUBLIC)
         encoder = PatchFeatures(public, self.FILTERS, torch.Generator().manual_seed(0))
         return private_head(encoder, public, 10, directions=self.DIRECTIONS)
 

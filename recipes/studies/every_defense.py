@@ -18,7 +18,7 @@ from hf_gradguard.networks import train_text_network
 from hf_gradguard.randomness import Stream
 
 from ..study import Study
-from .lib.attacks import attack_of
+from .lib.attacks import attack_of, token_ids_of
 from .lib.defenses import published
 from .lib.images import INVERTING, QUICK_SMOOTHING, SMOOTHING, lenet_for, single_images, smoothed
 from .lib.results import PUBLISHED, Results, nested
@@ -254,11 +254,9 @@ class Texts(EveryDefense):
     def measure(self, cell: dict) -> dict:
         if cell["attack"] == "another sentence":
             return self.scored(self.texts[1:] + self.texts[:1])
-        network = {}
-        if cell["defense"] == "refiner":
-            network = {"evaluation_network": self.network(cell["network_steps"])}
-        defense = published(cell["defense"], **cell["strength"], **network)
-        if network:
+        network = self.network(cell["network_steps"]) if "network_steps" in cell else None
+        defense = published(cell["defense"], network, **cell["strength"])
+        if network is not None:
             defense.prepare(self.model, self.tokenizer)
         observations = []
         for number, gmap in enumerate(self.maps):
@@ -267,18 +265,9 @@ class Texts(EveryDefense):
             observations.append(observe(gmap, defense, number, grants, **cell["seen"]))
         attack = attack_of(cell["attack"], **cell["settings"])
         if cell["attack"] == "span":
-            return self.scored([self.span_token_ids(attack, o) for o in observations])
+            return self.scored([token_ids_of(attack, o, cell["seed"]) for o in observations])
         generator = torch.Generator().manual_seed(cell["seed"])
         return self.scored([r.token_ids for r in attack.reconstruct_many(observations, generator)])
-
-    def span_token_ids(self, span, observation: Observation) -> list[list[int]]:
-        """None where a pruning left nothing of the layers that span reads."""
-        try:
-            return span(observation).token_ids
-        except ValueError as error:
-            if "nothing to search" not in str(error):
-                raise
-            return [[-1] * self.LENGTH]
 
     def scored(self, ids: list) -> dict:
         scores = score_text(ids, self.texts, tokenizer=self.tokenizer)
@@ -314,10 +303,7 @@ class Images(EveryDefense):
         count = self.count
         if cell["attack"] == "gray":
             return self.scored([torch.full_like(image, 0.5) for image in self.images[:count]])
-        network = {}
-        if cell["defense"] == "refiner":
-            network = {"evaluation_network": self.args.evaluation_network}
-        defense = published(cell["defense"], **cell["strength"], **network)
+        defense = published(cell["defense"], self.args.evaluation_network, **cell["strength"])
         grants = {"input_shape": tuple(self.images[0].shape)}
         observations = [
             observe(gmap, defense, number, grants, **cell["seen"])

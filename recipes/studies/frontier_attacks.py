@@ -20,6 +20,7 @@ from hf_gradguard.randomness import Stream
 from .frontier_clients import ImageTask, Stage
 from .frontier_rows import ACCUMULATED, CANDIDATES, INVERTING, UNAWARE, UNLABELED, WORD
 from .lib.attacks import attack_of, token_ids_of
+from .lib.attacks import observe as observe_message
 from .lib.defenses import with_own_strength
 from .lib.device import DEVICE, on_device
 from .lib.images import INVERTING as INVERTING_SETTINGS
@@ -160,11 +161,8 @@ def _restored(defense: Defense) -> Iterator[None]:
 
 def observe(stage: Stage, batch: dict, message: Message, **grants: Any) -> Observation:
     """A message, its labels, and the mechanism of the defense."""
-    samples = batch["input_ids" if "input_ids" in batch else "pixel_values"]
-    return Observation(
-        stage.model, message, tuple(samples.shape), labels=batch["labels"],
-        mechanism=stage.defense.mechanism(message), **grants,
-    )  # fmt: skip
+    mechanism = stage.defense.mechanism(message)
+    return observe_message(stage.model, batch, message, mechanism=mechanism, **grants)
 
 
 def observe_image(stage: Stage, batch: dict, message: Message) -> Observation:

@@ -22,9 +22,9 @@ from .frontier_rows import BATCH, DELTA, IMAGE_SIZES, RATES_SEED, STAGES
 from .lib.defenses import with_own_strength
 from .lib.device import DEVICE, on_device
 from .lib.images import images_at, predicted_classes
+from .lib.text import TEXT_FLAGS as TEXT_FLAGS
 from .lib.text import load_classifier, load_tokenizer, sst2
 
-TEXT_FLAGS = {"--model": "a text encoder and its tokenizer", "--data_dir": "folder of SST-2"}
 IMAGE_FLAGS = {
     "--train": "parquet with img and label, to train on",
     "--test": "the same, to judge on",

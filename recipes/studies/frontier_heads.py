@@ -23,7 +23,7 @@ from . import frontier_tables as tables
 from .frontier_attacks import CHANCE, GRAY, NOISE_ALONE, attack_images, attack_texts
 from .frontier_texts import usual_sentences
 from .lib.device import DEVICE, on_device
-from .lib.images import array_images
+from .lib.images import public_images
 from .lib.tables import write_table
 from .lib.text import of_usual_length, sst2
 from .patch_features import PatchFeatures
@@ -325,9 +325,7 @@ class ImageHeadTask(EmbeddingsTask):
 
     @functools.cached_property
     def _public_images(self) -> Tensor:
-        pixels, _ = array_images(self._public, "train")
-        chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
-        return pixels[chosen[: self.PUBLIC]].float() / 255
+        return public_images(self._public, self.PUBLIC)
 
     @functools.cached_property
     def features(self) -> PatchFeatures:

@@ -26,6 +26,7 @@ from . import frontier_attacks as attacks
 from . import frontier_clients as clients
 from . import frontier_rows as plan
 from . import frontier_tables as tables
+from .lib.attacks import observe
 from .lib.defenses import with_own_strength
 from .lib.results import Results, named
 from .lib.tables import write_table
@@ -377,10 +378,8 @@ class Batches(TextStudy):
             batch = batch_of(tokenizer, batch_texts)
             message = defense(GradientMap(model, batch), Stream.from_seeds(cell["seed"], number))
             longest = max(longest, batch["input_ids"].shape[1])
-        as_sum = Observation(
-            model, dict(message), tuple(batch["input_ids"].shape), labels=batch["labels"],
-            tokenizer=tokenizer, mechanism=defense.mechanism(message),
-        )  # fmt: skip
+        mechanism = defense.mechanism(message)
+        as_sum = observe(model, batch, message, tokenizer=tokenizer, mechanism=mechanism)
         mean = {name: y / len(batches) for name, y in message.items()}
         selection = "largest" if cell["defense"] == "pruning" else "chosen"
         labels = torch.tensor([text["label"] for batch_texts in batches for text in batch_texts])

@@ -22,7 +22,7 @@ from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
 
 from ..study import Study
-from .lib.attacks import attack_of
+from .lib.attacks import attack_of, observe
 from .lib.images import INVERTING, SINGLE_IMAGES, flat, lenet_for, single_images
 from .lib.intervals import share
 from .lib.tables import plt, save, significant, write_table
@@ -35,10 +35,8 @@ def invert_dlg(
     cell: dict, model: nn.Module, shared: dict, batch: dict[str, Tensor], seed: int, **settings: Any
 ) -> Tensor:
     """What DLG by L-BFGS makes of an image's message, the label known."""
-    image = batch["pixel_values"]
     dlg = make_attack("dlg", steps=cell["steps"], **{"start": "uniform", "patience": 5} | settings)
-    observation = Observation(model, shared, tuple(image.shape), labels=batch["labels"])
-    return dlg(observation, torch.Generator().manual_seed(seed)).input
+    return dlg(observe(model, batch, shared), torch.Generator().manual_seed(seed)).input
 
 
 class PredictsAttacks(Study):
@@ -99,7 +97,6 @@ class PredictsAttacks(Study):
         sample, batch = cell["sample"], batches[cell["sample"]]
         gmap = GradientMap(model, batch)
         gradient, top = gmap.gradient(), largest_eigenvalue(gmap)
-        shape = tuple(batch["input_ids" if tokenizer else "pixel_values"].shape)
         points, observations = [], []
         settings = [(name, s) for name, strengths in cell["strengths"].items() for s in strengths]
         for number, (name, strength) in enumerate(settings):
@@ -113,8 +110,7 @@ class PredictsAttacks(Study):
                 "defense": name, "strength": strength, "size": flat(delta).norm(), "bound": bound,
                 "influence": influence, "coordinates": bound.num_coordinates,
             })  # fmt: skip
-            knowledge = {"labels": batch["labels"], "tokenizer": tokenizer}
-            observations.append(Observation(model, shared, shape, **knowledge))
+            observations.append(observe(model, batch, shared, tokenizer=tokenizer))
         if tokenizer:
             attack = make_attack("tag", steps=cell["steps"])
         else:

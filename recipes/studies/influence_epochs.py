@@ -13,7 +13,7 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.attacks import make_attack
 from hf_gradguard.defenses.base import norm
 from hf_gradguard.leakage import inversion_influence_lower_bound, smallest_directions
 from hf_gradguard.randomness import Stream
@@ -21,7 +21,7 @@ from recipes.small_networks import LeakageLeNetForImageClassification
 
 from ..study import Study
 from .influence import invert_dlg
-from .lib.attacks import attack_of
+from .lib.attacks import attack_of, observe
 from .lib.defenses import with_own_strength
 from .lib.images import (
     INVERTING,
@@ -33,6 +33,7 @@ from .lib.images import (
     smoothed,
 )
 from .lib.tables import bracketed, interval, plt, save, significant, write_table
+from .lib.training import learn
 
 BATCH = 64
 
@@ -56,10 +57,8 @@ def stages(
         if step in steps:
             models[step] = copy.deepcopy(model).eval()
         if step < last_step:
-            batch = torch.randint(len(x), (BATCH,))
-            optimizer.zero_grad()
-            model(pixel_values=x[batch].float() / 255, labels=labels[batch]).loss.backward()
-            optimizer.step()
+            rows = torch.randint(len(x), (BATCH,))
+            learn(model, optimizer, {"pixel_values": x[rows].float() / 255, "labels": labels[rows]})
             decay.step()
     return models
 
@@ -141,8 +140,7 @@ class Epochs(Study):
         for number, batch in enumerate(batches):
             gmap = GradientMap(model, batch)
             shared, gradient = noise(gmap, generator=Stream.from_seeds(number)), gmap.gradient()
-            shape = tuple(batch["pixel_values"].shape)
-            observations.append(Observation(model, shared, shape, labels=batch["labels"]))
+            observations.append(observe(model, batch, shared))
             if number < count:
                 delta = {name: shared[name] - g for name, g in gradient.items()}
                 bound = inversion_influence_lower_bound(gmap, delta)

@@ -13,14 +13,15 @@ from torch import Tensor
 from transformers import set_seed
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.attacks import Attack, Observation, make_attack
+from hf_gradguard.attacks import Attack, make_attack
 from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
 
 from ..study import Study
+from .lib.attacks import observe
 from .lib.intervals import student
 from .lib.tables import write_table
-from .lib.text import batch_of, load_classifier, load_tokenizer, sst2, token_counts
+from .lib.text import TEXT_FLAGS, batch_of, load_classifier, load_tokenizer, sst2, token_counts
 
 DEFENSES: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("none", {}),
@@ -40,9 +41,7 @@ class LearnedInversion(Study):
     Conditions and figures: docs/findings/attacks_text.md.
     """
 
-    ARGUMENTS: dict[str, Any] = Study.ALL | {
-        "--model": "a text encoder and its tokenizer", "--data_dir": "folder of {train,dev}.tsv",
-    }  # fmt: skip
+    ARGUMENTS: dict[str, Any] = Study.ALL | TEXT_FLAGS
 
     def cells(self) -> dict:
         names = list(DEFENSES)[:1] if self.quick else list(DEFENSES)
@@ -135,13 +134,8 @@ class LearnedInversion(Study):
     def _attacked(self, attack: Attack, rows: Sequence[dict], cell: dict) -> Iterable[list[int]]:
         for number, row in enumerate(rows):
             batch = self._batch(row)
-            observation = Observation(
-                model=self.model,
-                gradient=self._message(row, cell, number),
-                input_shape=tuple(batch["input_ids"].shape),
-                labels=batch["labels"],
-                tokenizer=self.tokenizer,
-            )
+            message = self._message(row, cell, number)
+            observation = observe(self.model, batch, message, tokenizer=self.tokenizer)
             found = attack(observation, Stream.from_seeds(number)).token_ids
             assert found is not None
             yield found[0]

@@ -10,13 +10,15 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.attacks import make_attack
 from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
 
 from ..study import Study
+from .lib.attacks import observe
 from .lib.tables import write_table
-from .lib.text import load_classifier, load_tokenizer, sst2, token_counts
+from .lib.text import TEXT_FLAGS, batch_of, load_classifier, load_tokenizer, sst2, token_counts
+from .lib.training import learn
 
 STRENGTH, OTHER_STRENGTHS = 20.0, (1.0, 5.0, 100.0, 1000.0)
 SEVERAL = ((4, 5.0), (4, 20.0), (16, 20.0))  # texts of a message, and its strength
@@ -42,11 +44,9 @@ class LikelihoodSearches(Study):
     Conditions and figures: docs/findings/attacks_text.md.
     """
 
-    ARGUMENTS: dict[str, Any] = Study.ALL | {
-        "--model": "an encoder",
-        "--data_dir": "folder with dev.tsv and train.tsv",
-        "--sentences": {"type": int, "default": SENTENCES, "help": "of each row"},
-    }
+    ARGUMENTS: dict[str, Any] = Study.ALL | TEXT_FLAGS | {
+        "--sentences": {"type": int, "default": SENTENCES, "help": "of each row"}
+    }  # fmt: skip
 
     def cells(self) -> dict:
         states, evaluations = STATES[: 1 if self.quick else None], 200 if self.quick else 9000
@@ -127,22 +127,15 @@ class LikelihoodSearches(Study):
         model = self.models[cell["state"]]
         first = cell["sentence"]
         rows = self.sentences[first : first + cell.get("texts", 1)]
-        texts = [row["sentence"] for row in rows]
-        batch = dict(self.tokenizer(texts, padding=True, return_tensors="pt"))
-        batch["labels"] = torch.tensor([row["label"] for row in rows])
+        batch = batch_of(self.tokenizer, rows)
         noise = {"relative_scale": cell["relative_scale"], "strength": "own"}
         defense = make_defense(cell.get("defense", "gaussian_noise"), **cell.get("settings", noise))
         defense.prepare(model, self.tokenizer)
         message = defense(GradientMap(model, batch), Stream.from_seeds(cell["sentence"]))
-        observation = Observation(
-            model=model,
-            gradient=message,
-            input_shape=tuple(batch["input_ids"].shape),
-            labels=batch["labels"],
-            attention_mask=batch["attention_mask"],
-            tokenizer=self.tokenizer,
-            mechanism=defense.mechanism(message),
-        )
+        observation = observe(
+            model, batch, message, attention_mask=batch["attention_mask"],
+            tokenizer=self.tokenizer, mechanism=defense.mechanism(message),
+        )  # fmt: skip
         attack = make_attack(
             "likelihood_search", public_texts=self.public, seconds=7200.0,
             evaluations=cell["evaluations"], whole_share=0.25 if cell["version"] == 2 else 0.0,
@@ -192,13 +185,8 @@ class LikelihoodSearches(Study):
         rows = random.Random(1).sample(self.train, int(TRAINING["rows"]))
         size = int(TRAINING["batch"])
         for start in range(0, len(rows), size):
-            chosen = rows[start : start + size]
-            texts = [row["sentence"] for row in chosen]
-            batch = self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
-            loss = model(**batch, labels=torch.tensor([row["label"] for row in chosen])).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            batch = batch_of(self.tokenizer, rows[start : start + size], truncation=True)
+            learn(model, optimizer, batch)
         return model.eval()
 
     def report(self, metrics: dict) -> None:

@@ -20,10 +20,11 @@ from recipes.small_networks import (
 )
 
 from ..study import Study
-from .lib.attacks import attack_of
+from .lib.attacks import attack_of, observe
 from .lib.defenses import published
 from .lib.images import array_images, flat, predicted_classes
 from .lib.tables import interval, plt, save, write_table
+from .lib.training import take_mean
 
 PRUNINGS = {
     f"{name} {r}": {"ratio": r}
@@ -72,8 +73,7 @@ def step(model, clients: list[dict], defense, noise: Stream) -> tuple[list[Gradi
     second_order = defense.facts.needs_second_order
     maps = [GradientMap(model, batch, second_order=second_order) for batch in clients]
     messages = [defense(gmap, generator=noise) for gmap in maps]
-    for name, parameter in model.named_parameters():
-        parameter.grad = sum(message[name] for message in messages) / CLIENTS
+    take_mean(model, messages)
     return maps, messages
 
 
@@ -140,8 +140,7 @@ class AttackedMnist(Study):
         gmap = GradientMap(model, batch)
         shared = defense(gmap, generator=noise)
         scores = both_sides(gmap, defense, shared, probes)
-        shape = tuple(batch["pixel_values"].shape)
-        observation = Observation(model, shared, input_shape=shape, labels=batch["labels"])
+        observation = observe(model, batch, shared)
         scores |= (attack_scores := attack_batch(cell, batch, observation))
         if name == "optimal_dp_sgd":  # variance is infinite where clipping left no noise
             variance = {key: v.where(v.isfinite(), 0.0) for key, v in shared.noise.variance.items()}

@@ -25,7 +25,15 @@ from ..study import Study
 from .lib.defenses import as_published, published
 from .lib.results import PUBLISHED, Results, named, nested
 from .lib.tables import plt, save, write_table
-from .lib.text import NETWORK, batch_of, load_classifier, load_tokenizer, of_usual_length, sst2
+from .lib.text import (
+    NETWORK,
+    TEXT_FLAGS,
+    batch_of,
+    load_classifier,
+    load_tokenizer,
+    of_usual_length,
+    sst2,
+)
 
 # What noise is a share of, and how large
 MATRIX_RMS, GRADIENT_RMS = "each matrix's own RMS", "the whole gradient's RMS"
@@ -86,11 +94,7 @@ class SpanAttack(Study):
     Conditions and figures: docs/findings/attacks_text.md.
     """
 
-    ARGUMENTS = {
-        "--model": "an encoder",
-        "--data_dir": "folder with dev.tsv",
-        "--evaluation_network": NETWORK,
-    }
+    ARGUMENTS = TEXT_FLAGS | {"--evaluation_network": NETWORK}
 
     def cells(self) -> dict:
         if self.quick:
@@ -114,9 +118,9 @@ class SpanAttack(Study):
         interval over batches.
         """
         kind, strength = cell["defense"]
-        network = {"evaluation_network": self.args.evaluation_network} if kind == "refiner" else {}
-        defense, model = published(kind, **strength, **network), self.models[cell["model"]]
-        if network:
+        defense = published(kind, self.args.evaluation_network, **strength)
+        model = self.models[cell["model"]]
+        if kind == "refiner":
             defense.prepare(model, self.tokenizer)
         scores, seconds, size = [], [], cell["size"]
         for index in range(cell["batches"]):
@@ -279,7 +283,7 @@ class Accuracy(Study):
     Runs recipes/sst2.py once per row and keeps each run's metrics.
     """
 
-    ARGUMENTS = {"--model": "a text encoder", "--data_dir": "folder with train.tsv and dev.tsv"}
+    ARGUMENTS = TEXT_FLAGS
     KIND = "accuracy"
 
     def cells(self) -> dict:

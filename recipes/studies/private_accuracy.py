@@ -13,9 +13,10 @@ from transformers import DataCollatorWithPadding, get_linear_schedule_with_warmu
 from hf_gradguard.leakage import dp_sgd_epsilon
 
 from ..study import Study
-from .frontier_clients import TEXT_FLAGS, TextTask
+from .frontier_clients import TextTask
 from .lib.results import Results, nested
 from .lib.tables import interval, write_table
+from .lib.text import TEXT_FLAGS
 from .rate_search import best_rates
 
 LENGTH, CLIP, DELTA = 16, 1.0, 1e-5

@@ -34,7 +34,7 @@ from hf_gradguard.gradient_map.per_sample.clipping import SampleMap
 from hf_gradguard.gradient_map.views import ZeroGradient
 from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.randomness import Stream
-from hf_gradguard.training.privacy.private_rows import DUMMY, PoissonSampler
+from hf_gradguard.training.clients.batches import DUMMY, PoissonSampler
 from recipes.small_networks import TanhConvNetConfig, TanhConvNetForImageClassification
 
 from .influence_epochs import accuracy, logits_of

@@ -14,6 +14,7 @@ from ..study import Study
 from .lib.images import array_images
 from .lib.tables import interval, write_table
 from .lib.text import load_classifier
+from .lib.training import learn
 from .malicious_models import (
     BUILT,
     CONSTRUCTIONS,
@@ -197,10 +198,7 @@ def build(kind: str, name: str, width: int) -> torch.nn.Module:
 def train(model: torch.nn.Module, kind: str) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(20):
-        loss = model(**batch(model, kind)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        learn(model, optimizer, batch(model, kind))
 
 
 def batch(model: torch.nn.Module, kind: str) -> dict:

@@ -39,6 +39,7 @@ from .lib.images import (
     smoothed,
 )
 from .lib.tables import interval, plt, save, write_table
+from .lib.training import take_mean
 
 CLIENTS, CLIENTS_PER_ROUND, BATCH, LEARNING_RATE = 10, 2, 16, 5e-3
 TRAINING = {"--train": "parquet with img and label, to train on", "--test": "the same, to test on"}
@@ -117,10 +118,7 @@ class Federation(Study):
         self.train, self.test = parquet_images(self.args.train), parquet_images(self.args.test)
 
     def measure(self, cell: dict) -> float | dict:
-        network = {}
-        if cell["defense"] == "refiner":
-            network = {"evaluation_network": self.args.evaluation_network}
-        defense = published(cell["defense"], **cell["strength"], **network)
+        defense = published(cell["defense"], self.args.evaluation_network, **cell["strength"])
         if cell["measure"] == "accuracy":
             return self.accuracy(cell, defense)
         return attack_images(
@@ -144,7 +142,7 @@ class Federation(Study):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / rounds)
         title = f"{defense.name}, {cell['partition']}, seed {seed}"
         for _ in logging.tqdm(range(rounds), desc=title):
-            optimizer.zero_grad()
+            messages = []
             for client in torch.randperm(CLIENTS, generator=draw)[:CLIENTS_PER_ROUND]:
                 rows = client_rows[client][
                     torch.randint(len(client_rows[client]), (BATCH,), generator=draw)
@@ -152,14 +150,8 @@ class Federation(Study):
                 batch = {"pixel_values": images[rows].float() / 255, "labels": labels[rows]}
                 second_order = defense.facts.needs_second_order
                 gmap = GradientMap(model, batch, second_order=second_order)
-                shared = defenses[client](gmap, generator=noise)
-                for name, parameter in model.named_parameters():
-                    gradient_share = shared[name] / CLIENTS_PER_ROUND
-                    parameter.grad = (
-                        gradient_share
-                        if parameter.grad is None
-                        else parameter.grad + gradient_share
-                    )
+                messages.append(defenses[client](gmap, generator=noise))
+            take_mean(model, messages)
             optimizer.step()
             schedule.step()
         return test_accuracy(model, self.test)

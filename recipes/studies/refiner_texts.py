@@ -14,17 +14,16 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from hf_gradguard import GradGuardTrainer, GradientMap, make_defense
-from hf_gradguard.attacks import Observation
 from hf_gradguard.defenses.refiner.published import brought_near
 from hf_gradguard.metrics import score_text as score_texts
 from hf_gradguard.randomness import Stream
 
 from ..study import Study
 from .frontier_attacks import F1, attack_texts
-from .frontier_clients import TEXT_FLAGS, Stage, TextTask
+from .frontier_clients import Stage, TextTask
 from .frontier_rows import BATCH, FOLDER, LBFGS, QUICK
 from .frontier_tables import ACCURACY, accuracy_text, attack_cell, lost, score_text
-from .lib.attacks import attack_of
+from .lib.attacks import attack_of, observe
 from .lib.defenses import as_published, published, with_own_strength
 from .lib.images import flat
 from .lib.intervals import student
@@ -32,6 +31,7 @@ from .lib.results import PUBLISHED, Results, named, nested
 from .lib.tables import bracketed, summary, write_table
 from .lib.text import (
     NETWORK,
+    TEXT_FLAGS,
     batch_of,
     batches_of_one,
     load_classifier,
@@ -39,6 +39,7 @@ from .lib.text import (
     of_length,
     sst2,
 )
+from .lib.training import learn
 from .privacy_and_utility import accuracy_cells
 
 CURVE = {
@@ -68,11 +69,7 @@ IN_TRAINING = {
 class RefinerStudy(Study):
     """An encoder with a new head, before fine-tuning, without dropout."""
 
-    ARGUMENTS: dict[str, Any] = {
-        "--model": "an encoder",
-        "--data_dir": "folder with train.tsv and dev.tsv",
-        "--evaluation_network": NETWORK,
-    }
+    ARGUMENTS: dict[str, Any] = TEXT_FLAGS | {"--evaluation_network": NETWORK}
 
     def load(self) -> None:
         set_seed(0)
@@ -214,9 +211,7 @@ class InTraining(RefinerStudy):
         embeddings = model.get_input_embeddings().requires_grad_(False)  # withheld, so not trained
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-5)
         for step in logging.tqdm(range(steps), desc="training"):
-            optimizer.zero_grad()
-            model(**batch(32 * step, 32)).loss.backward()
-            optimizer.step()
+            learn(model, optimizer, batch(32 * step, 32))
         embeddings.requires_grad_(True)
         return [GradientMap(model, batch(32 * total + 16 * i, 16)) for i in range(batches)]
 
@@ -282,17 +277,12 @@ class Texts(RefinerStudy):
         self.batches = of_length(batches_of_one(self.tokenizer, self.data), LENGTH, SAMPLES)
 
     def measure(self, cell: dict) -> dict:
-        network, batches, observations = {}, self.batches[: cell["samples"]], []
-        if cell["defense"] == "refiner":
-            network = {"evaluation_network": self.args.evaluation_network}
-        defense = published(cell["defense"], **cell["strength"], **network)
+        batches, observations = self.batches[: cell["samples"]], []
+        defense = published(cell["defense"], self.args.evaluation_network, **cell["strength"])
         defense.prepare(self.model, self.tokenizer)
         for number, batch in enumerate(batches):
             shared = defense(GradientMap(self.model, batch), Stream.from_seeds(number))
-            knowledge = {"labels": batch["labels"], "tokenizer": self.tokenizer}
-            observations.append(
-                Observation(self.model, shared, input_shape=(1, LENGTH), **knowledge)
-            )
+            observations.append(observe(self.model, batch, shared, tokenizer=self.tokenizer))
         attack = attack_of(cell["attack"], **cell["settings"])
         results = attack.reconstruct_many(observations, torch.Generator().manual_seed(cell["seed"]))
         texts = [batch["input_ids"].tolist() for batch in batches]

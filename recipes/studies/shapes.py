@@ -19,6 +19,7 @@ from .lib.defenses import with_own_strength
 from .lib.images import array_images, flat
 from .lib.intervals import share
 from .lib.tables import settings_text, write_table
+from .lib.training import learn
 
 LEARNING_STEPS = 10  # between messages that averages take in
 REFRESHED = {"refresh_every": 1}
@@ -46,9 +47,7 @@ BATCHES, BATCH = 3, 16  # batches that are evaluated; samples that training take
 class ShapeStudy(Study):
     """Noise while an encoder, or an image network, is trained."""
 
-    ARGUMENTS: dict[str, Any] = {
-        "--model": "a text encoder and its tokenizer", "--data_dir": "folder of train.tsv",
-    }  # fmt: skip
+    ARGUMENTS: dict[str, Any] = texts.TEXT_FLAGS
 
     def load(self) -> None:
         torch.set_num_threads(1)
@@ -81,12 +80,6 @@ class ShapeStudy(Study):
         widths = {"embedding_size": 32, "hidden_sizes": [32, 64, 128, 256]}
         config = ResNetConfig(**widths, depths=[1, 1, 1, 1], layer_type="basic", num_labels=10)
         return ResNetForImageClassification(config), draw_images
-
-
-def learn(model, optimizer, batch: dict) -> None:
-    optimizer.zero_grad()
-    model(**batch).loss.backward()
-    optimizer.step()
 
 
 def freeze_statistics(model) -> None:

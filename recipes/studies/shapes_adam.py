@@ -12,7 +12,8 @@ from hf_gradguard.randomness import Stream
 
 from .lib.images import flat
 from .lib.tables import interval, write_table
-from .shapes import ShapeStudy, learn
+from .lib.training import learn
+from .shapes import ShapeStudy
 
 
 class Adam(ShapeStudy):

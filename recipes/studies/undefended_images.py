@@ -14,7 +14,7 @@ from hf_gradguard.metrics import score_images
 from hf_gradguard.randomness import Stream
 
 from ..study import Study
-from .lib.attacks import attack_of
+from .lib.attacks import attack_of, observe
 from .lib.images import INVERTING, SINGLE_IMAGES, lenet_for, single_images
 from .lib.tables import bracketed, interval, summary, write_table
 
@@ -132,10 +132,9 @@ class Batches(Study):
         if cell["attack"] == "gray":
             return summary(score_images([torch.full_like(x, 0.5) for x in truth], truth), SCORES)
         set_seed(cell["seed"])
-        model, shape = network_of(cell["network"], batches[0]), tuple(truth[0].shape)
+        model = network_of(cell["network"], batches[0])
         observations = [
-            Observation(model, GradientMap(model, batch).gradient(), shape, labels=batch["labels"])
-            for batch in batches
+            observe(model, batch, GradientMap(model, batch).gradient()) for batch in batches
         ]
         attack, started = make_attack(cell["attack"], **cell["settings"]), time.perf_counter()
         reconstructions = [
@@ -246,4 +245,4 @@ def noisy_observation(model: torch.nn.Module, batch: dict, noise: float, seed: i
     if noise:
         defense = make_defense("gaussian_noise", relative_scale=noise, strength="own")
         shared = defense(gmap, generator=Stream.from_seeds(seed))
-    return Observation(model, shared, tuple(batch["pixel_values"].shape), labels=batch["labels"])
+    return observe(model, batch, shared)

@@ -22,7 +22,15 @@ from hf_gradguard.metrics import score_text
 
 from ..study import Study
 from .lib.tables import summary, write_table
-from .lib.text import batches_of_one, load_classifier, load_tokenizer, of_usual_length, sst2
+from .lib.text import (
+    TEXT_FLAGS,
+    batches_of_one,
+    load_classifier,
+    load_tokenizer,
+    of_usual_length,
+    sst2,
+)
+from .lib.training import learn
 from .undefended_images import write_scores
 
 LONG = (
@@ -143,7 +151,7 @@ class Sentences(Study):
     Conditions and figures: docs/findings/attacks_text.md.
     """
 
-    ARGUMENTS = {"--model": "an encoder", "--data_dir": "folder with dev.tsv"}
+    ARGUMENTS = TEXT_FLAGS
     ATTACKS = {"tag": {"steps": 1500}}
     SCORES = ("token_f1", "position_accuracy", "rougeL", "exact_match")
 
@@ -407,9 +415,7 @@ class Lora(SpanStudy):
         model = get_peft_model(build(family, task, self.tokenizer), adapters).eval()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
         for step in range(cell["steps"]):
-            optimizer.zero_grad()
-            model(**self.batch(SENTENCES[step % 2], task)).loss.backward()
-            optimizer.step()
+            learn(model, optimizer, self.batch(SENTENCES[step % 2], task))
         batch = self.batch(LONG, task)
         gradient = GradientMap(model, batch, second_order=False).gradient()
         observation = Observation(

@@ -21,7 +21,8 @@ from ..study import Study
 from .lib.attacks import attack_of
 from .lib.images import INVERTING, lenet_for, single_images
 from .lib.tables import bracketed, interval, summary, write_table
-from .lib.text import batch_of, load_classifier, load_tokenizer, of_usual_length, sst2
+from .lib.text import TEXT_FLAGS, batch_of, load_classifier, load_tokenizer, of_usual_length, sst2
+from .lib.training import learn
 from .privacy_and_utility import score, total_and_share
 
 # `size`: samples per step; `epochs` over the client's samples
@@ -58,13 +59,10 @@ def train(model: nn.Module, batch: Mapping[str, Tensor], cell: dict, seed: int) 
             draws.shuffle(order)
         for start in range(0, len(order), cell["size"]):
             rows = order[start : start + cell["size"]]
-            optimizer.zero_grad()
-            model(**{key: value[rows] for key, value in batch.items()}).loss.backward()
-            optimizer.step()
+            learn(model, optimizer, {key: value[rows] for key, value in batch.items()})
             steps += 1
     weights_after = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.load_state_dict(weights_before, strict=False)
-    model.zero_grad()
     return weights_before, weights_after, steps
 
 
@@ -84,7 +82,7 @@ class Words(Study):
     Conditions and figures: docs/findings/attacks_text.md.
     """
 
-    ARGUMENTS = {"--model": "an encoder", "--data_dir": "folder with dev.tsv"}
+    ARGUMENTS = TEXT_FLAGS
     TEXTS = 4
 
     def cells(self) -> dict:
@@ -235,11 +233,7 @@ class Rounds(Study):
     Conditions and figures: docs/findings/attacks_text.md.
     """
 
-    ARGUMENTS = {
-        "--cifar10": "npz with x (N, 32, 32, 3) and y",
-        "--model": "an encoder",
-        "--data_dir": "folder with train.tsv and dev.tsv",
-    }
+    ARGUMENTS = TEXT_FLAGS | {"--cifar10": "npz with x (N, 32, 32, 3) and y"}
     SEEDS = {"cifar10": 5, "sst2": 1}
 
     def cells(self) -> dict:

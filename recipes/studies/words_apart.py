@@ -13,7 +13,7 @@ from ..study import Study
 from .candidates import model_after
 from .lib.intervals import Interval
 from .lib.tables import write_table
-from .lib.text import load_tokenizer, of_usual_length, sst2
+from .lib.text import TEXT_FLAGS, load_tokenizer, of_usual_length, sst2
 
 STAGES = {"start": 0, "after 200 steps": 200}
 PLAN = {"texts": 20, "pairs": 2, "batch_size": 1, "seed": 0}
@@ -46,9 +46,7 @@ class WordsApart(Study):
     Half is chance. Every pair has a message of its own, so that exact intervals hold.
     """
 
-    ARGUMENTS: dict[str, Any] = Study.ALL | {
-        "--model": "a text encoder and its tokenizer", "--data_dir": "folder of train.tsv",
-    }  # fmt: skip
+    ARGUMENTS: dict[str, Any] = Study.ALL | TEXT_FLAGS
 
     def cells(self) -> dict:
         names = ["none", "gaussian_noise, 20 times"] if self.quick else list(DEFENSES)

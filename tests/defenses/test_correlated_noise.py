@@ -18,9 +18,8 @@ from torch import Tensor
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses import Message
 from hf_gradguard.defenses.base import NO_STATE, State
-from hf_gradguard.defenses.correlated import CorrelatedNoise, add_on_grid
+from hf_gradguard.defenses.correlated import CorrelatedNoise, add_on_grid, make_factor, sensitivity
 from hf_gradguard.defenses.dp import DPSGD, PrivacyPlan
-from hf_gradguard.defenses.factorization import make_factor, sensitivity
 from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
 from hf_gradguard.randomness import Stream, grid_spacing
 from hf_gradguard.testing import check_defense
@@ -285,7 +284,7 @@ def test_a_saved_transcript_keeps_its_factor() -> None:
     """Also where another one would be planned now, under which its noise would not cancel."""
     first, _ = messages_of(private(), 3)
     _, state = messages_of(private(), 1)
-    plan = PrivacyPlan(SIGMA, ROWS, "shuffle", MESSAGES, falling_rate=True)
+    plan = PrivacyPlan(SIGMA, ROWS, MESSAGES, falling_rate=True)
     resumed = private().planned(plan)
     restored = resumed.unflatten(private().flatten(state))
     message, restored = message_at(resumed, restored, 1)

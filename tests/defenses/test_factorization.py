@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_gradguard.defenses import factorization
-from hf_gradguard.defenses.factorization import (
+from hf_gradguard.defenses import correlated
+from hf_gradguard.defenses.correlated import (
     Banded,
     Buffered,
     Factor,
@@ -265,11 +265,11 @@ def test_two_buffers_are_the_published_ones(monkeypatch: pytest.MonkeyPatch) -> 
     """jax_privacy's best two buffers for 100 000 messages (test_optimize_single_participation_
     golden) have C⁻¹ of the same series, up to the four digits that are kept.
     """
-    monkeypatch.setattr(factorization, "BUFFERS", 2)
-    factorization._fitted.cache_clear()
+    monkeypatch.setattr(correlated, "BUFFERS", 2)
+    correlated._fitted.cache_clear()
     messages = 100_000
     fitted = make_factor("blt", messages)
-    factorization._fitted.cache_clear()
+    correlated._fitted.cache_clear()
     published = strategy([0.9999528892, 0.9857068667], [0.0122853238, 0.1878393665], messages)
     assert isinstance(fitted, Buffered)
     assert sorted(fitted.decays) == pytest.approx([0.78640, 0.99913], abs=1e-5)

@@ -11,7 +11,7 @@ from helpers import make_task, token_batch
 from launcher import begin, finish
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.training.exchange.average import average_gradients
+from hf_gradguard.training.exchange.gradients import average_gradients
 from hf_gradguard.training.message import MessageMaker
 
 SCALE = 50.0  # hides every gradient here

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, protect
 from hf_gradguard.secure.aggregation import SecureAggregation
-from hf_gradguard.training.exchange.average import average
+from hf_gradguard.training.exchange.gradients import average
 
 BOUND = 4.0
 LORA = {"defense": "gaussian_noise", "defense_kwargs": {"scale": 0.01}}

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap
 from hf_gradguard.leakage import FisherAccountant
-from hf_gradguard.training.guards.watch import INSTEAD
+from hf_gradguard.training.exchange.gradients import INSTEAD
 
 ROOT = Path(__file__).resolve().parents[2]
 NOISE = "gaussian_noise"

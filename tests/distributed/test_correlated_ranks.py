@@ -11,7 +11,7 @@ import torch
 from correlated_worker import BATCH, CLIENTS, CLIP, RATE, RUNS, SIGMA, STEPS
 from launcher import launch
 
-from hf_gradguard.defenses.factorization import make_factor, prefix_error, sensitivity
+from hf_gradguard.defenses.correlated import make_factor, prefix_error, sensitivity
 
 pytestmark = pytest.mark.distributed
 RANKS = 3  # secure aggregation takes no fewer

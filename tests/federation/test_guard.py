@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_gradguard.defenses.factorization import make_factor, sensitivity
+from hf_gradguard.defenses.correlated import make_factor, sensitivity
 from hf_gradguard.federation.guard import Guard, GuardSettings, _check_grid
 from hf_gradguard.federation.lookup_tables import TABLES, check_tables
 from hf_gradguard.leakage import gaussian_epsilon
@@ -307,6 +307,31 @@ def test_updates_with_correlated_noise_go_on_after_a_kill(tmp_path: Path) -> Non
     guard.load_state(tmp_path, "client")
     with pytest.raises(RuntimeError, match="messages=6"):
         guard.protect(received, update)
+
+
+class Unsent(Guard):
+    """A guard whose updates cannot be sent."""
+
+    def sent(self, received: Any, message: Any) -> dict[str, Tensor]:
+        raise ValueError("Nothing was sent.")
+
+
+@pytest.mark.parametrize(
+    "settings", [correlated(), GuardSettings("pruning", {"ratio": 0.9, "error_feedback": True})]
+)
+def test_a_message_that_is_not_sent_leaves_the_state_as_it_was(settings: GuardSettings) -> None:
+    received, update = {"w": torch.zeros(50)}, {"w": 1e-3 * torch.rand(50)}
+    sender, guard = Guard(settings), Unsent(settings)
+    sender.protect(received, update)
+    guard.state = sender.state
+    before = guard.remembered()
+    with pytest.raises(ValueError, match="Nothing was sent"):
+        guard.protect(received, update)
+    after = guard.remembered()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    sender.protect(received, update)
+    assert any(not torch.equal(sender.remembered()[name], t) for name, t in before.items())
 
 
 def broken(kind: str, received: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -99,7 +99,7 @@ class Breaking(nn.Module):
 
 @pytest.mark.parametrize(("tried", "is_tried"), [(2, True), (64, True), (65, False)])
 def test_labels_are_tried_beside_each_other_until_65_were(tried: int, is_tried: bool) -> None:
-    plan = SamplePlan(("rows",), labels=(frozenset(range(tried)),))
+    plan = SamplePlan(("rows",), labels={"labels": (frozenset(range(tried)),)})
     assert apart._has_untried(plan, {"labels": torch.tensor([0, tried])}) == is_tried
 
 
@@ -112,7 +112,7 @@ def test_classes_that_count_alike_are_tried_only_until_each_was(
     for _ in range(9):
         summed(model, list(range(10)))
     (plan,) = cache_of(model).sample_plans.values()
-    assert plan.labels == (frozenset(range(10)),)
+    assert plan.labels == {"labels": (frozenset(range(10)),)}
     assert len(tried) <= 5  # two or three more each time
     summed(model, [3] * 5)
     summed(model, [3, 7] * 3)

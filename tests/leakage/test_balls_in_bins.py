@@ -15,14 +15,14 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.defenses.correlated import CorrelatedNoise
-from hf_gradguard.defenses.dp import DPSGD
-from hf_gradguard.defenses.factorization import (
+from hf_gradguard.defenses.correlated import (
     Banded,
+    CorrelatedNoise,
     make_factor,
     sensitivity,
     square_root,
 )
+from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.leakage import (
     balls_in_bins_epsilon,
     balls_in_bins_noise_multiplier,

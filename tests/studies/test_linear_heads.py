@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hf_gradguard.defenses.factorization import make_factor
+from hf_gradguard.defenses.correlated import make_factor
 from hf_gradguard.heads import private_head
 from recipes.studies.lib.linear_heads import (
     HeadSettings,

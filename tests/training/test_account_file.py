@@ -15,9 +15,9 @@ import pytest
 import torch
 from account_worker import ROWS, SIGMA, Telling, trainer
 
-from hf_gradguard.defenses.factorization import make_factor
+from hf_gradguard.defenses.correlated import make_factor
 from hf_gradguard.leakage import FisherAccountant, PrivacyAccount, gaussian_epsilon
-from hf_gradguard.training.privacy.account import AccountFile
+from hf_gradguard.training.privacy.private_rows import AccountFile
 
 HERE = Path(__file__).parent
 FILE = "gradguard_account_rank0.jsonl"

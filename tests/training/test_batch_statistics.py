@@ -15,7 +15,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, protect
 from hf_gradguard.training.config import BATCH_STATISTICS
-from hf_gradguard.training.guards.watch import tracking_layers
+from hf_gradguard.training.exchange.gradients import tracking_layers
 from hf_gradguard.training.refusals import check_model
 
 

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from torch import Tensor
 
 from hf_gradguard.defenses import correlated
-from hf_gradguard.defenses.factorization import Buffered
+from hf_gradguard.defenses.correlated import Buffered
 from hf_gradguard.leakage import gaussian_epsilon
 from hf_gradguard.training.privacy.correlated_rows import CorrelatedRows
 
@@ -189,7 +189,7 @@ class Branches(RuleBasedStateMachine):
 
 
 def correlated_factor() -> Any:
-    from hf_gradguard.defenses.factorization import make_factor
+    from hf_gradguard.defenses.correlated import make_factor
 
     return make_factor("blt", STEPS, falling_rate=True)
 

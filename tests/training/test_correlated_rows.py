@@ -18,15 +18,15 @@ from helpers import make_task
 from transformers import TrainerState
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
-from hf_gradguard.defenses.correlated import CorrelatedNoise
+from hf_gradguard.defenses.correlated import CorrelatedNoise, make_factor
 from hf_gradguard.defenses.dp import DPSGD
-from hf_gradguard.defenses.factorization import make_factor
 from hf_gradguard.leakage import balls_in_bins_epsilon, balls_in_bins_power, gaussian_epsilon
 from hf_gradguard.randomness import Stream
+from hf_gradguard.training.clients.batches import DUMMY
 from hf_gradguard.training.message import Client
 from hf_gradguard.training.privacy import secret_positions
 from hf_gradguard.training.privacy.correlated_rows import CorrelatedRows
-from hf_gradguard.training.privacy.private_rows import DUMMY, rounding_of_rows
+from hf_gradguard.training.privacy.private_rows import rounding_of_rows
 
 ROWS, SIZE = 26, 4
 PASS = ROWS // SIZE

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.functional import dropout
 
-from hf_gradguard.randomness import Stream
-from hf_gradguard.training.message import RandomStreams, private_draws
+from hf_gradguard.randomness import Stream, private_draws
+from hf_gradguard.training.message import RandomStreams
 
 
 def mask(stream: Stream) -> torch.Tensor:

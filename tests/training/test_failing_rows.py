@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from transformers import DefaultDataCollator, default_data_collator
 
 from hf_gradguard import make_defense
-from hf_gradguard.training.clients.batches import WholeCollator
+from hf_gradguard.training.clients.batches import DUMMY, WholeCollator
 from hf_gradguard.training.privacy.correlated_rows import CorrelatedRows
 from hf_gradguard.training.privacy.failing_rows import is_stock
-from hf_gradguard.training.privacy.private_rows import DUMMY
 
 BAD, WORD = 5, 19
 

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.training.card import _shares_counts, privacy_section
-from hf_gradguard.training.privacy.known_seed import NO_EPSILON
+from hf_gradguard.training.privacy.proofs import NO_EPSILON
 
 PUBLIC = {
     "config.json", "model.safetensors", "training_args.bin", "README.md", "trainer_state.json",

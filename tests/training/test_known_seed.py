@@ -13,8 +13,8 @@ import torch
 from helpers import make_task
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
-from hf_gradguard.training.privacy.known_seed import FIXED_SEED, NO_EPSILON
 from hf_gradguard.training.privacy.labels import UNIT_OF_LABELS, keep_probability
+from hf_gradguard.training.privacy.proofs import FIXED_SEED, NO_EPSILON
 
 PRIVATE: dict[str, Any] = {"per_sample": True, "noise_multiplier": 1.0, "delta": 1e-3}
 DEFENSES: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.training.guards.watch import Ledger
+from hf_gradguard.training.exchange.gradients import Ledger
 
 NAME = "classifier.weight"
 WAY_OUT = r"super\(\)\.training_step"

@@ -20,15 +20,11 @@ from hf_gradguard.defenses import Defense, chain
 from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.gradient_map.per_sample.clipping import SampleMap
 from hf_gradguard.leakage import FisherAccountant, PrivacyAccount, dp_sgd_epsilon
+from hf_gradguard.training.clients.batches import DUMMY, PoissonSampler
 from hf_gradguard.training.message import Client, ClientBatch
 from hf_gradguard.training.privacy import private_rows
 from hf_gradguard.training.privacy.coupling import CouplingCheck
-from hf_gradguard.training.privacy.private_rows import (
-    DUMMY,
-    PoissonSampler,
-    PrivateRows,
-    rounding_of_rows,
-)
+from hf_gradguard.training.privacy.private_rows import PrivateRows, rounding_of_rows
 
 ROWS = 24
 

@@ -41,7 +41,8 @@ from hf_gradguard import GradGuardConfig, GradGuardMixin, GradGuardTrainer, make
 from hf_gradguard.defenses import Chain
 from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.training.accelerator import GuardedAccelerator
-from hf_gradguard.training.clients.batches import CLIENT, SHARE, WholeCollator, clients_in
+from hf_gradguard.training.clients.batches import CLIENT, SHARE, WholeCollator
+from hf_gradguard.training.exchange.gradients import Ledger
 from hf_gradguard.training.exchange.secure import share_of_noise
 from hf_gradguard.training.guards.hooks import (
     Differentiation,
@@ -51,8 +52,7 @@ from hf_gradguard.training.guards.hooks import (
     hooks_of_accumulation,
     run_hooks_on_sums,
 )
-from hf_gradguard.training.guards.watch import KeptState, Ledger
-from hf_gradguard.training.message import LossWeights, Normalization
+from hf_gradguard.training.message import KeptState, LossWeights, Normalization, clients_in
 from hf_gradguard.training.privacy.correlated_rows import check_is_linear
 from hf_gradguard.training.privacy.coupling import CouplingCheck
 from hf_gradguard.training.privacy.labels import LabelKey, protect_labels

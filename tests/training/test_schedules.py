@@ -13,7 +13,7 @@ from helpers import refuses
 from torch.optim import lr_scheduler
 from transformers import SchedulerType, TrainingArguments, get_scheduler
 
-from hf_gradguard.defenses.factorization import make_factor, sensitivity
+from hf_gradguard.defenses.correlated import make_factor, sensitivity
 from hf_gradguard.training.privacy.correlated_rows import check_is_linear
 from hf_gradguard.training.privacy.schedules import falls_to_zero, follows_evaluation
 

@@ -131,7 +131,7 @@ SEAMS = (
     Seam(
         "torch.nn.modules.batchnorm",
         "_NormBase",
-        "training/guards/watch.py finds batch statistics",
+        "training/exchange/gradients.py finds batch statistics",
     ),
     Seam(
         "torch.nn.modules.instancenorm",
@@ -153,7 +153,7 @@ SEAMS = (
     Seam(
         "torch:Tensor",
         "_version",
-        "gradient_map/map.py and training/guards/watch.py see that a tensor was written to",
+        "gradient_map/map.py and training/exchange/gradients.py see that a tensor was written to",
     ),
     *(
         Seam(owner, name, "testing/facts.py sees that an attack or a defense left a hook")
@@ -190,12 +190,12 @@ SEAMS = (
     Seam(
         "torch.optim:Optimizer",
         "_optimizer_step_pre_hooks",
-        "training/guards/watch.py looks before other hooks of an optimizer",
+        "training/exchange/gradients.py looks before other hooks of an optimizer",
     ),
     Seam(
         "torch.optim.optimizer",
         "_global_optimizer_pre_hooks",
-        "training/guards/watch.py says which hook came before",
+        "training/exchange/gradients.py says which hook came before",
     ),
 )
 NAMES = {seam.name for seam in SEAMS}

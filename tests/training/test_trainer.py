@@ -47,7 +47,7 @@ from hf_gradguard import (
 )
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.randomness import Stream
-from hf_gradguard.training.exchange.average import buckets
+from hf_gradguard.training.exchange.gradients import buckets
 
 Row = dict[str, Any]
 

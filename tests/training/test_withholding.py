@@ -15,7 +15,8 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer, protect
 from hf_gradguard.gradient_map.inputs import model_loss
 from hf_gradguard.gradient_map.parameters import known_tables
 from hf_gradguard.training.card import privacy_section
-from hf_gradguard.training.guards.watch import AgreedTables, RowGuard
+from hf_gradguard.training.exchange.gradients import AgreedTables
+from hf_gradguard.training.message import RowGuard
 
 
 class Bigrams(nn.Module):

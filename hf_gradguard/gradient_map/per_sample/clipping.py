@@ -6,8 +6,9 @@ number of a row's tokens. The sum N L is differentiated, to which a sample adds 
 number in a sample's term depends on how many others there are. The slopes of a mean would: they
 carry 1/N, each is rounded, and all would err together.
 
-How the samples of a model can be separated in one pass is found out by trial, on its first batch of
-several samples, against single ones.
+How the samples of a model can be separated in one pass is found out by trial against single
+samples: on its first batch of several samples and from time to time, at the model's own weights and
+at random ones, which hide nothing (see `random_weights`).
 
 Half precision rounds every number to 8 or 11 bits. There a row's contribution depends on how many
 rows are beside it: kernels and padding are chosen by the size of a batch, and a change in the last
@@ -34,9 +35,10 @@ from ..domain import count_rows, ends_of, is_of_targets
 from ..inputs import NOT_FINITE
 from ..layers import ROW_ROUNDING, Contribution, Listener, NotApartError, is_coarse, listen
 from ..map import GradientMap
-from ..parameters import SamplePlan, cache_of, code_of
-from ..replay import differentiate, modes_kept
+from ..parameters import LabelGroups, SamplePlan, cache_of, code_of
+from ..replay import DrawState, differentiate, modes_kept
 from ..types import Tensors
+from .random_weights import last_bits_moved, random_weights
 
 logger = logging.get_logger(__name__)
 
@@ -68,10 +70,17 @@ OTHER_LENGTHS = (
 )
 TRIED = 4
 """The number of samples of a batch on which a model is tried out."""
+RETRIED = 100
+"""The number of messages after which a model is tried out again, since its loss may change."""
 PADDED = 6
 """The number of different texts whose gradient must be the same with and without padding."""
 CLASSES = 64
 """The most label values that a loss is tried out on together, since it may weigh classes."""
+NOT_AT_RANDOM = (
+    "whether rows are coupled cannot be tried out at random weights ({}), and at its own a fresh "
+    "model may hide it"
+)
+COUPLED_BY_DRAWS = "another row changes what a row adds while it draws at random, as in training"
 
 
 class ClippedSum(NamedTuple):
@@ -395,7 +404,7 @@ def plan_of(gmap: GradientMap, samples: int, clip: float) -> tuple[SamplePlan, T
     is_underway = plan is not None or cache_of(gmap.model).is_underway
     coarse = coarse_arithmetic(gmap) if plan is None else plan.coarse
     if plan is None:
-        plan = _try_out_or_part(gmap, samples, clip, coarse, WEIGHT_RULES, (), is_underway)
+        plan = _try_out_or_part(gmap, samples, clip, coarse, WEIGHT_RULES, {}, is_underway)
         if plan is None and is_underway:  # this batch tells nothing about the model
             return SamplePlan(WEIGHT_RULES, "no row has a gradient"), sample_items(
                 "rows", gmap.batch
@@ -407,17 +416,12 @@ def plan_of(gmap: GradientMap, samples: int, clip: float) -> tuple[SamplePlan, T
             raise FloatingPointError(NOT_FINITE.format(name=next(broken, "a parameter")))
         shapes = row_shapes(gmap.batch, real_tokens(gmap.model, gmap.batch))
         plan = plan._replace(shapes=shapes, coarse=coarse)
-    weights = [sample_weights(rule, gmap.batch) for rule in plan.rules]
-    agree = _agree(weights)  # rules differ only on batches whose rows have different token counts
-    if not plan.reason and (not agree or _has_untried(plan, gmap.batch)):
-        new_plan = (
-            _try_out_or_part(gmap, samples, clip, coarse, plan.rules, plan.labels, True) or plan
-        )
-        modules = new_plan.modules | plan.modules if agree else new_plan.modules
-        plan = new_plan._replace(
-            modules=modules, padded=plan.padded, shapes=plan.shapes, coarse=coarse
-        )
-        weights = [sample_weights(rule, gmap.batch) for rule in plan.rules]
+    is_due = plan.uses > 0 and plan.uses % RETRIED == 0
+    while not plan.reason and ((is_unknown := _is_unknown(plan, gmap.batch)) or is_due):
+        is_due, tried = False, plan.labels
+        plan = _tried_again(gmap, samples, clip, plan, is_underway, at_random=is_unknown)
+        if plan.labels == tried:  # nothing more can be tried, as of rows without a finite gradient
+            break
     if len(plan.padded) < PADDED and not (is_underway and plan.reason):
         try:
             plan = plan._replace(padded=plan.padded | _try_padding(gmap, samples, plan))
@@ -435,10 +439,43 @@ def plan_of(gmap: GradientMap, samples: int, clip: float) -> tuple[SamplePlan, T
             f"{type(gmap.model).__name__}: {plan.reason}, so each sample's gradient takes a pass "
             "of its own. Freeze or withhold what stands in the way for one pass per batch."
         )
+    plan = plan._replace(uses=plan.uses + 1)
     if plan != known:
         key = _key(gmap)
         cache_of(gmap.model).sample_plans[key] = plan
     return plan, sample_items(plan.rules[0], gmap.batch)
+
+
+def _is_unknown(plan: SamplePlan, batch: Mapping[str, Any]) -> bool:
+    """Return whether a batch separates rules, labels or rows that no trial has separated."""
+    weights = [sample_weights(rule, batch) for rule in plan.rules]
+    is_first_unlike = not plan.is_of_unlike_rows and len(set(_checksums(batch))) > 1
+    return is_first_unlike or not _agree(weights) or _has_untried(plan, batch)
+
+
+def _tried_again(
+    gmap: GradientMap,
+    samples: int,
+    clip: float,
+    plan: SamplePlan,
+    is_underway: bool,
+    at_random: bool,
+) -> SamplePlan:
+    """Return a plan after one more trial, of rows that were not tried."""
+    agree = _agree([sample_weights(rule, gmap.batch) for rule in plan.rules])
+    new_plan = _try_out_or_part(
+        gmap, samples, clip, plan.coarse, plan.rules, plan.labels, is_underway, at_random
+    )
+    if new_plan is None:
+        return plan
+    modules = new_plan.modules | plan.modules if agree else new_plan.modules
+    return plan._replace(
+        rules=new_plan.rules,
+        reason=new_plan.reason,
+        labels=new_plan.labels,
+        modules=modules,
+        is_of_unlike_rows=plan.is_of_unlike_rows or new_plan.is_of_unlike_rows,
+    )
 
 
 def _try_out_or_part(
@@ -447,8 +484,9 @@ def _try_out_or_part(
     clip: float,
     coarse: str,
     rules: tuple[str, ...],
-    labels: tuple[frozenset[int], ...],
+    labels: LabelGroups,
     is_underway: bool,
+    at_random: bool = True,
 ) -> SamplePlan | None:
     """Try a model out, as `_try_out` does, without a refusal once messages have been shared.
 
@@ -456,7 +494,7 @@ def _try_out_or_part(
     rows are in a batch. So rows are then differentiated one by one, in passes without other rows.
     """
     try:
-        return _try_out(gmap, samples, clip, coarse, rules, labels)
+        return _try_out(gmap, samples, clip, coarse, rules, labels, at_random)
     except NotImplementedError:
         if not is_underway:
             raise
@@ -469,57 +507,164 @@ def _try_out(
     clip: float,
     coarse: str,
     rules: tuple[str, ...],
-    labels: tuple[frozenset[int], ...] = (),
+    labels: LabelGroups,
+    at_random: bool,
+) -> SamplePlan | None:
+    """Try a model out on a few samples, at its own weights and, with `at_random`, at random ones.
+
+    The result is `None` if no sample has a finite gradient.
+    """
+    rows = _rows_to_try(gmap.batch, labels)
+    batch = rows_of(gmap.batch, rows, samples)
+    with _trial(gmap, batch, coarse):
+        plan = _compare(gmap, batch, clip, coarse, rules, labels)
+    # Where numbers are coarse, each row takes a pass of its own in any case.
+    if plan is None or coarse or not at_random:
+        return plan
+    # One row twice: a loss may couple rows of one label alone.
+    repeated = rows_of(gmap.batch, [*rows, rows[0]], samples)
+    found, why = None, "not finite"
+    with random_weights(gmap.parameters, seed=0):
+        try:
+            with _trial(gmap, repeated, coarse):
+                found = _compare(gmap, repeated, None, coarse, plan.rules, labels)
+            draws_couple = _draws_couple(gmap, batch, plan.rules[0], coarse)
+        except NotImplementedError:
+            if not _last_bits_decide(gmap, repeated):
+                raise
+            why = "the last bits decide there"
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of anybody's code, which may not take such weights
+            found, why = None, type(error).__name__
+    if found is None:
+        return plan._replace(reason=plan.reason or NOT_AT_RANDOM.format(why))
+    reason = plan.reason or found.reason or draws_couple
+    modules = plan.modules | found.modules
+    return plan._replace(rules=found.rules, reason=reason, modules=modules)
+
+
+def _compare(
+    gmap: GradientMap,
+    batch: Mapping[str, Any],
+    clip: float | None,
+    coarse: str,
+    rules: tuple[str, ...],
+    labels: LabelGroups,
 ) -> SamplePlan | None:
     """Compare the gradient of a few samples together with the gradients of each alone.
 
-    Dropout is off meanwhile. Samples whose gradients are not finite are left out. The result is
-    `None` if none is left.
+    Samples whose gradients are not finite are left out. The result is `None` if none is left.
+
+    Args:
+        gmap: A map of the model.
+        batch: The samples.
+        clip: The bound that rounding is compared with; `None` if rounding is not checked.
+        coarse: Why numbers have few digits; empty if they do not.
+        rules: The weight rules that may fit.
+        labels: The label values that were tried so far.
     """
-    batch = rows_of(gmap.batch, _rows_to_try(gmap.batch, labels), samples)
-    with _trial(gmap, batch, coarse):
-        tried = range(count_rows(batch))
-        single = [plain_gradient(gmap, rows_of(batch, [row], len(tried))) for row in tried]
-        norms = [float(_norm(sample_gradient)) for sample_gradient in single]
-        chosen = [row for row in tried if math.isfinite(norms[row])]
-        if not chosen:
-            return None
-        batch, single = rows_of(batch, chosen, len(tried)), [single[row] for row in chosen]
-        labels = _joined(labels, frozenset().union(*_labels(batch)))
-        batch_gradient = plain_gradient(gmap, batch)
-        tolerance = (
-            sum(norms[row] for row in chosen) / len(chosen) * _tolerance(gmap, coarse) + 1e-30
-        )
-        fitting = []
-        for rule in rules:
-            weights = sample_weights(rule, batch)
-            off = {
-                n: g
-                - sum(
-                    float(w) * sample_gradient[n]
-                    for w, sample_gradient in zip(weights, single, strict=True)
-                )
-                for n, g in batch_gradient.items()
-            }
-            if float(_norm(off)) <= tolerance:
-                fitting.append(rule)
-        if not fitting:
-            raise NotImplementedError(
-                f"{type(gmap.model).__name__}'s loss of a batch is no mean of its samples' own "
-                "losses: they are coupled (classes that are weighed, contrastive losses, routers, "
-                "losses between samples), so that no sample has a gradient of its own to clip. Use "
-                "a loss that is a mean over rows or tokens, or dp_sgd without per_sample."
+    tried = range(count_rows(batch))
+    single = [plain_gradient(gmap, rows_of(batch, [row], len(tried))) for row in tried]
+    norms = [float(_norm(sample_gradient)) for sample_gradient in single]
+    chosen = [row for row in tried if math.isfinite(norms[row])]
+    if not chosen:
+        return None
+    batch, single = rows_of(batch, chosen, len(tried)), [single[row] for row in chosen]
+    labels = _joined(labels, batch)
+    batch_gradient = plain_gradient(gmap, batch)
+    tolerance = sum(norms[row] for row in chosen) / len(chosen) * _tolerance(gmap, coarse) + 1e-30
+    fitting = []
+    for rule in rules:
+        weights = sample_weights(rule, batch)
+        off = {
+            n: g
+            - sum(
+                float(w) * sample_gradient[n]
+                for w, sample_gradient in zip(weights, single, strict=True)
             )
-        weights = sample_weights(fitting[0], batch)
-        try:
-            contributions = listen(gmap, batch, len(chosen))
-            reason = _wrong(gmap, contributions, single, weights, tolerance, clip)
-        except NotApartError as error:
-            return SamplePlan(tuple(fitting), str(error))
-        except RuntimeError as error:  # a module that takes no copies, or is not vectorized
-            why = str(error).splitlines()[0]
-            return SamplePlan(tuple(fitting), f"a module is not differentiated by rows ({why})")
-    return SamplePlan(tuple(fitting), reason, frozenset(contributions), labels)
+            for n, g in batch_gradient.items()
+        }
+        if float(_norm(off)) <= tolerance:
+            fitting.append(rule)
+    if not fitting:
+        raise NotImplementedError(
+            f"{type(gmap.model).__name__}'s loss of a batch is no mean of its samples' own "
+            "losses: they are coupled (classes that are weighed, contrastive losses, routers, "
+            "losses between samples), so that no sample has a gradient of its own to clip. Use "
+            "a loss that is a mean over rows or tokens, or dp_sgd without per_sample."
+        )
+    weights = sample_weights(fitting[0], batch)
+    try:
+        contributions = listen(gmap, batch, len(chosen))
+        reason = _wrong(gmap, contributions, single, weights, tolerance, clip)
+    except NotApartError as error:
+        return SamplePlan(tuple(fitting), str(error))
+    except RuntimeError as error:  # a module that takes no copies, or is not vectorized
+        why = str(error).splitlines()[0]
+        return SamplePlan(tuple(fitting), f"a module is not differentiated by rows ({why})")
+    is_of_unlike_rows = len(set(_checksums(batch))) > 1
+    return SamplePlan(
+        tuple(fitting),
+        reason,
+        frozenset(contributions),
+        labels,
+        is_of_unlike_rows=is_of_unlike_rows,
+    )
+
+
+def _last_bits_decide(gmap: GradientMap, batch: Mapping[str, Any]) -> bool:
+    """Return whether rounding alone moves a gradient by as much as coupled rows would."""
+    with _trial(gmap, batch, ""):
+        gradient = plain_gradient(gmap, batch)
+        with last_bits_moved(gmap.parameters):
+            moved = plain_gradient(gmap, batch)
+    off = float(_norm({name: moved[name] - gradient[name] for name in gradient}))
+    return not off <= _tolerance(gmap, "") * float(_norm(gradient))
+
+
+def _draws_couple(gmap: GradientMap, batch: Mapping[str, Any], rule: str, coarse: str) -> str:
+    """Return `COUPLED_BY_DRAWS` if another row changes a row's gradient in the model's own mode.
+
+    The result is an empty text if it does not, or if the draws do not allow a comparison.
+    Single rows have other draws than a batch. So rows are exchanged: with a or c in front, and b or
+    d behind, under the same draws, g(a, b) - g(c, b) - g(a, d) + g(c, d) is zero where rows add up.
+    """
+    if not any(module.training for module in gmap.model.modules()):
+        return ""
+    lengths = _lengths(gmap.model, batch)
+    fronts, backs = (_of_one_length(lengths, order) for order in (1, -1))
+    if fronts is None or backs is None:
+        return ""
+    ends, gradients, sizes = [], [], []
+    for front, back in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        pair = rows_of(batch, [fronts[front], backs[back]], count_rows(batch))
+        with gmap.replay.run():
+            gradient = plain_gradient(gmap, pair)
+            ends.append((DrawState.now().plain(), gmap.replay.device_states()))
+        items = float(sample_items(rule, pair).sum().clamp(min=1))
+        gradients.append({name: tensor.double() * items for name, tensor in gradient.items()})
+        sizes.append(float(_norm(gradients[-1])))
+    if any(end != ends[0] for end in ends) or not math.isfinite(sum(sizes)):
+        return ""
+    off = {
+        name: gradients[0][name] - gradients[1][name] - gradients[2][name] + gradients[3][name]
+        for name in gradients[0]
+    }
+    return COUPLED_BY_DRAWS * (float(_norm(off)) > _tolerance(gmap, coarse) * sum(sizes) / 4)
+
+
+def _lengths(model: nn.Module, batch: Mapping[str, Any]) -> list[int]:
+    """Return the number of each row's tokens that are no padding; zeros without a mask."""
+    real = real_tokens(model, batch)
+    return [0] * count_rows(batch) if real is None else real.sum(1).tolist()
+
+
+def _of_one_length(lengths: list[int], order: int) -> tuple[int, int] | None:
+    """Return the first or the last two rows of one length; `None` if all lengths differ."""
+    rows = range(len(lengths))[::order]
+    pairs = ((a, b) for a in rows for b in rows if a != b and lengths[a] == lengths[b])
+    return next(pairs, None)
 
 
 def _try_padding(gmap: GradientMap, samples: int, plan: SamplePlan) -> frozenset[int]:
@@ -553,10 +698,29 @@ def _try_padding(gmap: GradientMap, samples: int, plan: SamplePlan) -> frozenset
 
 
 def _shows_padding(gmap: GradientMap, alone: Mapping[str, Any], coarse: str) -> bool:
-    """Check a padded text, and return whether the check could have failed.
+    """Check a text's gradient with and without its padding, and return whether it could differ.
 
     Raises:
         NotImplementedError: If the text's gradient depends on its padding.
+    """
+    size = _padded_as_unpadded(gmap, alone, coarse)
+    if not coarse:
+        with random_weights(gmap.parameters, seed=0):
+            try:
+                _padded_as_unpadded(gmap, alone, coarse)
+            except NotImplementedError:
+                if not _last_bits_decide(gmap, alone):
+                    raise
+            except Exception as error:  # it was told when the model was tried out
+                logger.debug(NOT_AT_RANDOM.format(type(error).__name__))
+    return 0 < size < math.inf  # the check cannot fail for a gradient that overflowed
+
+
+def _padded_as_unpadded(gmap: GradientMap, alone: Mapping[str, Any], coarse: str) -> float:
+    """Return the norm of a text's gradient, which must be the same with its padding.
+
+    Raises:
+        NotImplementedError: If it is not.
     """
     with _trial(gmap, alone, coarse):
         padded = plain_gradient(gmap, alone)
@@ -565,55 +729,97 @@ def _shows_padding(gmap: GradientMap, alone: Mapping[str, Any], coarse: str) -> 
     difference = _norm({name: padded[name] - unpadded[name] for name in padded})
     if float(difference) > size * _tolerance(gmap, coarse) + 1e-30:
         raise NotImplementedError(f"{type(gmap.model).__name__} {READS_PADDING}")
-    return 0 < size < math.inf  # the check cannot fail for a gradient that overflowed
+    return size
 
 
-def _rows_to_try(batch: Mapping[str, Any], labels: tuple[frozenset[int], ...]) -> list[int]:
+def _rows_to_try(batch: Mapping[str, Any], labels: LabelGroups) -> list[int]:
     """Choose the rows of a batch on which a model is tried out.
 
     Rows whose labels were not tried together come first, then those with the most and the fewest
     labels that count.
     """
-    items, values = count_items(batch, True), _labels(batch)
+    items = count_items(batch, True)
     order = [k for k in items.argsort(descending=True, stable=True).tolist() if items[k] > 0]
+    sums = _checksums(batch)
+    order.sort(key=lambda row: sums.index(sums[row]) != row)  # repeated rows last
     chosen = order[:1] or [0]
-    tried_labels = values[chosen[0]] if values else frozenset()
-    for row in order if values else []:
-        if len(chosen) < TRIED - 1 and not values[row] <= tried_labels.union(
-            *_joined(labels, tried_labels)[-1:]
-        ):
-            chosen.append(row)
-            tried_labels |= values[row]
+    for name, entry in _label_entries(batch).items():
+        values = _values(entry)
+        tried = frozenset().union(*(values[row] for row in chosen))
+        for row in order:
+            met = tried.union(*_joined_groups(labels.get(name, ()), tried)[-1:])
+            if len(chosen) < TRIED - 1 and not values[row] <= met:
+                chosen.append(row)
+                tried |= values[row]
     untried = [row for row in order if row not in chosen]
     return sorted({*chosen, *untried[: TRIED - 1 - len(chosen)], *order[-1:]})
 
 
-def _labels(batch: Mapping[str, Any]) -> list[frozenset[int]]:
-    """Return each row's label values; an empty list if labels are no classes."""
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.dim():
-        return []
-    rows = labels.reshape(len(labels), -1).tolist()
+def _checksums(batch: Mapping[str, Any]) -> list[int]:
+    """Return a number for each row, which equal rows share."""
+    tensors = [e for e in batch.values() if isinstance(e, Tensor) and e.dim()]
+    rows = count_rows(batch)
+    flat = [e.detach().cpu().reshape(rows, -1).contiguous() for e in tensors if len(e) == rows]
+    return [
+        hash(b"".join(entry[row].view(torch.uint8).numpy().tobytes() for entry in flat))
+        for row in range(rows)
+    ]
+
+
+def _label_entries(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a batch's labels and its entries of one number a row.
+
+    Those may be labels under another name, or weights of rows.
+    """
+    rows = count_rows(batch)
+    return {
+        name: entry
+        for name, entry in sorted(batch.items(), key=lambda item: item[0] != "labels")
+        if isinstance(entry, Tensor)
+        and entry.dim()
+        and len(entry) == rows
+        and (name == "labels" or entry.dim() == 1)
+    }
+
+
+def _values(entry: Tensor) -> list[frozenset[Hashable]]:
+    """Return each row's set of classes, or a set of one value if the entry holds no classes."""
+    rows = entry.reshape(len(entry), -1).tolist()
+    if entry.is_floating_point():
+        return [frozenset([tuple(row)]) for row in rows]
     return [frozenset(row) - {-100} for row in rows]
 
 
-def _joined(
-    labels: tuple[frozenset[int], ...], new_labels: frozenset[int]
-) -> tuple[frozenset[int], ...]:
-    """Return the groups of label values that were tried together, with new ones added.
+def _joined(labels: LabelGroups, batch: Mapping[str, Any]) -> LabelGroups:
+    """Return the label values that were tried together, with those of a batch added."""
+    joined = dict(labels)
+    for name, entry in _label_entries(batch).items():
+        new_values = frozenset().union(*_values(entry))
+        joined[name] = _joined_groups(labels.get(name, ()), new_values)
+    return joined
+
+
+def _joined_groups(
+    groups: tuple[frozenset[Hashable], ...], new_values: frozenset[Hashable]
+) -> tuple[frozenset[Hashable], ...]:
+    """Return the groups of values that were tried together, with new ones added.
 
     Two values are in one group, too, if each was tried together with a third.
     """
-    met = new_labels.union(*(group for group in labels if group & new_labels))
-    return (*(group for group in labels if not group & new_labels), *([met] if new_labels else []))
+    met = new_values.union(*(group for group in groups if group & new_values))
+    return (*(group for group in groups if not group & new_values), *([met] if new_values else []))
 
 
 def _has_untried(plan: SamplePlan, batch: Mapping[str, Any]) -> bool:
     """Return whether a batch has label values that were not tried together."""
-    if sum(map(len, plan.labels)) > CLASSES:
-        return False
-    values = frozenset().union(*_labels(batch))
-    return len(values) > 1 and not any(values <= group for group in plan.labels)
+    for name, entry in _label_entries(batch).items():
+        groups = plan.labels.get(name, ())
+        if sum(map(len, groups)) > (TRIED if entry.is_floating_point() else CLASSES):
+            continue
+        values = frozenset().union(*_values(entry))
+        if len(values) > 1 and not any(values <= group for group in groups):
+            return True
+    return False
 
 
 def _wrong(
@@ -622,11 +828,12 @@ def _wrong(
     single: list[Tensors],
     weights: Tensor,
     tolerance: float,
-    clip: float,
+    clip: float | None,
 ) -> str:
     """Return why samples cannot be separated; an empty text if they can.
 
-    What a sample adds beside others is compared with what it adds alone.
+    What a sample adds beside others is compared with what it adds alone. Rounding depends on the
+    weights, so it is checked only if `clip` is given.
     """
     norms = norms_of(contributions)
     for row, (sample_gradient, weight) in enumerate(zip(single, weights.tolist(), strict=True)):
@@ -638,7 +845,7 @@ def _wrong(
         if max(away, abs(float(norms[row]) - size)) > tolerance * float(weights.max()):
             worst = max(off, key=lambda name: float(off[name].norm()))
             return f"samples cannot be told apart in {worst}"
-        if away > ROW_ROUNDING * max(size, weight * clip):
+        if clip is not None and away > ROW_ROUNDING * max(size, weight * clip):
             return "it makes much of the last bits, which follow from what stands beside a row"
     return ""
 

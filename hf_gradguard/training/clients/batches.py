@@ -1,7 +1,7 @@
-"""Assignment of a batch's rows to clients.
+"""Samplers and collators: the rows that make a batch, and how it says whose they are.
 
 A rank hosts several clients, or a federation on one data set, of which some clients are drawn each
-round.
+round. Rows behind a proof are drawn one by one, or in a fixed order.
 
 Clients are weighted by size as in McMahan et al., "Communication-Efficient Learning of Deep
 Networks from Decentralized Data" (2017).
@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from transformers import TrainingArguments
 
-from ...gradient_map.domain import count_rows, domains_in
+from ...gradient_map.domain import domains_in
+from ...randomness import Stream
 from ..config import setting
 from ..refusals import refusal
 from .partition import Rows, fetched, make_partition
@@ -28,6 +29,8 @@ CLIENT, SHARE, ROW = "gradguard_client", "gradguard_share", "gradguard_row"
 """Entries of a collated batch: each row's client, that client's share of the round, and which row
 of the data set it is.
 """
+DUMMY = -1
+"""The row that stands in an empty batch, for its shapes: the last one."""
 
 
 class SampledRow(NamedTuple):
@@ -116,6 +119,104 @@ class ClientSampler(Sampler[SampledRow]):
                 yield from (SampledRow(int(row), client, share) for row in rows)
                 # Ranks read the sampler in turn, so every client takes up as many places.
                 yield from [SampledRow(None, client, share)] * (self.batch_size - len(rows))
+
+
+class RowSampler(Sampler[list[SampledRow]]):
+    """A sampler of whole batches, of one rank after the other.
+
+    Attributes:
+        rounds: The number of batches of a rank in an epoch.
+        ranks: The number of ranks.
+    """
+
+    rounds: int
+    ranks: int
+
+    def __len__(self) -> int:
+        return self.rounds * self.ranks
+
+
+@dataclass
+class PoissonSampler(RowSampler):
+    """A sampler that puts each row into each batch by a draw of its own.
+
+    Batches of every rank come in turn. A rank draws its own, and leaves the others' empty.
+
+    Args:
+        rows_of_clients: The rows of each client. Client k lives on rank k modulo `ranks`.
+        rates: The probability of each client's rows.
+        rank: The number of this rank.
+        ranks: The number of ranks.
+        rounds: The number of batches of a rank in an epoch.
+        seed: A seed that makes draws reproducible, by anybody. `None`: keys from the operating
+            system.
+        epoch: The number of the epoch, which changes the draws of a seed.
+
+    Example:
+        >>> sampler = PoissonSampler([torch.arange(4).numpy()], [1.0], rank=0, ranks=1, rounds=1)
+        >>> [[place.row for place in batch] for batch in sampler]
+        [[0, 1, 2, 3]]
+    """
+
+    rows_of_clients: Sequence[Rows]
+    rates: Sequence[float]
+    rank: int
+    ranks: int
+    rounds: int
+    seed: int | None = None
+    epoch: int = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, as the data loader does, so that seeded epochs differ."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[SampledRow]]:
+        stream = Stream()
+        if self.seed is not None:
+            stream = Stream.from_seeds(self.seed, self.rank, self.epoch, 3)
+        share = 1 / len(self.rows_of_clients)
+        for _ in range(self.rounds):
+            for rank in range(self.ranks):
+                if rank != self.rank:
+                    yield []
+                    continue
+                batch = []
+                for client in range(rank, len(self.rows_of_clients), self.ranks):
+                    client_rows = self.rows_of_clients[client]
+                    is_drawn = (
+                        stream.uniform((len(client_rows),), dtype=torch.float64)
+                        < self.rates[client]
+                    )
+                    rows = client_rows[is_drawn.numpy()].tolist() or [DUMMY]
+                    batch += [SampledRow(row, client, share) for row in rows]
+                yield batch
+
+
+class FixedOrderSampler(RowSampler):
+    """A sampler of batches in a fixed order, pass after pass.
+
+    Args:
+        batch_at: The function that returns the rows of this rank's clients at a batch of a pass.
+        rank: The number of this rank.
+        ranks: The number of ranks.
+        rounds: The number of batches of a rank in a pass.
+
+    Example:
+        >>> row_at = lambda place: [SampledRow(place, 0, 1.0)]
+        >>> batches = FixedOrderSampler(row_at, 0, ranks=1, rounds=2)
+        >>> [[sampled.row for sampled in batch] for batch in batches]
+        [[0], [1]]
+    """
+
+    def __init__(
+        self, batch_at: Callable[[int], list[SampledRow]], rank: int, ranks: int, rounds: int
+    ) -> None:
+        self._batch_at, self._rank, self.ranks, self.rounds = batch_at, rank, ranks, rounds
+
+    def __iter__(self) -> Iterator[list[SampledRow]]:
+        for place in range(self.rounds):
+            for rank in range(self.ranks):
+                yield self._batch_at(place) if rank == self._rank else []
 
 
 class ClientRows(Dataset):
@@ -296,81 +397,6 @@ def round_sampler(
     return ClientSampler(
         rows_of_clients, args.clients_per_process, per_client, ranks, _data_seed(args)
     )
-
-
-def split(batch: dict[str, Any], num_clients: int) -> list[dict[str, Any]]:
-    """Cut a batch by rows into `num_clients` clients.
-
-    The first ones are larger by one row where the batch does not divide.
-
-    Example:
-        >>> [len(part["labels"]) for part in split(batch, 2)]
-        [1, 1]
-    """
-    if num_clients == 1:
-        return [dict(batch)]
-    # All texts in one row: cut by rows, one client would have them all.
-    rows = count_rows(batch)
-    if rows == 1 and _is_padding_free(batch):
-        raise refusal("padding-free")
-    device = next(value.device for value in batch.values() if isinstance(value, Tensor))
-    parts_of = torch.arange(rows, device=device).tensor_split(num_clients)
-    return [_take(batch, index, rows) for index in parts_of]
-
-
-def clients_in(
-    batch: dict[str, Any],
-) -> Iterator[tuple[int, float, Tensor | None, dict[str, Any]]]:
-    """Return the clients of a batch of `ClientCollator`.
-
-    Each has its number, its weight in the round, the numbers of its rows in the data set, and its
-    rows.
-
-    Example:
-        >>> whose = {CLIENT: torch.tensor([5, 0]), SHARE: torch.tensor([0.25, 0.75])}
-        >>> rows = {ROW: torch.tensor([3, 8])}
-        >>> [found[:3] for found in clients_in({**batch, **whose, **rows})]
-        [(0, 0.75, tensor([8])), (5, 0.25, tensor([3]))]
-    """
-    columns = {key: value for key, value in batch.items() if key not in (CLIENT, SHARE)}
-    numbers, shares = batch[CLIENT], batch[SHARE]
-    if count_rows(columns) != len(numbers):
-        raise refusal("padding-free")
-    # In the order of their numbers: messages of one noise_seed come in the same order again.
-    for number in numbers.unique():
-        index = (numbers == number).nonzero().flatten()
-        client_batch = _take(columns, index, len(numbers))
-        yield int(number), float(shares[index[0]]), client_batch.pop(ROW, None), client_batch
-
-
-def _take(batch: dict[str, Any], index: Tensor, rows: int) -> dict[str, Any]:
-    """Some rows of a batch; what holds for all of them stays whole."""
-    taken = {}
-    for key, value in batch.items():
-        length = len(value) if isinstance(value, list | tuple) or _dim(value) else 1
-        if length == rows:
-            chosen = (
-                value[index] if isinstance(value, Tensor) else [value[k] for k in index.tolist()]
-            )
-            taken[key] = chosen
-        elif length == 1 or not isinstance(value, Tensor | list | tuple):
-            taken[key] = value
-        else:
-            raise refusal("entries-of-no-row", name=key, entries=length, rows=rows)
-    return taken
-
-
-def _dim(value: Any) -> int:
-    return value.dim() if isinstance(value, Tensor) else 0
-
-
-def _is_padding_free(batch: dict[str, Any]) -> bool:
-    """Whether the row of a batch is several texts: their bounds are given, or positions begin
-    again.
-    """
-    positions = batch.get("position_ids")
-    restarts = isinstance(positions, Tensor) and bool((positions.diff(dim=-1) < 0).any())
-    return restarts or any(key.startswith(("cu_seq_lens", "seq_idx")) for key in batch)
 
 
 def _data_seed(args: TrainingArguments) -> int:

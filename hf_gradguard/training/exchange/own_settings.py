@@ -81,8 +81,9 @@ def _default(setting: Field[Any]) -> Any:
 
 
 def _comparable(setting: Any) -> Any:
-    """A value whose `repr` is the same in every process. An object counts by its class, as its
-    `repr` may name an address.
+    """Return a value whose `repr` is the same in every process.
+
+    An object counts by its class, since its own `repr` may name an address.
     """
     if isinstance(setting, Enum):
         return _comparable(setting.value)

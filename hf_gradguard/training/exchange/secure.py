@@ -21,7 +21,7 @@ from ...secure import SecureAggregation
 from ...secure.aggregation import FixedPoint
 from ..config import setting
 from ..refusals import refusal
-from .average import SecureSum
+from .gradients import SecureSum
 
 logger = logging.get_logger(__name__)
 

@@ -15,11 +15,63 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as every_module
+from transformers import TrainerCallback, TrainingArguments
 
 from ...defenses import Defense
 from ...gradient_map.parameters import is_sharded
 from ..config import setting
 from ..refusals import HOOKS, Measured, refusal, refuse
+
+
+class HookGuard(TrainerCallback):
+    """Looks before each optimizer step for hooks that would not run as in a plain training, and
+    runs those that wait for `.grad`.
+
+    Args:
+        trainer: A protected one.
+
+    Attributes:
+        has_sums: Whether any hook waits for `.grad`.
+
+    Example:
+        >>> guard = HookGuard(trainer=None)
+        >>> guard.has_sums  # nothing was looked at yet
+        False
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.has_sums = False
+
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
+        """Look also at the steps of autograd's that add to `.grad`, which takes a while."""
+        self._check(hooks_of_accumulation(self._trainer.model))
+
+    def on_step_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
+        """Look again, for a callback may have registered one since."""
+        self._check(())
+
+    def on_substep_end(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
+        """Look again before the next micro-batch."""
+        self._check(())
+
+    def _check(self, hooks: Iterable[Hook]) -> None:
+        trainer, hooks = self._trainer, [*hooks, *hooks_of(self._trainer.model)]
+        if hooks or packs_tensors():
+            shared_names = trainer.shared_names
+            check_hooks(trainer.model, hooks, Differentiation.of_trainer(trainer), shared_names)
+        self.has_sums = any(hook.sees == "sum" for hook in hooks)
+
+    def run(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Run the hooks that wait for `.grad`, when all messages of a micro-batch are in it.
+
+        Raises:
+            UnsupportedError: For a hook that does more than change `.grad`.
+        """
+        summed = [parameter for parameter in parameters if parameter.grad is not None]
+        self._trainer.ledger.check(summed, "run hooks")
+        run_hooks_on_sums(summed)
+        self._trainer.ledger.write(summed)
 
 
 class Hook(NamedTuple):

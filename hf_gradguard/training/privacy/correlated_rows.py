@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,19 +25,12 @@ from ...gradient_map.parameters import cache_of
 from ...leakage import dp_sgd_noise_multiplier
 from ...leakage.differential_privacy import protection_note
 from ...randomness import KEY_BYTES, Stream
-from ..clients.batches import SampledRow
-from ..config import setting
+from ..clients.batches import DUMMY, FixedOrderSampler, SampledRow
 from ..exchange.start import check_agreed
 from ..message import ClientBatch
 from ..refusals import refusal
-from .known_seed import NO_EPSILON
-from .private_rows import (
-    DUMMY,
-    PrivateRows,
-    RowSampler,
-    rounding_of_rows,
-    without_dummy,
-)
+from .private_rows import PrivateRows, rounding_of_rows, without_dummy
+from .proofs import NO_EPSILON
 from .schedules import falls_to_zero, follows_evaluation
 from .secret_positions import SecretPositions, positions_unknown
 
@@ -67,33 +60,6 @@ class NoisePlan:
     settings: dict[str, Any] = field(default_factory=dict)
     is_counted: bool = False
     lost: int = 0
-
-
-class FixedOrderSampler(RowSampler):
-    """Batches in a fixed order, pass after pass.
-
-    Args:
-        batch_at: Gives the rows of this rank's clients at a batch of a pass.
-        rank: This rank.
-        ranks: How many there are.
-        rounds: Batches of a rank in a pass.
-
-    Example:
-        >>> row_at = lambda place: [SampledRow(place, 0, 1.0)]
-        >>> batches = FixedOrderSampler(row_at, 0, ranks=1, rounds=2)
-        >>> [[sampled.row for sampled in batch] for batch in batches]
-        [[0], [1]]
-    """
-
-    def __init__(
-        self, batch_at: Callable[[int], list[SampledRow]], rank: int, ranks: int, rounds: int
-    ) -> None:
-        self._batch_at, self._rank, self.ranks, self.rounds = batch_at, rank, ranks, rounds
-
-    def __iter__(self) -> Iterator[list[SampledRow]]:
-        for place in range(self.rounds):
-            for rank in range(self.ranks):
-                yield self._batch_at(place) if rank == self._rank else []
 
 
 class CorrelatedRows(PrivateRows):
@@ -213,11 +179,9 @@ class CorrelatedRows(PrivateRows):
         own_multiplier *= 1 + rounding_of_rows(self.batch_size)
         separation = self._rounds if plan.messages > self._rounds else None
         is_falling = falls_to_zero(schedule, state.max_steps)
-        sampling: Any = self._sampling
         self._plan(
-            PrivacyPlan(own_multiplier, self.batch_size, sampling, plan.messages, separation,
-                        is_falling)
-        )  # fmt: skip
+            PrivacyPlan(own_multiplier, self.batch_size, plan.messages, separation, is_falling)
+        )
         self._tell_origin(plan.noise_multiplier, 1.0, 1)
         if self._rank == 0:
             self._announce(plan.messages, plan.noise_multiplier)
@@ -264,8 +228,9 @@ class CorrelatedRows(PrivateRows):
             assert self.defense.delta is not None
             target = self.defense.target_epsilon, self.defense.delta
             multiplier = dp_sgd_noise_multiplier(*target, 1.0, 1, self.account)
-        seed = setting(self._args, "noise_seed")
-        stream = Stream() if seed is None else Stream.from_seeds(seed, self._rank, 0, 3)
+        stream = Stream()
+        if self._seed is not None:
+            stream = Stream.from_seeds(self._seed, self._rank, 0, 3)
         key = stream.bytes(KEY_BYTES).hex()
         return NoisePlan(secrets.token_hex(4), messages, multiplier, key, 0, self._settings())
 
@@ -345,7 +310,6 @@ class CorrelatedRows(PrivateRows):
         key = self._new_key(plan.position)
         place = {"transcript": plan.name, "position": plan.position, "key": key.hex()}
         self._write(figures | place)
-        self.account.add(*figures.values())  # type: ignore[arg-type]
         plan.is_counted, self._keys[plan.position] = True, key
         keyed = []
         for number, turn in zip(hosted, turns, strict=True):
@@ -358,9 +322,9 @@ class CorrelatedRows(PrivateRows):
 
     def _new_key(self, position: int) -> bytes:
         """Draws the key of a message's noise: that of a `noise_seed` if there is one."""
-        seed = setting(self._args, "noise_seed")
-        stream = Stream() if seed is None else Stream.from_seeds(seed, self._rank, position, 4)
-        return stream.bytes(KEY_BYTES)
+        if self._seed is None:
+            return Stream().bytes(KEY_BYTES)
+        return Stream.from_seeds(self._seed, self._rank, position, 4).bytes(KEY_BYTES)
 
     def _key_of(self, client: int, position: int) -> bytes | None:
         """Gives the key of one of this rank's clients, if the message is known."""

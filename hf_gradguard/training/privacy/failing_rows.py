@@ -1,9 +1,7 @@
-"""A row at which reading, collating or the model fails adds nothing, and stops nothing.
+"""The trial of rows, which leaves out those at which reading or collating fails.
 
-A training that ended in an error at the first message that holds a row would tell that the row is
-there, and ε counts no such message. So the row's term is zero, which is within its bound, and only
-its own process is told. The other rows stay: where one row could take them along, it would move the
-sum by all that they add.
+Whether a row passes must not follow from other rows: where one row could take others along, it
+would move the sum by all that they add. `AttemptsPassingRows` does the same where the model fails.
 
 What fails for many rows is no row's doing. It raises before a message leaves: what is looked at
 then follows the data, but nobody else sees the outcome.
@@ -19,58 +17,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DataCollatorWithPadding, DefaultDataCollator, default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import logging
 
-from ...gradient_map.domain import check_batch, count_rows
-from ...gradient_map.per_sample.clipping import OTHER_LENGTHS, real_tokens, row_shapes, rows_of
-from ...gradient_map.replay import ModuleState, draws_restored
-from ...gradient_map.types import LossFunction
-from ..clients.batches import (
-    CLIENT,
-    ROW,
-    SHARE,
-    ClientCollator,
-    ClientRows,
-    SampledRow,
-    WholeCollator,
-)
-from ..message import ClientBatch
+from ...gradient_map.per_sample.clipping import OTHER_LENGTHS, real_tokens, row_shapes
+from ...gradient_map.replay import draws_restored
+from ..clients.batches import DUMMY, ClientCollator, ClientRows, SampledRow, WholeCollator
 from ..refusals import refusal
 from .coupling import ALONE, CHANGES, collate_watched, copied, different
-from .private_rows import DUMMY
+from .private_rows import log_failure
 
 logger = logging.get_logger(__name__)
-
-
-def log_failure(error: Exception) -> None:
-    """Tell this process, once for each kind of error, that a row was left out: without the error's
-    text, which may hold the row.
-
-    Example:
-        >>> log_failure(IndexError("Target 9 is out of bounds."))
-    """
-    logger.warning_once(_FAILED.format(type(error).__name__))
-
-
-def passing(rows: list[Any], attempt: Callable[[Any], object]) -> list[Any]:
-    """Return those of some rows for which an attempt does not fail.
-
-    Example:
-        >>> passing([1, 0, 2], lambda row: 1 / row)
-        [1, 2]
-    """
-    passed = []
-    for row in rows:
-        try:
-            attempt(row)
-        except Exception as error:
-            log_failure(error)
-        else:
-            passed.append(row)
-    return passed
 
 
 class ReadableRows(ClientRows):
@@ -354,106 +313,8 @@ class PassingCollator(ClientCollator):
         )
 
 
-class AttemptsPassingRows:
-    """Does with a client what fails for none of its rows. A client without such a row has another
-    row of the data, for its shapes, and shares noise alone.
-
-    Args:
-        trainer: Gives other rows.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._spare: dict[str, Any] | None = None
-
-    def __call__(
-        self, attempt: Callable[..., Any], module: nn.Module, client: ClientBatch,
-        loss_fn: LossFunction, *arguments: Any,
-    ) -> Any:  # fmt: skip
-        """Attempt it with all rows, or with those for which the loss can be computed.
-
-        Args:
-            attempt: Takes the other arguments.
-            module: The bare model.
-            client: Whose rows.
-            loss_fn: `(model, batch)`, the client's mean loss.
-            *arguments: Further ones.
-
-        Raises:
-            Exception: What was raised for all rows, if no row is found for which it is not, or if
-                it is for none by itself.
-        """
-        try:
-            self._check(module, client.batch)
-            outcome = attempt(module, client, loss_fn, *arguments)
-        except Exception:
-            state = ModuleState(module)
-            passing_client = self._passing(module, client, loss_fn)
-            state.restore()
-            if passing_client is None:
-                raise
-            client = passing_client
-            outcome = attempt(module, client, loss_fn, *arguments)
-        if arguments:  # else the model may not have run
-            self._spare = rows_of(client.batch, [0], count_rows(client.batch))
-        return outcome
-
-    def _check(self, module: nn.Module, batch: dict[str, Any]) -> None:
-        check_batch(module, batch, self._trainer.asks_for_input)
-
-    def _evaluate(self, module: nn.Module, batch: dict[str, Any], loss_fn: LossFunction) -> None:
-        self._check(module, batch)
-        loss = loss_fn(module, batch)
-        if loss.requires_grad:
-            parameters = [p for p in module.parameters() if p.requires_grad]
-            torch.autograd.grad(loss, parameters, allow_unused=True)
-
-    def _passing(
-        self, module: nn.Module, client: ClientBatch, loss_fn: LossFunction
-    ) -> ClientBatch | None:
-        """Return the client with the rows that pass by themselves; `None` if that changes nothing,
-        or no row is known that passes.
-        """
-        count = count_rows(client.batch)
-
-        def evaluate(row: int) -> None:
-            self._evaluate(module, rows_of(client.batch, [row], count), loss_fn)
-
-        rows = passing(list(range(count)), evaluate)
-        if len(rows) == count:
-            return None
-        places = torch.tensor(rows, dtype=torch.int64)
-        numbers = places if client.rows is None else client.rows[places.to(client.rows.device)]
-        if rows and not client.is_empty:
-            return client._replace(batch=rows_of(client.batch, rows, count), rows=numbers)
-        if self._spare is None:
-            self._spare = self._other_batch(module, loss_fn)
-        if self._spare is None:
-            return None
-        return client._replace(batch=self._spare, rows=numbers[:0])
-
-    def _other_batch(self, module: nn.Module, loss_fn: LossFunction) -> dict[str, Any] | None:
-        """Return another row of the data that passes, if one of the first does."""
-        loader = self._trainer.get_train_dataloader()
-
-        def batch_of(row: int) -> dict[str, Any]:
-            places = loader.dataset.__getitems__([SampledRow(row, 0, 1.0)])
-            batch = self._trainer._prepare_inputs(loader.collate_fn(places))
-            return {n: entry for n, entry in batch.items() if n not in (CLIENT, SHARE, ROW)}
-
-        def attempt(row: int) -> None:
-            self._evaluate(module, batch_of(row), loss_fn)
-
-        for row in range(min(len(loader.dataset), TRIED)):
-            if passing([row], attempt):
-                return batch_of(row)
-        return None
-
-
 LOOKED_AT = 64
 """Rows of the data that are looked at before a message leaves."""
-TRIED = 16
-"""Other rows, before what fails is taken for the doing of the model."""
 USUAL = 0.75
 """The part of the rows looked at that must pass. Those that do not add nothing."""
 _NONE = "No row of the first {} that were looked at can be collated."
@@ -465,9 +326,4 @@ _FORMS = (
 _ODD = (
     "A row adds nothing to its messages, for {}: what a row is beside others must not change them, "
     "and a training that stopped would tell that the row is there. Only this process is told."
-)
-_FAILED = (
-    "{} at a row of the training data, which adds nothing to its messages: a training that stopped "
-    "would tell that the row is there. Only this process is told. Look for labels out of range, "
-    "cut-off files and empty texts."
 )

@@ -27,7 +27,7 @@ from ...randomness import Stream
 from ..clients.partition import fetched
 from ..config import setting
 from ..refusals import refusal
-from .known_seed import NO_EPSILON
+from .proofs import NO_EPSILON
 
 logger = logging.get_logger(__name__)
 

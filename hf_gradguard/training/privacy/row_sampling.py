@@ -11,9 +11,8 @@ from ...leakage import PrivacyAccount
 from ..config import setting
 from ..message import Client
 from ..refusals import is_iterable, refusal
-from .account import AccountFile
-from .known_seed import is_noise_known
-from .private_rows import PrivateRows, is_proved
+from .private_rows import AccountFile, PrivateRows
+from .proofs import is_noise_known, is_proved
 
 
 def private_rows_of(

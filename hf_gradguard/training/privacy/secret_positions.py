@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from transformers.utils import logging
 
-from ...defenses.factorization import Factor
+from ...defenses.correlated import Factor
 from ...leakage import (
     PrivacyAccount,
     balls_in_bins_epsilon,

@@ -1,6 +1,10 @@
 """Attacks as stored cells name them, and where they compute."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 
 from hf_gradguard.attacks import Attack, Observation, make_attack
 
@@ -11,6 +15,14 @@ def attack_of(name: str, **settings) -> Attack:
     """
     published = {"inverting_gradients": "inverting_gradients_published"}
     return make_attack(published.get(name, name), **settings)
+
+
+def observe(
+    model: nn.Module, batch: Mapping[str, Tensor], message: Mapping[str, Tensor], **grants: Any
+) -> Observation:
+    """What the server sees of a batch's message, its labels, and what is granted beside them."""
+    samples = batch["input_ids" if "input_ids" in batch else "pixel_values"]
+    return Observation(model, message, tuple(samples.shape), labels=batch["labels"], **grants)
 
 
 def generator_for(observation: Observation, seed: int) -> torch.Generator:

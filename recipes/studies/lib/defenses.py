@@ -31,6 +31,8 @@ def as_published(name: str, settings: dict) -> dict:
     return {"shape": "own", **settings_of_batch}
 
 
-def published(name: str, **settings) -> Defense:
-    """A defense by name, with settings `as_published`."""
+def published(name: str, evaluation_network: Any = None, **settings: Any) -> Defense:
+    """A defense by name, with settings `as_published`; Refiner has the evaluation network."""
+    if name == "refiner":
+        settings["evaluation_network"] = evaluation_network
     return make_defense(name, **as_published(name, settings))

@@ -51,6 +51,13 @@ def array_images(
     return pixels, labels.long()
 
 
+def public_images(path: str, count: int) -> Tensor:
+    """Some of an npz's images to train on, drawn, `(count, C, H, W)` in [0, 1]."""
+    pixels, _ = array_images(path)
+    chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
+    return pixels[chosen[:count]].float() / 255
+
+
 def images_at(path: str, split: str) -> tuple[Tensor, Tensor]:
     """All images and labels of a parquet file, or of a split of an npz."""
     return array_images(path, split) if path.endswith(".npz") else parquet_images(path)

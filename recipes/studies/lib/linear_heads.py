@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_gradguard.defenses.factorization import Banded, Factor, make_factor, sensitivity
+from hf_gradguard.defenses.correlated import Banded, Factor, make_factor, sensitivity
 
 WORDS = 10  # of a phrase that may be held out
 

@@ -13,6 +13,7 @@ from transformers import (
     BertForSequenceClassification,
 )
 
+TEXT_FLAGS = {"--model": "a text encoder and its tokenizer", "--data_dir": "folder of SST-2"}
 NETWORK = {"default": "text-evaluation-network-minilm-l6", "help": "Refiner's, of --model"}
 SMALL = {  # of a BERT that every attack can afford
     "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256,
