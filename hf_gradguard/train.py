@@ -358,11 +358,7 @@ def _read_data(
     head = head or find_head(settings.model, settings.task)
     if is_new and head.task.own_labels:
         head = replace(head, labels=None)
-    if head.task.name not in _TASKS or head.labels not in ("class", None):
-        raise ValueError(
-            f"train takes {', '.join(_TASKS)} by one class, and this is {head.task.name} "
-            f"({head.labels or 'text'} labels): train it by GradGuardTrainer, or choose a --task."
-        )
+    check_task(head.task.name, head.labels)
     if head.domain == "image":
         need("train", "images", "PIL")
     columns = head.domain, head.labels, settings.column, settings.label_column
@@ -386,6 +382,29 @@ def _read_data(
     if "validation" not in splits:
         splits = labeled(hold_out(rows["train"], settings.dataset, seed))
     return head, new_head, splits
+
+
+def check_task(task: str, labels: str | None) -> None:
+    """Refuse a task that the command does not train.
+
+    Args:
+        task: The name of a task.
+        labels: What one label is; see `label_kind`. `None` if a text is its own label.
+
+    Raises:
+        ValueError: If it is refused; the message names the way out.
+
+    Example:
+        >>> check_task("text-classification", "class")
+        >>> check_task("token-classification", "token")
+        Traceback (most recent call last):
+        ValueError: train takes text-classification, ... train it by GradGuardTrainer, ...
+    """
+    if task not in _TASKS or labels not in ("class", None):
+        raise ValueError(
+            f"train takes {', '.join(_TASKS)} by one class, and this is {task} "
+            f"({labels or 'text'} labels): train it by GradGuardTrainer, or choose a --task."
+        )
 
 
 def _dataset(labeled: Labeled, model: nn.Module, processing_class: Any, max_length: int) -> Any:

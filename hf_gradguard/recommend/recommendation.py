@@ -125,6 +125,8 @@ def recommend(
     trials = Trials(model, processing_class, server.modality, split, trial_settings, folder, pace)
     calibrated = {label: trials.calibrated(defense) for label, defense in to_compare.items()}
     no_head = why_no_head(model, public, trial_settings)
+    if len(to_compare) == 1 and no_head:
+        raise ValueError(f"There is nothing to choose from: name a defense beside none. {no_head}")
     heads = HeadTrials(
         {} if no_head else heads_to_try(model, encoders, source), processing_class,
         int(getattr(model.config, "num_labels", 2)), public, split, trial_settings, folder, pace,
@@ -146,17 +148,23 @@ def recommend(
 
 
 def _to_compare(model: nn.Module, defenses: Spec | Sequence[Spec] | None) -> dict[str, Defense]:
+    check_accuracies(model)
+    if defenses is None:
+        defenses = DEFAULT_DEFENSES[domain_of_model(model).name]
+    return make_defenses("none") | make_defenses(defenses)
+
+
+def check_accuracies(model: nn.Module) -> None:
+    """Refuse a model that predicts numbers or several classes.
+
+    Raises:
+        ValueError: If it does; the message names the way out.
+    """
     if label_kind(model) in ("number", "several"):
         raise ValueError(
             "recommend compares accuracies, so it takes classifiers and language models: train "
             "under a few defenses yourself, and audit each with --metrics."
         )
-    if defenses is None:
-        defenses = DEFAULT_DEFENSES[domain_of_model(model).name]
-    to_compare = make_defenses("none") | make_defenses(defenses)
-    if len(to_compare) == 1:
-        raise ValueError("There is nothing to choose from: name a defense beside none.")
-    return to_compare
 
 
 def _recovered_elsewhere(defense: Defense, model: nn.Module) -> str:
@@ -372,7 +380,7 @@ class _Comparison:
         attack = self._attack_seconds if tried > 1 else self._shortest_round
         after = attack
         if not tried:
-            after += self._training_seconds(*list(self._defenses)[1:2]) + 2 * attack
+            after += self._training_seconds(*list(self._defenses)[:2][-1:]) + 2 * attack
         elif tried > 1:
             judged = 3 * self._training_seconds(*self._stages)
             after += 4 * attack + judged + self._judging_seconds
