@@ -166,10 +166,6 @@ class GradGuardMixin(Trainer):
         >>> from transformers import Seq2SeqTrainer
         >>> class Protected(GradGuardMixin, Seq2SeqTrainer):
         ...     pass
-        >>> trainer = Protected(model, defense="pruning")
-        >>> trainer.accelerator.backward(model(**batch).loss)
-        Traceback (most recent call last):
-        RuntimeError: GradGuardTrainer differentiates and protects a batch by itself: ...
     """
 
     train_dataset: Any
