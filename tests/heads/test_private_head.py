@@ -15,6 +15,7 @@ from examples import example_names
 from helpers import make_task
 from hub import FakeHub
 from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
@@ -23,9 +24,11 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertModel,
+    TrainerCallback,
     ViTImageProcessor,
 )
 
+from hf_gradguard import GradGuardTrainer
 from hf_gradguard.heads import (
     PrivateHead,
     PrivateHeadConfig,
@@ -312,3 +315,41 @@ def test_random_features_are_refused(tmp_path: Path) -> None:
     names = example_names("model tokenizer")
     with pytest.raises(ValueError, match="other features each time"):
         private_head(Dropping(names["model"].config), PUBLIC, processing_class=names["tokenizer"])
+
+
+def test_a_long_text_is_cut_as_in_training(tmp_path: Path) -> None:
+    """A pipeline cuts nothing unless it is told to."""
+    head = make_head(tmp_path / "encoder", max_length=6)
+    texts = ["the plot is long and dull", "a fine film", "a good joke and"]
+    found = head(**inputs_of(texts)).logits
+    torch.testing.assert_close(found, head(features=head.features_of(texts)).logits)
+
+
+@pytest.mark.parametrize("save_encoder", [True, False])
+def test_a_training_is_resumed(tmp_path: Path, save_encoder: bool) -> None:
+    """To the weights of one that was not interrupted."""
+    rows = [{"text": text, "label": place % 2} for place, text in enumerate(4 * PUBLIC)]
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 4
+
+    def trained(folder: Path, stops: bool = False, resume: str | None = None) -> PrivateHead:
+        head = make_head(tmp_path / "encoder", save_encoder=save_encoder)
+        nn.init.zeros_(head.head.weight)
+        args = head.training_arguments(
+            str(folder), num_rows=len(rows), per_device_train_batch_size=4, noise_seed=1,
+            save_strategy="steps", save_steps=4, disable_tqdm=True, use_cpu=True,
+        )  # fmt: skip
+        callbacks = [Stop()] if stops else []
+        trainer = GradGuardTrainer(head, args, train_dataset=rows, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume)
+        return head
+
+    uninterrupted = trained(tmp_path / "whole")
+    trained(tmp_path / "parts", stops=True)
+    checkpoint = tmp_path / "parts" / "checkpoint-4"
+    resumed = trained(tmp_path / "parts", resume=str(checkpoint))
+    assert torch.equal(uninterrupted.head.weight, resumed.head.weight)
+    names = load_file(checkpoint / "model.safetensors").keys()
+    assert any(name.startswith("encoder.") for name in names) == save_encoder

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from transformers import default_data_collator
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.heads import FeatureHead, LayerFeatures
+from hf_gradguard.defenses.correlated import final_error, make_factor, sensitivity
+from hf_gradguard.heads import PrivateHeadConfig, PrivateHeadForSequenceClassification
+from recipes.studies.default_rates import Condition, rule
 from recipes.studies.frontier_heads import Rows
 from recipes.studies.lib.linear_heads import HeadSettings, simulated_heads
 from recipes.studies.lib.many_rates import heads_of_rates, rightly
@@ -59,7 +61,8 @@ def trained(
     features: Tensor, labels: Tensor, noise: float, folder: Path
 ) -> tuple[Tensor, list[Tensor]]:
     """What the library's own path makes, and which batches it looked at."""
-    head = FeatureHead(LayerFeatures(nn.Identity()), nn.Linear(1, features.shape[1] - 1), CLASSES)
+    config = PrivateHeadConfig(directions=features.shape[1] - 1, num_labels=CLASSES)
+    head = PrivateHeadForSequenceClassification(config)
     strength = {"per_sample": True, "correlated": True, "clip": 0.3, "noise_multiplier": noise}
     args = GradGuardConfig(
         str(folder), defense="dp_sgd", defense_kwargs=strength, learning_rate=9.0, optim="sgd",
@@ -104,6 +107,17 @@ def test_its_noise_is_the_trainers(tmp_path: Path) -> None:
     assert float(weight.std()) == pytest.approx(float(expected.std()), rel=0.05)
 
 
+def test_the_rule_leaves_as_much_noise_in_the_weights_of_any_training() -> None:
+    """Nearly one deviation, of any σ, clip, batch and number of messages."""
+    for condition in [Condition(50), Condition(1590, 64), Condition(200, 256, 16, 3.0, 0.1)]:
+        factor = make_factor("blt", condition.steps, falling_rate=True)
+        deviation = final_error(factor, condition.steps)
+        deviation *= sensitivity(factor.column(condition.steps))
+        noise = condition.clip * condition.noise_multiplier * deviation / condition.batch
+        assert 0.8 < rule(condition) * noise < 1
+    assert rule(Condition(200, noise_multiplier=0.0)) == rule(Condition(9, noise_multiplier=0.3))
+
+
 @pytest.fixture
 def wikitext(sst2: Path, tmp_path: Path) -> Path:
     """A folder with six articles of sentences of the common folder, and three public ones."""
@@ -137,7 +151,6 @@ def test_each_sentence_is_in_one_pair(wikitext: Path) -> None:
 
 
 def test_default_rates(encoder, sst2, wikitext, cifar10, quick, tmp_path, monkeypatch):
-    """Every task but those of encoders that are not here."""
     monkeypatch.setattr(SomePhrases, "HELD_OUT", 20)
     monkeypatch.setattr(RateTask, "HELD_OUT", 6)
     monkeypatch.setattr(RateTask, "TEST_ROWS", 6)
@@ -148,11 +161,10 @@ def test_default_rates(encoder, sst2, wikitext, cifar10, quick, tmp_path, monkey
     shutil.copy(folder / "dev.tsv", folder / "test_labelled_sst.tsv")
     data = ("--model", encoder, "--data_dir", folder, "--models", tmp_path, "--wikitext", wikitext)
     images = [part for name in IMAGES for part in (f"--{name}", cifar10)]
-    only = ("--only", "MiniLM", "patches")
-    study = quick("default_rates", *data, *images, *only, output=tmp_path / "default_rates")
+    study = quick("default_rates", *data, *images, output=tmp_path / "default_rates")
     rows = study.rows()
-    names = ["SST-2", "articles", "pairs", "CIFAR-10", "MNIST"]
+    names = ["SST-2", "articles", "pairs", "CIFAR-10", "MNIST", "Tiny ImageNet"]
     assert sorted(row[0].split(",")[0] for row in rows) == sorted(names)
     for row in rows:
-        assert row[3] == f"{4 / (0.3 * 1.5):.3g}"
+        assert row[3] == "7.11"  # 0.8 · 4 / (0.3 · 1.5)
         assert all(0 <= float(accuracy.split()[0]) <= 1 for accuracy in row[4:6])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_gradguard.defenses.factorization import Banded, Factor, make_factor, sensitivity
+from hf_gradguard.defenses.correlated import Banded, Factor, make_factor, sensitivity
 
 from .linear_heads import HeadSettings
 
