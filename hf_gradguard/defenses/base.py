@@ -507,7 +507,10 @@ class Message(dict[str, Tensor]):
         return self._noise
 
     def of_part(self) -> Message:
-        """Return the message as one device's shard of it; what is said of noise is of the whole."""
+        """Return this message as one device's shard of it.
+
+        Statements about its noise still hold for the whole message.
+        """
         return Message(
             self, transmitted=self.transmitted, exact=self.exact, has_residual=self.has_residual,
             metrics=self.metrics,

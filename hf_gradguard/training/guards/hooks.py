@@ -67,7 +67,7 @@ class HookGuard(TrainerCallback):
         """Run the hooks that wait for `.grad`, when all messages of a micro-batch are in it.
 
         Raises:
-            UnsupportedError: For a hook that does more than change `.grad`.
+            UnsupportedError: If a hook does more than change `.grad`.
         """
         summed = [parameter for parameter in parameters if parameter.grad is not None]
         self._trainer.ledger.check(summed, "run hooks")
@@ -295,8 +295,8 @@ def run_hooks_on_sums(parameters: Iterable[nn.Parameter]) -> None:
         parameters: The parameters whose `.grad` was added to, in the model's order.
 
     Raises:
-        UnsupportedError: For a hook that takes `.grad` away or writes to the parameter, as
-            optimizers within the backward pass do.
+        UnsupportedError: If a hook takes `.grad` away or writes to the parameter, as optimizers
+            within the backward pass do.
 
     Example:
         >>> bias = nn.Parameter(torch.zeros(2))

@@ -32,7 +32,7 @@ def check_all_labels(trainer: Any) -> None:
             may take other labels.
 
     Raises:
-        ValueError: As for `check_labels`.
+        ValueError: If `check_labels` raises it.
 
     Example:
         >>> from hf_gradguard import GradGuardTrainer

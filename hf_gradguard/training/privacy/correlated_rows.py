@@ -88,7 +88,7 @@ class CorrelatedRows(PrivateRows):
 
     Raises:
         ValueError: If a client has fewer rows than a message, or a part of a row a message.
-        NotImplementedError: For arguments under which rows would not come as promised.
+        NotImplementedError: If arguments would put rows into other messages than promised.
     """
 
     neighbors = "whose gradient counts or is zero"
@@ -470,8 +470,7 @@ def check_is_linear(optimizer: Any, args: TrainingArguments, schedule: Any = Non
     """Refuse what does not add messages up, with the way out.
 
     Raises:
-        NotImplementedError: With an optimizer that is no SGD, or a schedule that follows
-            evaluation.
+        NotImplementedError: If the optimizer is no SGD, or the schedule follows evaluation.
 
     Example:
         >>> check_is_linear(torch.optim.Adam(model.parameters()), TrainingArguments("out"))
