@@ -16,29 +16,40 @@ _OF_DEFENSE = {field.name for field in fields(DPSGD)}
 
 
 def default_learning_rate(
-    messages: int, batch_size: int = BATCH_SIZE, noise_multiplier: float | None = NOISE_MULTIPLIER
+    messages: int,
+    batch_size: int = BATCH_SIZE,
+    noise_multiplier: float | None = NOISE_MULTIPLIER,
+    correlated: bool = True,
 ) -> float:
     """Return a learning rate of SGD for a head, by what is known without data.
 
-    It is 10 for 200 messages of 16 rows, and 40 for 1,600 and more: it grows with the messages to
-    the power 2/3, with the square root of the batch, and falls with more noise.
+    With correlated noise it is 10 for 200 messages of 16 rows, and 40 for 1,600 and more. It grows
+    with the messages to the power 2/3, for noise cancels, and falls with more noise. With
+    independent noise, which adds up, it is 5 for 200 messages, and falls with the messages to that
+    power. Without noise it is 20. All grow with the square root of the batch.
 
     Args:
         messages: The number of messages of a client.
         batch_size: The number of rows of a message.
         noise_multiplier: σ; 0 or `None` for no noise.
+        correlated: Whether noise is correlated.
 
     Example:
         >>> default_learning_rate(200), default_learning_rate(4209), default_learning_rate(750, 64)
         (10.0, 40.0, 48.0)
         >>> default_learning_rate(200, noise_multiplier=3.0)
         5.0
+        >>> default_learning_rate(1590, correlated=False)
+        1.3
     """
-    rate = 10 * min(4.0, max(0.25, (messages / 200) ** (2 / 3)))
-    rate *= math.sqrt(batch_size / BATCH_SIZE)
-    if noise_multiplier:
-        rate *= min(1.0, NOISE_MULTIPLIER / noise_multiplier)
-    return float(f"{rate:.2g}")
+    growth = (messages / 200) ** (2 / 3)
+    if not noise_multiplier:
+        rate = 20.0
+    elif correlated:
+        rate = 10 * min(4.0, max(0.25, growth)) * min(1.0, NOISE_MULTIPLIER / noise_multiplier)
+    else:
+        rate = 5 / max(1.0, growth) * min(1.0, NOISE_MULTIPLIER / noise_multiplier)
+    return float(f"{rate * math.sqrt(batch_size / BATCH_SIZE):.2g}")
 
 
 def training_arguments(output_dir: str, num_rows: int, **settings: Any) -> GradGuardConfig:
