@@ -81,12 +81,6 @@ class RandomStreams:
                 "Leave it out wherever the data matters."
             )
 
-    @classmethod
-    def of_arguments(cls, args: TrainingArguments, rank: int) -> RandomStreams:
-        """Return the streams that training arguments ask for."""
-        seed, private = setting(args, "noise_seed"), setting(args, "private_dropout")
-        return cls(seed, rank, private)
-
     def next_message(self, step: int) -> tuple[Stream, Stream, Stream | None]:
         """Return the streams of the next message of an optimizer step.
 

@@ -316,7 +316,8 @@ class GradGuardMixin(Trainer):
             write = self.account_file.write
             self._meter = LeakageMeter(self.args, defense, self._accountant, write)
         self.asks_for_input = defense.facts.needs_input or measured.measures
-        streams = RandomStreams.of_arguments(self.args, self.accelerator.process_index)
+        seed, is_private = setting(self.args, "noise_seed"), setting(self.args, "private_dropout")
+        streams = RandomStreams(seed, self.accelerator.process_index, is_private)
         shared = self._share_input_embeddings, self._withhold
         self._messages = self._message_maker(streams, self._meter, self.ledger, *shared)
         self._attempt: Any = (self.private_rows and AttemptsPassingRows(self)) or operator.call
