@@ -165,10 +165,6 @@ class GradGuardMixin(Trainer):
     Example:
         >>> class Protected(GradGuardMixin, Trainer):
         ...     pass
-        >>> trainer = Protected(model=model, defense="pruning")
-        >>> trainer.accelerator.backward(model(**batch).loss)
-        Traceback (most recent call last):
-        RuntimeError: GradGuardTrainer differentiates and protects a batch by itself: ...
     """
 
     train_dataset: Any

@@ -45,8 +45,9 @@ class HalfTask(HeadTask):
 
     @functools.cached_property
     def full_head(self) -> PrivateHead:
-        settings = {"trust_remote_code": False, "dtype": torch.bfloat16}
-        encoder = AutoModel.from_pretrained(self._name, **settings).to(DEVICE)
+        encoder = AutoModel.from_pretrained(
+            self._name, trust_remote_code=False, dtype=torch.bfloat16
+        ).to(DEVICE)
         tokenizer = load_tokenizer(self._name)
         public, _ = self.sentences("public")
         return private_head(

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ...defenses import Chain, Defense
 from ...defenses.dp import DPSGD, OptimalDPSGD
-from ...gradient_map.domain import IMAGE, TEXT
+from ...gradient_map.domain import declared_domain
 from ..config import setting
 
 logger = logging.get_logger(__name__)
@@ -59,8 +59,7 @@ def log_protection(defense: Defense, model: nn.Module) -> None:
     """
     from ...defenses.measured import recovered_behind
 
-    inputs = {TEXT.key: TEXT.name, IMAGE.key: IMAGE.name}
-    kind = inputs.get(getattr(model, "main_input_name", ""))
+    kind = declared_domain(model)
     for link in chained_defenses(defense):
         if is_client_level(link):
             logger.warning_once(CLIENT_LEVEL.format(link.name))
