@@ -30,7 +30,8 @@ from transformers.utils import logging
 
 from hf_gradguard import GradGuardTrainer
 from hf_gradguard.data.samples import load_texts
-from hf_gradguard.heads import head_of
+from hf_gradguard.heads import PrivateHead, default_learning_rate, private_head
+from hf_gradguard.heads.arguments import batch_size_of, messages_of
 from hf_gradguard.leakage import membership_power
 from hf_gradguard.models import explain_missing_model, load_tokenizer
 from hf_gradguard.train import accuracy_of, report_run, train_and_save
@@ -41,7 +42,7 @@ from recipes import command_line
 from recipes.command_line import flag
 
 SHRINKAGE = 0.5
-CORRELATED_CLIP, CORRELATED_NOISE, MOST_DIRECTIONS = 0.3, 1.5, 1400
+CORRELATED_CLIP, CORRELATED_NOISE = 0.3, 1.5
 DP_SGD = {"per_sample": True, "clip": 1.0, "noise_multiplier": 2.0, "delta": 1e-5}
 
 
@@ -69,8 +70,8 @@ class Arguments(command_line.TrainingArguments):
     noise_multiplier: float | None = flag(None, "Of dp_sgd; 0: no defense.")
 
     CORRELATED: ClassVar[dict[str, Any]] = {  # in the place of other defaults
-        "per_device_train_batch_size": 16, "num_train_epochs": 1.0, "learning_rate": 20.0,
-        "optim": "sgd", "max_grad_norm": 0.0,
+        "per_device_train_batch_size": 16, "num_train_epochs": 1.0, "optim": "sgd",
+        "max_grad_norm": 0.0,
     }  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -84,6 +85,16 @@ class Arguments(command_line.TrainingArguments):
         if self.defense == "dp_sgd" and self.defense_kwargs is None:
             self.defense_kwargs = self._dp_sgd()
         super().__post_init__()
+
+    def set_default_rate(self, rows: int) -> None:
+        """The rate that correlated noise has unless another is given."""
+        if self.learning_rate == type(self).learning_rate:
+            named = self.defense_kwargs or {}
+            messages, of_a_pass = messages_of(self, rows)
+            self.learning_rate = default_learning_rate(
+                batch_size_of(self), named.get("noise_multiplier"),
+                named.get("clip", CORRELATED_CLIP), math.ceil(messages / of_a_pass),
+            )  # fmt: skip
 
     def _dp_sgd(self) -> dict[str, Any]:
         settings = DP_SGD.copy()
@@ -162,7 +173,10 @@ def whitening_of(rows: Tensor, shrinkage: float) -> nn.Linear:
 def main() -> None:
     recipe, args = command_line.parse_arguments(RecipeArguments, Arguments)
     state = PartialState(cpu=args.use_cpu)
-    encoder = Encoder(args.model_name_or_path, recipe.layers, recipe.max_length, state.device)
+    encoder = None
+    if not args.correlated:
+        name = args.model_name_or_path
+        encoder = Encoder(name, recipe.layers, recipe.max_length, state.device)
 
     # Each sentence is embedded once, and not before all is well.
     data, column = command_line.load_classes(recipe.source, "text", recipe, args.seed, state)
@@ -171,17 +185,27 @@ def main() -> None:
         public = public_texts(recipe.public_text, data["train"][column])
     card = {"tasks": "text-classification"}
     card["dataset"] = os.path.basename(recipe.data_dir or "SST-2")
-    if args.correlated:
-        head = head_of(
-            encoder.model, public, directions_for(args, data), class_count(data),
-            encoder.tokenizer, recipe.max_length,
-        )  # fmt: skip
-        data = embedded(data, column, head.features_of, state, "features")
+    if encoder is None:
+        data = data.rename_column(column, "text") if column != "text" else data
+        head = head_for(args, data, public, state, recipe.max_length)
         train(args, data, head, "eval_sentences", **card)
         return
     data = embedded(data, column, encoder, state)
     whitening = whitening_by(public, encoder, "public text")
     train(args, data, plain_head(data, whitening, args.seed), "eval_sentences", **card)
+
+
+def head_for(
+    args: Arguments, data: DatasetDict, public: Sequence | None, state: PartialState,
+    max_length: int = 128,
+) -> PrivateHead:  # fmt: skip
+    """A private head for the classes of these rows."""
+    rows = len(data["train"])
+    args.set_default_rate(rows)
+    return private_head(
+        args.model_name_or_path, public, labels=data["train"].features["labels"].names,
+        directions=args.directions, num_rows=rows, max_length=max_length, device=state.device,
+    )  # fmt: skip
 
 
 def embedded(
@@ -215,11 +239,6 @@ def whitening_by(
     return whitening_of(rows, SHRINKAGE)
 
 
-def directions_for(args: Arguments, data: DatasetDict) -> int:
-    """Few samples cannot tell many directions from noise."""
-    return args.directions or min(MOST_DIRECTIONS, max(2, len(data["train"]) // 16))
-
-
 def class_count(data: DatasetDict) -> int:
     return len(data["train"].features["labels"].names)
 
@@ -232,7 +251,7 @@ def plain_head(data: DatasetDict, whitening: nn.Module, seed: int) -> Head:
 
 def train(args: Arguments, data: DatasetDict, head: nn.Module, counted: str, **card: str) -> None:
     """Train a head on its features and `labels`, and save it, its card and its metrics."""
-    data = data.with_format("torch")
+    data = data if isinstance(head, PrivateHead) else data.with_format("torch")
     classes = data["train"].features["labels"].names
 
     # Training: the stock Trainer's arguments, and a defense.

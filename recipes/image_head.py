@@ -29,7 +29,6 @@ from transformers import AutoImageProcessor, AutoModel
 from hf_gradguard.data.files import COLUMNS, load_rows
 from hf_gradguard.data.images import read_image, to_pil
 from hf_gradguard.data.samples import Labeled
-from hf_gradguard.heads import head_of
 from hf_gradguard.models import explain_missing_model
 from hf_gradguard.train import mode_of
 
@@ -51,10 +50,7 @@ class Arguments(head.Arguments):
     output_dir: str = flag("runs/image_head", "Where the head, its card and metrics.json go.")
     model_name_or_path: str | None = flag("facebook/dinov2-small", "Any encoder of images.")
 
-    # as chosen on held-out images of CIFAR-10: docs/findings/heads.md
-    CORRELATED = head.Arguments.CORRELATED | {
-        "per_device_train_batch_size": 64, "learning_rate": 80.0,
-    }  # fmt: skip
+    CORRELATED = head.Arguments.CORRELATED | {"per_device_train_batch_size": 64}
 
 
 class Encoder:
@@ -88,17 +84,17 @@ class Encoder:
             pooled = states.mean(1 if states.ndim == 3 else (2, 3))
         return pooled.flatten(1).float().cpu()
 
-    def process(self, stored: Sequence[Any], return_tensors: str = "pt") -> Any:
+    def process(self, stored: Sequence[Any]) -> Any:
         """Its inputs."""
         mode = mode_of(self.model.config)
         images = [to_pil(read_image(image, "--dataset"), mode) for image in stored]
-        return self.processor(images, return_tensors=return_tensors)
+        return self.processor(images, return_tensors="pt")
 
 
 def main() -> None:
     recipe, args = parse_arguments(RecipeArguments, Arguments)
     state = PartialState(cpu=args.use_cpu)
-    encoder = Encoder(args.model_name_or_path, state.device)
+    encoder = None if args.correlated else Encoder(args.model_name_or_path, state.device)
 
     # Each image is embedded once, and not before all is well.
     data, column = load_classes(recipe.source, "image", recipe, args.seed, state)
@@ -108,20 +104,17 @@ def main() -> None:
         public = public_images(recipe.public_images, secret)
     card = {"tasks": "image-classification"}
     card["dataset"] = os.path.basename(recipe.dataset.rstrip("/"))
-    if args.correlated:
+    if encoder is None:
         if public is None:
             sys.exit("--correlated takes --public_images, by which features are whitened.")
-        features = head_of(
-            encoder.model, public, head.directions_for(args, data), head.class_count(data),
-            encoder.process,
-        )  # fmt: skip
-        data = head.embedded(data, column, features.features_of, state, "features")
-        head.train(args, data, features, "eval_images", **card)
+        data = data.rename_column(column, "image") if column != "image" else data
+        trained = head.head_for(args, data, public, state)
+        head.train(args, data, trained, "eval_images", **card)
         return
     data = head.embedded(data, column, encoder, state)
     whitening = head.whitening_by(public, encoder, "public images")
-    trained = head.plain_head(data, whitening, args.seed)
-    head.train(args, data, trained, "eval_images", **card)
+    plain = head.plain_head(data, whitening, args.seed)
+    head.train(args, data, plain, "eval_images", **card)
 
 
 def public_images(path: str, secret: Iterable[Any]) -> Sequence[Any]:

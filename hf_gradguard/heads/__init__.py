@@ -15,8 +15,8 @@ from .head import (
     PrivateHeadForSequenceClassification,
     PrivateHeadForTokenClassification,
 )
-from .making import head_of, private_head
 from .making import packaged_sentences as packaged_sentences
+from .making import private_head
 
 __all__ = [
     "PrivateHead",
@@ -26,7 +26,6 @@ __all__ = [
     "PrivateHeadForTokenClassification",
     "SketchedBody",
     "default_learning_rate",
-    "head_of",
     "private_head",
     "sketched_body",
 ]

@@ -12,36 +12,53 @@ from ..training.config import GradGuardConfig
 
 CLIP, NOISE_MULTIPLIER, DELTA = 0.3, 1.5, 1e-5
 BATCH_SIZE = 16
+_RATE, _RATE_UNDEFENDED, _LEAST_NOISE = 0.8, 1.25, 0.3
+_CORRELATED_ERROR = 1.1
+"""The noise in the last weights, of rate 1 that falls to zero, in units of one message's noise at
+the same σ. Independent noise has √(T/3).
+"""
 _OF_DEFENSE = {field.name for field in fields(DPSGD)}
 
 
 def default_learning_rate(
-    messages: int, batch_size: int = BATCH_SIZE, noise_multiplier: float | None = NOISE_MULTIPLIER
+    batch_size: int = BATCH_SIZE,
+    noise_multiplier: float | None = NOISE_MULTIPLIER,
+    clip: float = CLIP,
+    passes: int = 1,
+    independent_messages: int | None = None,
 ) -> float:
     """Return a learning rate of SGD for a head, by what is known without data.
 
-    It is 10 for 200 messages of 16 rows, and 40 for 1,600 and more: it grows with the messages to
-    the power 2/3, with the square root of the batch, and falls with more noise.
+    Features have norm 1, so the noise that is left in a class's last weights is the noise of its
+    score. The rate makes it 0.9. With correlated noise that depends on neither the number of
+    messages nor on classes or directions. The rate was chosen on two tasks and checked on others:
+    docs/findings/heads.md.
 
     Args:
-        messages: The number of messages of a client.
         batch_size: The number of rows of a message.
-        noise_multiplier: σ; 0 or `None` for no noise.
+        noise_multiplier: σ. With less than 0.3 of it, clipping is the limit. 0 or `None` is of a
+            training without a defense, which clips nothing either.
+        clip: The clipping bound C of a row's gradient.
+        passes: The number of messages that a row is in, each of which takes noise of its own.
+        independent_messages: The number of messages, if their noise is independent: it adds up.
 
     Example:
-        >>> default_learning_rate(200), default_learning_rate(4209), default_learning_rate(750, 64)
-        (10.0, 40.0, 48.0)
-        >>> default_learning_rate(200, noise_multiplier=3.0)
-        5.0
+        >>> round(default_learning_rate(), 1), round(default_learning_rate(64, clip=0.1), 1)
+        (28.4, 341.3)
+        >>> round(default_learning_rate(noise_multiplier=0), 1)
+        20.0
+        >>> round(default_learning_rate(independent_messages=200), 1)
+        3.8
     """
-    rate = 10 * min(4.0, max(0.25, (messages / 200) ** (2 / 3)))
-    rate *= math.sqrt(batch_size / BATCH_SIZE)
-    if noise_multiplier:
-        rate *= min(1.0, NOISE_MULTIPLIER / noise_multiplier)
-    return float(f"{rate:.2g}")
+    if not noise_multiplier:
+        return _RATE_UNDEFENDED * batch_size
+    rate = _RATE * batch_size / (clip * max(noise_multiplier, _LEAST_NOISE)) / passes
+    if independent_messages is not None:
+        rate *= _CORRELATED_ERROR / math.sqrt(independent_messages / 3)
+    return rate
 
 
-def training_arguments(output_dir: str, num_rows: int, **given: Any) -> GradGuardConfig:
+def training_arguments(output_dir: str, num_rows: int, **settings: Any) -> GradGuardConfig:
     """Return the arguments of a head's training: each row in one message, noise that cancels.
 
     A row is protected against everybody who sees all messages and knows in which one it is. What
@@ -52,62 +69,94 @@ def training_arguments(output_dir: str, num_rows: int, **given: Any) -> GradGuar
     Args:
         output_dir: The folder of the model.
         num_rows: The number of rows of the training data, of all ranks.
-        **given: Arguments of `GradGuardConfig`, and settings of `dp_sgd`, by name.
+        **settings: Arguments of `GradGuardConfig`, and settings of `dp_sgd`, by name.
             `noise_multiplier=0` trains undefended.
+
+    Raises:
+        ValueError: If there are fewer rows than a message takes, or a setting is out of range.
+
+    Example:
+        >>> args = training_arguments("out", 2000, target_epsilon=3.0, use_cpu=True)
+        >>> args.lr_scheduler_type.value, round(args.learning_rate, 1)
+        ('linear', 30.7)
+    """
+    of_defense = {name: settings.pop(name) for name in list(settings) if name in _OF_DEFENSE}
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": BATCH_SIZE, "num_train_epochs": 1.0, "optim": "sgd",
+        "lr_scheduler_type": "linear", "max_grad_norm": 0.0, "save_strategy": "no",
+        "report_to": "none", "dataloader_pin_memory": False,
+    }  # fmt: skip
+    args = GradGuardConfig(output_dir, **(defaults | settings))
+    messages, of_a_pass = messages_of(args, num_rows)
+    defense_settings = args.defense_kwargs
+    if args.defense is None:
+        args.defense = "dp_sgd" if of_defense.get("noise_multiplier") != 0 else "none"
+        passes = math.ceil(messages / of_a_pass)
+        if args.defense == "dp_sgd":
+            defense_settings = _dp_sgd(of_defense, num_rows, passes)
+        args.defense_kwargs = defense_settings
+    if "learning_rate" not in settings:
+        named = defense_settings if isinstance(defense_settings, dict) else {}
+        batch_size, is_correlated = batch_size_of(args), named.get("correlated", False)
+        noise_multiplier = named.get("noise_multiplier")
+        if target := named.get("target_epsilon"):
+            event = (1.0, 1) if is_correlated else (1 / of_a_pass, messages)
+            noise_multiplier = dp_sgd_noise_multiplier(target, named["delta"], *event)
+        args.learning_rate = default_learning_rate(
+            batch_size, noise_multiplier, named.get("clip", CLIP),
+            passes=math.ceil(messages / of_a_pass) if is_correlated else 1,
+            independent_messages=None if is_correlated else messages,
+        )  # fmt: skip
+    args.check()
+    return args
+
+
+def batch_size_of(args: GradGuardConfig) -> int:
+    """Return the number of rows of a client's message.
+
+    Args:
+        args: The training's arguments.
+    """
+    return args.per_device_train_batch_size // args.clients_per_process
+
+
+def messages_of(args: GradGuardConfig, num_rows: int) -> tuple[int, int]:
+    """Return how many messages a client sends, in all and in one pass over its rows.
+
+    Args:
+        args: The training's arguments.
+        num_rows: The number of rows of the training data, of all ranks.
 
     Raises:
         ValueError: If there are fewer rows than a message takes.
 
     Example:
-        >>> args = training_arguments("out", 2000, target_epsilon=3.0, use_cpu=True)
-        >>> args.defense_kwargs["target_epsilon"], args.lr_scheduler_type.value, args.learning_rate
-        (3.0, 'linear', 7.3)
+        >>> args = GradGuardConfig("out", per_device_train_batch_size=16, num_train_epochs=2)
+        >>> messages_of(args, 3200)
+        (400, 200)
     """
-    of_defense = {name: given.pop(name) for name in list(given) if name in _OF_DEFENSE}
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": BATCH_SIZE, "num_train_epochs": 1.0, "optim": "sgd",
-        "lr_scheduler_type": "linear", "max_grad_norm": 0.0, "save_strategy": "no",
-        "report_to": "none",
-    } | given  # fmt: skip
-    args = GradGuardConfig(output_dir, **settings)
-    clients = args.world_size * args.clients_per_process
-    batch_size = args.per_device_train_batch_size // args.clients_per_process
-    a_pass = num_rows // clients // batch_size
-    if not a_pass:
+    clients, size = args.world_size * args.clients_per_process, batch_size_of(args)
+    of_a_pass = num_rows // clients // size
+    if not of_a_pass:
         raise ValueError(
-            f"{num_rows} rows of {clients} client(s) are too few for messages of {batch_size}: set "
-            "per_device_train_batch_size."
+            f"{num_rows} rows of {clients} client(s) are too few for messages of {size}: set a "
+            "smaller per_device_train_batch_size."
         )
-    messages = args.max_steps * args.gradient_accumulation_steps
-    if args.max_steps <= 0:
-        messages = math.ceil(a_pass * args.num_train_epochs)
-    defense_settings = args.defense_kwargs
-    if args.defense is None:
-        args.defense = "dp_sgd" if of_defense.get("noise_multiplier") != 0 else "none"
-        passes = math.ceil(messages / a_pass)
-        if args.defense == "dp_sgd":
-            defense_settings = _dp_sgd(of_defense, num_rows, passes)
-        args.defense_kwargs = defense_settings
-    if "learning_rate" not in given:
-        named = defense_settings if isinstance(defense_settings, dict) else {}
-        noise_multiplier = named.get("noise_multiplier")
-        if target := named.get("target_epsilon"):
-            noise_multiplier = dp_sgd_noise_multiplier(target, named["delta"], 1.0, 1)
-        args.learning_rate = default_learning_rate(messages, batch_size, noise_multiplier)
-    args.check()
-    return args
+    if args.max_steps > 0:
+        return args.max_steps * args.gradient_accumulation_steps, of_a_pass
+    return math.ceil(of_a_pass * args.num_train_epochs), of_a_pass
 
 
-def _dp_sgd(given: dict[str, Any], num_rows: int, passes: int) -> dict[str, Any]:
+def _dp_sgd(settings: dict[str, Any], num_rows: int, passes: int) -> dict[str, Any]:
     """Return the settings of `dp_sgd`, with defaults for those that are not given."""
-    settings: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "per_sample": True,
-        "correlated": given.get("correlated", True),
+        "correlated": settings.get("correlated", True),
         "clip": CLIP,
         "delta": min(DELTA, 0.1 / num_rows),
     }
-    if given.get("target_epsilon") is None:
-        settings["noise_multiplier"] = NOISE_MULTIPLIER
-    if settings["correlated"]:
-        settings["participations"] = passes
-    return settings | given
+    if settings.get("target_epsilon") is None:
+        defaults["noise_multiplier"] = NOISE_MULTIPLIER
+    if defaults["correlated"]:
+        defaults["participations"] = passes
+    return defaults | settings

@@ -72,9 +72,9 @@ class SketchedBody(nn.Module):
 
     Example:
         >>> from torch import nn
-        >>> from hf_gradguard.heads import head_of
+        >>> from hf_gradguard.heads import private_head
         >>> public = ["a good film", "a bad one", "a joke", "the plot is slow"]
-        >>> head = head_of(model, public, 3, processing_class=tokenizer)
+        >>> head = private_head(model, public, processing_class=tokenizer)
         >>> head.head.weight = nn.Parameter(torch.randn(2, 4))  # in place of a training
         >>> body = sketched_body(head, public, directions=4)
         >>> rows = body.rows_of(["a long film", "a plot"])
@@ -137,10 +137,10 @@ class SketchedBody(nn.Module):
                 batch_scores = self._start.head(self._start.differentiable(**batch))
                 ahead = (batch_scores[:, :-1] - batch_scores[:, -1:]).sum(0)
                 ends = [passes[name].outputs for name in self.layers]
-                slopes = [torch.autograd.grad(part, ends, retain_graph=True) for part in ahead]
+                slopes = [torch.autograd.grad(lead, ends, retain_graph=True) for lead in ahead]
             by_class = [
-                sketches(passes, dict(zip(self.layers, part, strict=True)), outputs, inputs)
-                for part in slopes
+                sketches(passes, dict(zip(self.layers, layer_slopes, strict=True)), outputs, inputs)
+                for layer_slopes in slopes
             ]
             scores.append(batch_scores.detach().cpu())
             tangents.append((torch.stack(by_class, 1) @ self.mixing.T).cpu())
@@ -156,11 +156,11 @@ class SketchedBody(nn.Module):
         layers = dict(encoder_of(moved).named_modules())
         outputs, inputs = self._directions()
         shapes = [(outputs[name].shape[1], inputs[name].shape[1]) for name in self.layers]
-        parts = (self.moves.weight @ self.mixing)[0].split([p * q for p, q in shapes])
-        for name, part, shape in zip(self.layers, parts, shapes, strict=True):
+        layer_moves = (self.moves.weight @ self.mixing)[0].split([p * q for p, q in shapes])
+        for name, move, shape in zip(self.layers, layer_moves, shapes, strict=True):
             layer = layers[name]
             assert isinstance(layer, nn.Linear)
-            layer.weight += outputs[name] @ part.view(shape) @ inputs[name].T
+            layer.weight += outputs[name] @ move.view(shape) @ inputs[name].T
         return moved
 
     def _directions(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -199,9 +199,9 @@ def sketched_body(
             (a head that is zero).
 
     Example:
-        >>> from hf_gradguard.heads import head_of
+        >>> from hf_gradguard.heads import private_head
         >>> public = ["a good film", "a bad one", "a joke", "the plot is slow"]
-        >>> head = head_of(model, public, 3, processing_class=tokenizer)
+        >>> head = private_head(model, public, processing_class=tokenizer)
         >>> head.head.weight = torch.nn.Parameter(torch.randn(2, 4))  # in place of a training
         >>> sketched_body(head, public, directions=4).moves
         Linear(in_features=4, out_features=1, bias=False)
@@ -226,11 +226,11 @@ def _layers_directions(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the directions of each layer's outputs and inputs, by the layer's name."""
     layers = [
-        name for name, part in encoder_of(head).named_modules() if isinstance(part, nn.Linear)
+        name for name, layer in encoder_of(head).named_modules() if isinstance(layer, nn.Linear)
     ]
     moments: dict[str, tuple[Tensor, Tensor]] = {}
-    some = samples[:: -(-len(samples) // _SAMPLES_OF_LAYERS)]
-    for passes, slopes in _public_passes(head, some, layers):
+    fewer_samples = samples[:: -(-len(samples) // _SAMPLES_OF_LAYERS)]
+    for passes, slopes in _public_passes(head, fewer_samples, layers):
         for name, layer_slopes in slopes.items():
             rows, row_slopes = passes[name].inputs.flatten(0, -2), layer_slopes.flatten(0, -2)
             rows = rows[row_slopes.abs().sum(1) > 0]  # what no score depends on is padding
@@ -293,11 +293,11 @@ def sketches(
         outputs: Directions P of each layer's outputs, `(out, p)`.
         inputs: Directions Q of each layer's inputs, `(in, q)`.
     """
-    parts = [
+    gradients = [
         sketch(passes[name].inputs @ inputs[name], slope @ outputs[name])
         for name, slope in slopes.items()
     ]
-    return torch.cat(parts, 1)
+    return torch.cat(gradients, 1)
 
 
 def scaled_directions(moment: Tensor, count: int) -> Tensor:

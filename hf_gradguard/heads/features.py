@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_COLUMNS = 4096  # at once
 _LEAST_FRACTION = 1e-7  # of the largest variance: below it there is rounding alone
 
 
@@ -91,8 +92,8 @@ def whitened_directions(features: Tensor, count: int) -> nn.Linear:
         tensor([[0.5500, 0.0000],
                 [0.0000, 1.1100]], grad_fn=<RoundBackward1>)
     """
-    mean = features.double().mean(0)
-    matrix = half_whitened(features.double() - mean, count)
+    mean = features.mean(0, dtype=torch.float64)
+    matrix = half_whitened(features, count, mean)
     directions = nn.Linear(matrix.shape[1], matrix.shape[0])
     with torch.no_grad():
         directions.weight.copy_(matrix)
@@ -100,29 +101,42 @@ def whitened_directions(features: Tensor, count: int) -> nn.Linear:
     return directions
 
 
-def half_whitened(rows: Tensor, count: int) -> Tensor:
-    """Return the directions in which rows differ most from zero, half-whitened, `(count, width)`.
+def half_whitened(rows: Tensor, count: int, center: Tensor | None = None) -> Tensor:
+    """Return the directions in which rows differ most from a center, half-whitened.
 
     Each direction is divided by the fourth root of its second moment.
 
     Args:
         rows: The rows, `(N, width)`.
         count: The most directions to keep.
+        center: The center, `(width,)` in float64. Default: zero.
+
+    Returns:
+        The directions, `(count, width)` in float64.
 
     Raises:
         ValueError: If the rows do not differ in any direction.
     """
-    rows = rows.double()
-    is_wide = len(rows) <= rows.shape[1]
+    width = rows.shape[1]
+    is_wide = len(rows) <= width
+
+    def columns() -> Iterator[Tensor]:
+        """Yield some columns at a time: all of them in float64 are gigabytes."""
+        for start in range(0, width, _COLUMNS if is_wide else width):
+            end = start + (_COLUMNS if is_wide else width)
+            block = rows[:, start:end].double()
+            yield block if center is None else block - center[start:end]
+
     # eigenvectors of the smaller of both products
-    values, vectors = torch.linalg.eigh(rows @ rows.T if is_wide else rows.T @ rows)
+    product = sum(block @ block.T if is_wide else block.T @ block for block in columns())
+    values, vectors = torch.linalg.eigh(product)
     values, vectors = values.flip(0)[:count], vectors.flip(1)[:, :count]
     is_real = values > _LEAST_FRACTION * values[0]
     if not bool(is_real.any()):
         raise ValueError("public samples do not differ: give texts or images that do.")
     values, vectors = values[is_real], vectors[:, is_real]
     if is_wide:
-        vectors = rows.T @ (vectors / values.sqrt())
+        vectors = torch.cat([block.T @ (vectors / values.sqrt()) for block in columns()])
     return (vectors / (values / (len(rows) - 1)) ** 0.25).T
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -31,7 +32,8 @@ from transformers.modeling_outputs import (
 from transformers.utils import logging
 
 from ..gradient_map.domain import IGNORED
-from ..models import explain_missing_model
+from ..models import ModelError, explain_missing_model
+from ..training.exchange.start import check_agreed
 from .arguments import training_arguments
 from .configuration import PrivateHeadConfig
 from .features import layer_features, token_features
@@ -44,7 +46,7 @@ MOST_DIRECTIONS = 1400
 _ENCODER = "encoder."
 _CARD = """## Model
 
-- Encoder: {encoder}. It was frozen, and {kept}.
+- Encoder: {encoder}. It was frozen, and {place}.
 - Trained: a linear head of {count} numbers, on {directions} directions of the encoder's features
 - Public data, by which the directions were found: {public}
 
@@ -132,6 +134,12 @@ class PrivateHead(PreTrainedModel):
         encoder: The encoder, which stays as it is; `None` without one.
         directions: The map from features to directions, before samples get norm 1.
         head: The map from directions and the constant to scores.
+
+    Example:
+        >>> from hf_gradguard.heads import private_head
+        >>> head = private_head(nn.Identity(), torch.randn(9, 4), num_labels=3, directions=2)
+        >>> isinstance(head, PrivateHead), head.features_of(torch.randn(5, 4)).shape
+        (True, torch.Size([5, 3]))
     """
 
     config_class = PrivateHeadConfig
@@ -178,10 +186,10 @@ class PrivateHead(PreTrainedModel):
         Args:
             pretrained_model_name_or_path: The folder that `save_pretrained` wrote, or a name on
                 the Hub.
-            *args: As for `PreTrainedModel.from_pretrained`.
+            *args: All other arguments of `PreTrainedModel.from_pretrained`.
             encoder: An encoder that is loaded already; needed where it is no model of Transformers.
-            **kwargs: As for `PreTrainedModel.from_pretrained`. No code is run that comes with a
-                model.
+            **kwargs: All keyword arguments of `PreTrainedModel.from_pretrained`. No code is run
+                that comes with a model.
 
         Raises:
             FileNotFoundError: If the encoder is kept by its name, and there is none of that name.
@@ -212,8 +220,9 @@ class PrivateHead(PreTrainedModel):
 
         Args:
             save_directory: The folder.
-            *args: As for `PreTrainedModel.save_pretrained`.
-            **kwargs: Likewise; `push_to_hub=True` uploads it.
+            *args: All other arguments of `PreTrainedModel.save_pretrained`.
+            **kwargs: All keyword arguments of `PreTrainedModel.save_pretrained`. `push_to_hub=True`
+                uploads the head.
         """
         self._leave_out_encoder()
         processing_class = self.processing_class
@@ -224,8 +233,8 @@ class PrivateHead(PreTrainedModel):
     def _leave_out_encoder(self) -> None:
         """Let neither files nor checkpoints have weights that are kept by the encoder's name."""
         names = [name for name in self.state_dict() if name.startswith(_ENCODER)]
-        kept = self.config.save_encoder and self.config.encoder_config is not None
-        self._keys_to_ignore_on_save = set() if kept else set(names)
+        is_saved = self.config.save_encoder and self.config.encoder_config is not None
+        self._keys_to_ignore_on_save = set() if is_saved else set(names)
 
     def attach_encoder(self, encoder: nn.Module | None) -> None:
         """Set the encoder, and freeze all but the head.
@@ -236,7 +245,7 @@ class PrivateHead(PreTrainedModel):
         self.encoder = encoder
         if isinstance(encoder, PreTrainedModel):
             tied = getattr(encoder, "all_tied_weights_keys", None) or {}
-            tied = {f"{_ENCODER}{name}": f"{_ENCODER}{other}" for name, other in tied.items()}
+            tied = {f"{_ENCODER}{name}": f"{_ENCODER}{source}" for name, source in tied.items()}
             self.all_tied_weights_keys: dict[str, str] = {**self.all_tied_weights_keys, **tied}
         self.requires_grad_(False)
         self.head.requires_grad_(True)
@@ -275,11 +284,11 @@ class PrivateHead(PreTrainedModel):
         self._can_cut = False
         warn_of_few(self.config.directions, count)
         if count < self.config.directions:
-            kept = nn.Linear(self.config.num_features, count)
+            fewer = nn.Linear(self.config.num_features, count)
             with torch.no_grad():
-                kept.weight.copy_(self.directions.weight[:count])
-                kept.bias.copy_(self.directions.bias[:count])
-            self.set_directions(kept)
+                fewer.weight.copy_(self.directions.weight[:count])
+                fewer.bias.copy_(self.directions.bias[:count])
+            self.set_directions(fewer)
 
     def train(self, mode: bool = True) -> Self:
         """Keep the encoder in eval mode: no dropout, and no statistics of a batch.
@@ -318,7 +327,8 @@ class PrivateHead(PreTrainedModel):
         """Return arguments of a training by `dp_sgd` per sample, with noise that is correlated.
 
         They take no search: see `heads.arguments.training_arguments`, which has all settings. A
-        head whose number of directions was left open gets one for every 16 rows.
+        head whose number of directions was left open gets one for every 16 rows. If there are
+        several ranks, all of them must call it, and take rank 0's directions.
 
         Args:
             output_dir: The folder of the model.
@@ -333,11 +343,24 @@ class PrivateHead(PreTrainedModel):
             >>> from hf_gradguard.heads import private_head
             >>> head = private_head(model, public_texts, num_labels=2, processing_class=tokenizer)
             >>> args = head.training_arguments("out", num_rows=3200, use_cpu=True)
-            >>> args.defense_kwargs["noise_multiplier"], args.learning_rate, head.config.directions
-            (1.5, 10.0, 15)
+            >>> args.defense_kwargs["noise_multiplier"], round(args.learning_rate)
+            (1.5, 28)
         """
         self.fit_directions(num_rows)
-        return training_arguments(output_dir, num_rows, **settings)
+        args = training_arguments(output_dir, num_rows, **settings)
+        if args.world_size > 1:
+            self._take_directions(args.device)
+        return args
+
+    def _take_directions(self, device: torch.device) -> None:
+        """Take rank 0's directions: on another machine they may have other signs."""
+        tensors = [self.directions.weight.detach(), self.directions.bias.detach()]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        check_agreed({"the sizes of the head's directions": shapes}, device)
+        for tensor in tensors:
+            sent = tensor.to(device)
+            broadcast(sent)
+            tensor.copy_(sent)
 
     def prepare_dataset(self, dataset: Any, processing_class: Any = None) -> Any:
         """Return rows of `features` and `labels`, made of rows of texts or images.
@@ -374,10 +397,10 @@ class PrivateHead(PreTrainedModel):
         """
         config = self.config
         revision = f" at revision `{config.encoder_revision}`" if config.encoder_revision else ""
-        kept = "is in this model" if config.save_encoder else "is loaded by its name"
+        place = "is in this model" if config.save_encoder else "is loaded by its name"
         return _CARD.format(
             encoder=f"`{config.encoder}`{revision}" if config.encoder else "one without a name",
-            kept=kept if config.encoder_config is not None else "is passed as `encoder`",
+            place=place if config.encoder_config is not None else "is passed as `encoder`",
             count=f"{self.head.weight.numel():,}", directions=f"{config.directions:,}",
             public=config.public_data, task=config.task,
         )  # fmt: skip
@@ -499,13 +522,26 @@ class PrivateHead(PreTrainedModel):
                 "token_type_ids": token_type_ids, "pixel_values": pixel_values,
             }  # fmt: skip
             inputs |= {name: entries for name, entries in named.items() if entries is not None}
-            features = self.encode(**inputs)
+            features = self.differentiable(**self._shortened(inputs))
         logits = self.head(features.to(self.head.weight.dtype))
         loss = None
         if labels is not None:
             loss = self._loss(logits, labels)
         output = self._output_class(loss=loss, logits=self._scaled(logits))
         return output.to_tuple() if return_dict is False else output
+
+    def _shortened(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return inputs of which texts are as long as those that the head was trained on.
+
+        Of a text's end its last token stays, which ends every text.
+        """
+        mask, longest = inputs.get("attention_mask"), self.config.max_length
+        if mask is None or self.reads_words or mask.shape[1] <= longest:
+            return inputs
+        last = mask.sum(1, keepdim=True) - 1
+        places = torch.arange(longest, device=mask.device).expand(len(mask), -1)
+        places = places.where((places < longest - 1) | (last < longest), last)
+        return {name: entries.gather(1, places) for name, entries in inputs.items()}
 
     _output_class: type = SequenceClassifierOutput
 
@@ -544,7 +580,15 @@ class PrivateHeadForSequenceClassification(PrivateHead):
 
 
 class PrivateHeadForImageClassification(PrivateHead):
-    """A private head for images."""
+    """A private head for images.
+
+    Example:
+        >>> from hf_gradguard.heads import private_head
+        >>> public, images = torch.rand(9, 3, 4, 4), torch.rand(2, 3, 4, 4)
+        >>> head = private_head(nn.Flatten(), public, task="image-classification")
+        >>> head(features=head.features_of(images)).logits.shape
+        torch.Size([2, 2])
+    """
 
     task = "image-classification"
     takes_images = True
@@ -555,6 +599,14 @@ class PrivateHeadForTokenClassification(PrivateHead):
     """A private head for the words of texts, each of which has a class.
 
     A row is a text. Its loss is the mean over its words, and its gradient is clipped as one.
+
+    Example:
+        >>> from hf_gradguard.heads import private_head
+        >>> settings = {"labels": ["O", "B-PER"], "processing_class": tokenizer}
+        >>> head = private_head(model, public_texts, task="token-classification", **settings)
+        >>> rows = head.prepare_dataset([{"tokens": ["a", "film"], "ner_tags": ["O", "O"]}])
+        >>> rows[0]["features"].shape, rows[0]["labels"]
+        (torch.Size([2, 31]), tensor([0, 0]))
     """
 
     task = "token-classification"
@@ -600,10 +652,10 @@ class PrivateHeadForTokenClassification(PrivateHead):
         """
         features = self.raw_features(**inputs)
         mask = inputs["attention_mask"].bool()
-        drawn = torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)).to(mask.device)
-        places = drawn.where(mask, -1.0).topk(min(_TOKENS, mask.shape[1])).indices
-        some = torch.zeros_like(mask).scatter(1, places, True)
-        return features[some & mask]
+        order = torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)).to(mask.device)
+        places = order.where(mask, -1.0).topk(min(_TOKENS, mask.shape[1])).indices
+        is_chosen = torch.zeros_like(mask).scatter(1, places, True)
+        return features[is_chosen & mask]
 
 
 def new_encoder(config: PrivateHeadConfig) -> nn.Module:
@@ -628,7 +680,7 @@ def load_encoder(name: str, revision: str | None = None) -> nn.Module:
 
     Raises:
         FileNotFoundError: If neither a folder nor the Hub has it.
-        ValueError: If it was saved without weights that it needs, which would be random.
+        ModelError: If it was saved without weights that it needs, which would be random.
     """
     with explain_missing_model(name):
         encoder, loading_info = AutoModel.from_pretrained(
@@ -636,7 +688,7 @@ def load_encoder(name: str, revision: str | None = None) -> nn.Module:
         )
     lacking = sorted(key for key in loading_info["missing_keys"] if "pooler" not in key)
     if lacking:
-        raise ValueError(
+        raise ModelError(
             f"{name} was saved without {', '.join(lacking[:3])}, which would be random, and others "
             "in the next run. Take another encoder."
         )
@@ -645,8 +697,8 @@ def load_encoder(name: str, revision: str | None = None) -> nn.Module:
 
 def taken_of(encoder: nn.Module) -> nn.Module:
     """Return the part of a model that a head takes features of: of CLIP, what reads images."""
-    part: nn.Module = getattr(encoder, "vision_model", encoder)
-    return part
+    reader: nn.Module = getattr(encoder, "vision_model", encoder)
+    return reader
 
 
 AutoConfig.register(PrivateHeadConfig.model_type, PrivateHeadConfig, exist_ok=True)

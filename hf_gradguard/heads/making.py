@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..data.samples import load_images, load_texts
 from ..gradient_map.domain import domain_of_model
-from ..models import classifier_head
+from ..models import ModelError, classifier_head
 from .configuration import CONSTANT, PrivateHeadConfig
 from .features import whitened_directions
 from .head import (
@@ -41,7 +41,7 @@ HEADS: dict[str, type[PrivateHead]] = {
         PrivateHeadForTokenClassification,
     )
 }
-MOST_PUBLIC = 4000
+MOST_PUBLIC = 2000
 """The most public samples that are looked at: more hardly change the directions."""
 _WORDS = range(4, 31)
 """How many words a sentence of a public text has."""
@@ -63,6 +63,7 @@ def private_head(
     revision: str | None = None,
     save_encoder: bool | None = None,
     constant: float = CONSTANT,
+    device: str | torch.device | None = None,
 ) -> PrivateHead:
     """Return a new head on a frozen encoder, to be trained by differentially private gradients.
 
@@ -79,7 +80,7 @@ def private_head(
         labels: The names of the classes.
         task: `"text-classification"` (also of pairs), `"image-classification"` or
             `"token-classification"`. Default: one of the first two, by the encoder.
-        problem_type: As in Transformers: `"single_label_classification"`,
+        problem_type: The problem type of Transformers: `"single_label_classification"`,
             `"multi_label_classification"` or `"regression"`. Default: the first, or the last for
             one label.
         label_range: The least and the largest number of a regression. It must be known without
@@ -94,10 +95,13 @@ def private_head(
         save_encoder: Whether `save_pretrained` writes the encoder's weights, too. Default: unless
             it has a name on the Hub.
         constant: The feature in a bias's place.
+        device: Where features are made. Default: where an encoder that is loaded already is;
+            otherwise an accelerator, if there is one.
 
     Raises:
         ValueError: If there are fewer than three public samples, or no direction in which they
-            differ, or arguments do not fit together.
+            differ, or arguments do not fit together; or the encoder gives a sample other features
+            each time.
         FileNotFoundError: If neither a folder nor the Hub has the encoder.
 
     Example:
@@ -130,6 +134,8 @@ def private_head(
         **_labels(num_labels, labels, problem_type, label_range),
     )  # fmt: skip
     head = HEADS[task](config, module, processing_class)
+    head.to(_device(encoder) if device is None else device)
+    _check_repeatable(head, samples[:2])
     features = _features_of_public(head, samples)
     most = directions or MOST_DIRECTIONS
     if directions is None and num_rows is not None:
@@ -154,6 +160,27 @@ def _named_encoder(
     return str(getattr(config, "name_or_path", "") or ""), taken_of(base).eval()
 
 
+def _device(encoder: Any) -> torch.device:
+    """Return where an encoder is, or the accelerator that this process has."""
+    if isinstance(encoder, nn.Module):
+        parameter = next(encoder.parameters(), torch.empty(0))
+        return parameter.device
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def _check_repeatable(head: PrivateHead, samples: Any) -> None:
+    """Refuse an encoder whose features are random."""
+    features, repeated = (head.public_features(**head.inputs_of(samples)) for _ in range(2))
+    if (repeated - features).norm() > 1e-2 * features.norm():
+        raise ModelError(
+            "The encoder gives the same samples other features each time, as one that masks at "
+            "random does (ViT-MAE). A head learns little from these. Take another encoder."
+        )
+
+
 def _settings(config: Any) -> dict[str, Any]:
     """Return an encoder's configuration without its place."""
     return {n: value for n, value in config.to_dict().items() if n != "_name_or_path"}
@@ -173,9 +200,9 @@ def _commit(name: str, revision: str | None) -> str | None:
     if not _is_hub_name(name):
         return None
     cached = try_to_load_from_cache(name, "config.json", revision=revision)
-    parts = Path(cached).parts if isinstance(cached, str) else ()
-    if "snapshots" in parts:
-        return parts[parts.index("snapshots") + 1]
+    folders = Path(cached).parts if isinstance(cached, str) else ()
+    if "snapshots" in folders:
+        return folders[folders.index("snapshots") + 1]
     return revision
 
 
@@ -216,7 +243,7 @@ def _features_of_public(head: PrivateHead, samples: Any) -> Tensor:
 
 
 def public_samples(public: Any, takes_images: bool) -> tuple[Any, str]:
-    """Return public samples, at most 4,000, and words that say where they come from.
+    """Return public samples, at most 2,000, and words that say where they come from.
 
     Args:
         public: What `private_head` takes.
@@ -265,33 +292,3 @@ def sentences_of(path: str) -> list[str]:
 def packaged_sentences() -> list[str]:
     folder = files("hf_gradguard.data") / "sentiment"
     return [text for name in ("train", "dev") for text in load_texts(str(folder / f"{name}.tsv"))]
-
-
-def head_of(
-    model: nn.Module,
-    public: Sequence[Any] | Tensor | None = None,
-    directions: int = MOST_DIRECTIONS,
-    classes: int | None = None,
-    processing_class: Any = None,
-    max_length: int = 128,
-) -> PrivateHead:
-    """Return `private_head(model, public)` with this number of directions.
-
-    Args:
-        model: As `encoder` of `private_head`.
-        public: As for `private_head`.
-        directions: As for `private_head`.
-        classes: As `num_labels`. Default: the number of the model's labels.
-        processing_class: As for `private_head`.
-        max_length: As for `private_head`.
-
-    Example:
-        >>> head_of(model, public_texts, processing_class=tokenizer).head.out_features
-        2
-    """
-    config = getattr(model, "config", None)
-    count = classes or (2 if config is None else config.num_labels)
-    return private_head(
-        model, public, count, directions=directions, processing_class=processing_class,
-        max_length=max_length,
-    )  # fmt: skip

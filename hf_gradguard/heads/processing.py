@@ -53,16 +53,16 @@ def processed(
     if takes_images:
         images = [_image(stored, config) for stored in samples]
         return processing_class(images, return_tensors="pt")
-    longest = (config.encoder_config or {}).get("max_position_embeddings") or config.max_length
+    places = (config.encoder_config or {}).get("max_position_embeddings") or config.max_length
+    longest = min(config.max_length, places, processing_class.model_max_length)
     settings = {
-        "padding": True, "truncation": True, "max_length": min(config.max_length, longest),
-        "return_tensors": "pt",
+        "padding": True, "truncation": True, "max_length": longest, "return_tensors": "pt",
     }  # fmt: skip
     if len({isinstance(sample, tuple) for sample in samples}) > 1:
         raise ValueError("Either all samples of a batch are pairs, or none is.")
     if isinstance(samples[0], tuple):
-        first, second = zip(*samples, strict=True)
-        return processing_class(list(first), list(second), **settings)
+        texts, seconds = zip(*samples, strict=True)
+        return processing_class(list(texts), list(seconds), **settings)
     if isinstance(samples[0], str):
         return processing_class(list(samples), **settings)
     return processing_class(list(samples), is_split_into_words=True, **settings)

@@ -63,12 +63,12 @@ def prepared(head: Any, dataset: Any) -> Any:
     samples = _samples(head, dataset, names)
     features, lengths = features_of(head, samples)
     columns: dict[str, Any] = {"features": features.numpy()}
-    label_name = _first(TAGS if head.reads_words else LABELS, names)
+    label_name = _usual_name(TAGS if head.reads_words else LABELS, names)
     if label_name is not None:
         columns["labels"] = _labels(head, dataset, label_name)
     if lengths is not None:
-        parts = features.split(lengths.tolist())
-        columns["features"] = [text_features.numpy() for text_features in parts]
+        texts = features.split(lengths.tolist())
+        columns["features"] = [text_features.numpy() for text_features in texts]
         if label_name is not None:  # of words that were not cut off
             counts = zip(columns["labels"], lengths.tolist(), strict=True)
             columns["labels"] = [labels[:count] for labels, count in counts]
@@ -80,7 +80,7 @@ def _names(dataset: Any) -> list[str]:
     return list(dataset[0] if names is None else names)
 
 
-def _first(usual: Sequence[str], names: Sequence[str]) -> str | None:
+def _usual_name(usual: Sequence[str], names: Sequence[str]) -> str | None:
     return next((name for name in usual if name in names), None)
 
 
@@ -102,7 +102,7 @@ def _samples(head: Any, dataset: Any, names: Sequence[str]) -> list[Any]:
         pair = next((pair for pair in PAIRS if set(pair) <= set(names)), None)
         if pair is not None:
             return list(zip(*(_column(dataset, name) for name in pair), strict=True))
-    if (name := _first(usual, names)) is None:
+    if (name := _usual_name(usual, names)) is None:
         raise ValueError(f"No column of {list(names)} has {kind}s: rename it to {usual[0]!r}.")
     return _column(dataset, name)
 
@@ -113,7 +113,7 @@ def _labels(head: Any, dataset: Any, name: str) -> Any:
     if head.config.problem_type == "regression":
         return np.asarray(labels, dtype=np.float32)
     if head.config.problem_type == "multi_label_classification":
-        return _several(labels, head.config)
+        return _indicators(labels, head.config)
     if head.reads_words:
         return [[_class(label, head.config.label2id) for label in row] for row in labels]
     return [_class(label, head.config.label2id) for label in labels]
@@ -125,7 +125,7 @@ def _class(label: Any, classes: dict[str, int]) -> int:
     )
 
 
-def _several(labels: list[Any], config: Any) -> np.ndarray:
+def _indicators(labels: list[Any], config: Any) -> np.ndarray:
     """Return 0 or 1 for each class of each row, `(N, classes)`, of such or of lists of classes."""
     rows = np.zeros((len(labels), config.num_labels), dtype=np.float32)
     are_indicators = all(

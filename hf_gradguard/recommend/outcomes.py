@@ -131,7 +131,7 @@ def outcome_of(
 
     Args:
         label: The label of the defense.
-        rate: Its learning rate.
+        rate: The learning rate of the training.
         accuracies: The accuracy of each judging sample, for each training.
         plain_accuracies: The accuracy of each judging sample, for each undefended training.
         halves: For each half of the messages, what attacks recovered at each stage.

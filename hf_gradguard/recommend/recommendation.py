@@ -90,7 +90,7 @@ def recommend(
         model: A classifier of texts, words or images, or a language model, as its training starts.
             It is not changed. Where tokens have labels, accuracy is the fraction predicted
             correctly.
-        processing_class: Its tokenizer or image processor.
+        processing_class: The model's tokenizer or image processor.
         samples: `(text or image, class id)` each, in random order: all the data that is used.
         defenses: Defenses, as for `audit`. Default: noise and pruning in several strengths.
         attacks: Attacks, as for `audit`, which know the noise's covariance. Default: strong quick

@@ -85,7 +85,7 @@ class Trials:
 
     Args:
         model: The model as it starts. It is never changed.
-        processing_class: Its tokenizer or image processor.
+        processing_class: The model's tokenizer or image processor.
         modality: The modality, which makes batches of samples.
         split: The split of the data.
         settings: The settings of all trainings.

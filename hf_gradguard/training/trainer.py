@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager
 from typing import Any
 
 import transformers
-from accelerate import PartialState
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
@@ -27,13 +25,13 @@ class GradGuardTrainer(GradGuardMixin):
         model: The model, as for `Trainer`. It may be left out, also by passing `args` first: then
             `args.model_name_or_path` is loaded.
         args: A `GradGuardConfig` or plain `TrainingArguments`.
-        defense: The defense, as for `GradGuardMixin`, like `accountant`.
+        defense: The name of a defense, or a defense. It must be given here or in `args`.
         *positional: All other arguments of `Trainer`.
         **kwargs: All other keyword arguments of `Trainer`.
 
     Raises:
         ValueError: If no defense is named, or one is named twice.
-        NotImplementedError: For set-ups that cannot be protected; see `refusals.py`.
+        NotImplementedError: If the set-up cannot be protected (see `refusals.py`).
 
     Example:
         >>> settings = {"max_steps": 1, "logging_steps": 1, "use_cpu": True, "save_strategy": "no"}
@@ -83,20 +81,18 @@ class GradGuardTrainer(GradGuardMixin):
 
 def _prepare_rows(arguments: dict[str, Any]) -> None:
     """Let a model that has `prepare_dataset` make what it is trained on of the rows, once."""
-    model, processing_class = arguments.get("model"), arguments.get("processing_class")
+    model: Any = arguments.get("model")
     if not hasattr(model, "prepare_dataset"):
         return
+    args, processing_class = arguments["args"], arguments.get("processing_class")
+    model.to(args.device)
     for name in ("train_dataset", "eval_dataset"):
         if arguments.get(name) is not None:
-            with _first_on_main_process():
+            # the other ranks of a machine find in a cache what the first one has made
+            with args.main_process_first(desc=f"features of {name}"):
                 arguments[name] = _prepared(model, arguments[name], processing_class)
     if arguments.get("data_collator") is None:
         arguments["data_collator"] = getattr(model, "data_collator", None)
-
-
-def _first_on_main_process() -> AbstractContextManager[None]:
-    """Let the other ranks of a machine find in the cache what the first one has made."""
-    return PartialState().local_main_process_first()
 
 
 def _prepared(model: Any, dataset: Any, processing_class: Any) -> Any:

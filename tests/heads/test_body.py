@@ -15,17 +15,24 @@ from transformers import AlbertConfig, AlbertModel
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.gradient_map import GradientMap
 from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
-from hf_gradguard.heads import PrivateHead, SketchedBody, head_of, sketched_body
+from hf_gradguard.heads import PrivateHead, SketchedBody, private_head, sketched_body
 from hf_gradguard.heads.body import scaled_directions, sketch
 
 PUBLIC = ["a good film", "a bad film", "the plot is slow", "it is a joke", "very warm", "dull"]
 TEXTS, LABELS = ["a fine film", "the plot is long and dull", "a joke"], torch.tensor([1, 0, 2])
 
 
+def _head(classes: int) -> PrivateHead:
+    names = example_names("model tokenizer")
+    return private_head(
+        names["model"], PUBLIC, classes, directions=4, processing_class=names["tokenizer"]
+    )
+
+
 def make_body(classes: int = 3) -> tuple[SketchedBody, dict[str, Tensor], PrivateHead]:
     """With a head that is not zero; in float64."""
     names = example_names("model tokenizer")
-    head = head_of(names["model"], PUBLIC, 4, classes, names["tokenizer"]).double()
+    head = _head(classes).double()
     nn.init.normal_(head.head.weight)
     body = sketched_body(head, PUBLIC, 5, 2, 3)
     return body, dict(names["tokenizer"](TEXTS, padding=True, return_tensors="pt")), head
@@ -125,7 +132,7 @@ def test_directions_are_scaled_by_the_fourth_root() -> None:
 def test_trained_by_correlated_noise(tmp_path) -> None:
     """What is shared has the moves' entries alone, and the merged model moves with them."""
     names = example_names("model tokenizer")
-    head = head_of(names["model"], PUBLIC, 4, 2, names["tokenizer"])
+    head = _head(2)
     nn.init.normal_(head.head.weight)
     body = sketched_body(head, PUBLIC, 5, 2, 3)
     rows = body.rows_of(TEXTS) | {"labels": LABELS % 2}
@@ -168,10 +175,10 @@ def test_samples_are_clipped_one_by_one() -> None:
 
 def test_what_cannot_move_is_refused() -> None:
     names = example_names("model tokenizer")
-    head = head_of(names["model"], PUBLIC, 4, 2, names["tokenizer"])
+    head = _head(2)
     with pytest.raises(ValueError, match="zero"):
         sketched_body(head, PUBLIC)
-    plain = head_of(nn.Linear(3, 4), torch.randn(6, 3), 3, 2)
+    plain = private_head(nn.Linear(3, 4), torch.randn(6, 3), directions=3)
     nn.init.normal_(plain.head.weight)
     with pytest.raises(ValueError, match="Transformers"):
         sketched_body(plain, torch.randn(6, 3))
@@ -179,7 +186,7 @@ def test_what_cannot_move_is_refused() -> None:
         vocab_size=32, embedding_size=8, hidden_size=16, num_hidden_layers=2,
         num_attention_heads=2, intermediate_size=16,
     )  # fmt: skip
-    shared = head_of(AlbertModel(config), PUBLIC, 4, 2, names["tokenizer"])
+    shared = private_head(AlbertModel(config), PUBLIC, processing_class=names["tokenizer"])
     nn.init.normal_(shared.head.weight)
     with pytest.raises(ValueError, match="twice"):
         sketched_body(shared, PUBLIC)

@@ -12,8 +12,8 @@ from examples import example_names
 from helpers import make_task
 from torch import nn
 
-from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.heads import PrivateHead, head_of, layer_features, whitened_directions
+from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap
+from hf_gradguard.heads import PrivateHead, layer_features, private_head, whitened_directions
 
 PUBLIC = ["a good film", "a bad film", "the plot is slow", "it is a joke", "very warm", "dull"]
 
@@ -67,12 +67,12 @@ def test_public_samples_must_differ() -> None:
         whitened_directions(torch.ones(4, 3), 2)
     model, tokenizer = names()
     with pytest.raises(ValueError, match="public"):
-        head_of(model, PUBLIC[:2], processing_class=tokenizer)
+        private_head(model, PUBLIC[:2], processing_class=tokenizer)
 
 
 def test_samples_have_norm_one_and_the_head_starts_at_zero() -> None:
     model, tokenizer = names()
-    head = head_of(model, PUBLIC, processing_class=tokenizer)
+    head = private_head(model, PUBLIC, processing_class=tokenizer)
     features = head.features_of(["a fine film", "the plot"])
     torch.testing.assert_close(features.norm(dim=1), torch.ones(2))
     torch.testing.assert_close(features[:, -1], torch.full((2,), 0.3))  # in a bias's place
@@ -85,7 +85,7 @@ def test_samples_have_norm_one_and_the_head_starts_at_zero() -> None:
 
 def test_packaged_sentences_are_public() -> None:
     model, tokenizer = names()
-    head = head_of(model, processing_class=tokenizer, directions=10)
+    head = private_head(model, processing_class=tokenizer, directions=10)
     assert head.head.in_features == 11
 
 
@@ -100,13 +100,13 @@ def test_images(task: str) -> None:
             return BatchFeature({"pixel_values": torch.stack(images)})
 
     images = list(batch["pixel_values"])
-    head = head_of(model, images, directions=3, processing_class=Processor())
+    head = private_head(model, images, directions=3, processing_class=Processor())
     assert head.features_of(images).shape == (5, 4)
 
 
 def test_any_module_gives_features() -> None:
     public = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
-    head = head_of(nn.Linear(4, 6), public, directions=3, classes=5)
+    head = private_head(nn.Linear(4, 6), public, 5, directions=3)
     assert head.features_of(public).shape == (9, 4)
     assert head.head.out_features == 5
 
@@ -120,7 +120,7 @@ def test_it_learns_behind_correlated_noise(tmp_path: Path) -> None:
     samples = torch.randn(1280, 6, generator=generator)
     labels = (samples[:, 0] > 0).long()
     samples[:, 0] *= 3
-    head: PrivateHead = head_of(nn.Identity(), samples[:200], directions=6, classes=2)
+    head: PrivateHead = private_head(nn.Identity(), samples[:200], directions=6)
     features = head.features_of(samples)
     rows = [{"features": row, "labels": label} for row, label in zip(features, labels, strict=True)]
     args = GradGuardConfig(
@@ -137,3 +137,14 @@ def test_it_learns_behind_correlated_noise(tmp_path: Path) -> None:
     assert float(right) > 0.9
     assert trainer.private_rows is not None
     assert trainer.private_rows.account.epsilon(1e-4) > 0  # stated by no log behind a known seed
+
+
+def test_attacks_reach_a_heads_text() -> None:
+    """A head that is given texts has a gradient that depends on them, as an audit of it needs."""
+    model, tokenizer = names()
+    head = private_head(model, PUBLIC, 2, processing_class=tokenizer)
+    batch = dict(tokenizer(["the plot is long and dull"], return_tensors="pt"))  # type: ignore[operator]
+    batch["labels"] = torch.tensor([0])
+    gmap = GradientMap(head, batch)
+    assert set(gmap.gradient()) == {"head.weight"}
+    assert gmap.vjp(gmap.gradient()).abs().max() > 0

@@ -206,7 +206,7 @@ def test_what_is_recommended_is_trained_by_the_command_on_the_page(
         "--defense", "gaussian_noise:relative_scale=2", "--decoys", "0", "--steps", "40",
         "--learning_rate", "5e-3", "--seeds", "2", "--no_heads",
     ])  # fmt: skip
-    notices = "Known of", "Withheld", "There is one process"  # a Trainer's, for who trains
+    notices = "Behind ", "Withheld", "There is one process"  # a Trainer's, for who trains
     assert not [line for line in caplog.messages if line.startswith(notices)]
     stages = [line for line in caplog.messages if "minutes left] " in line]
     assert stages[0].endswith("the model before training")
@@ -267,7 +267,7 @@ def test_trials_are_not_told_that_they_are_alone(caplog: pytest.LogCaptureFixtur
     logging.warning_once.cache_clear()
     terms, modality = TrialSettings(steps=1), modality_of(model, tokenizer, AuditSettings())
     train(model, make_defense("gaussian_noise"), TEXTS, modality, terms, rate=1e-4, seed=0)
-    assert "Known of gaussian_noise" in caplog.text  # what a training says else
+    assert "Behind gaussian_noise" in caplog.text  # what a training says else
     assert "nothing leaves it" not in caplog.text
 
 

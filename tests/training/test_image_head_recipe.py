@@ -135,10 +135,13 @@ def test_correlated_heads_of_images_take_larger_messages(tmp_path: Path) -> None
     """Whoever names a rate or a batch gets it."""
     shared = {"output_dir": str(tmp_path), "use_cpu": True, "correlated": True}
     images, texts = Arguments(**shared), head.Arguments(**shared)
+    for args in (images, texts):
+        args.set_default_rate(1600 * args.per_device_train_batch_size)
     assert (images.per_device_train_batch_size, images.learning_rate) == (64, 80)
-    assert (texts.per_device_train_batch_size, texts.learning_rate) == (16, 20)
+    assert (texts.per_device_train_batch_size, texts.learning_rate) == (16, 40)
     assert images.optim == texts.optim == "sgd"
     named = Arguments(**shared, per_device_train_batch_size=32, learning_rate=7.0)
+    named.set_default_rate(2000)
     assert (named.per_device_train_batch_size, named.learning_rate) == (32, 7)
 
 
