@@ -29,9 +29,10 @@ class Proof:
         epsilon: ε at `delta`.
         delta: δ.
         encoder: The name of the frozen encoder below the head.
+        rows: The number of rows that the head was trained on.
 
     Example:
-        >>> proof = Proof(noise_multiplier=1.5, epsilon=2.6, delta=1e-5, encoder="my-model")
+        >>> proof = Proof(1.5, epsilon=2.6, delta=1e-5, encoder="my-model", rows=1600)
         >>> round(proof.members, 3), round(proof.pairs, 2)
         (0.048, 0.75)
     """
@@ -40,6 +41,7 @@ class Proof:
     epsilon: float
     delta: float
     encoder: str
+    rows: int
 
     @property
     def members(self) -> float:
