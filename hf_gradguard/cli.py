@@ -88,14 +88,15 @@ class PushSettings:
 
 COMMANDS = {
     "recommend": Command(
-        "short trainings under several defenses, attacked: which one to train with",
+        "short trainings of heads by proof and under defenses, attacked: which one to train",
         "--model my-model --dataset train.tsv --output runs/recommend",
         "recommend:run_recommend", ("recommend.trial_settings:CommandSettings",),
     ),
     "train": Command(
-        "train a classifier or a language model under a defense",
-        "--model my-model --dataset train.tsv --output runs/model --defense gaussian_noise",
-        "train:run_train", ("train:TrainSettings", "train:TrainArguments"),
+        "train a linear head by proof, or a whole model under a defense",
+        "--head --encoder my-model --dataset train.tsv --output runs/model",
+        "train:run_train",
+        ("train:TrainSettings", "train:HeadSettings", "train:TrainArguments"),
     ),
     "audit": Command(
         "attack a model's shared gradients under chosen defenses; table, JSON, HTML",

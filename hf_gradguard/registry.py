@@ -26,7 +26,8 @@ class Description:
 
     Args:
         summary: The first paragraph of its docstring.
-        settings: Its dataclass fields with their defaults; `None` without one.
+        settings: The class's settings with their defaults as text; `None` for a setting without a
+            default.
     """
 
     summary: str

@@ -1,7 +1,8 @@
 """The command `gradguard train`: from flags or a YAML file to a trained model on disk.
 
 It also writes the model's card and `metrics.json`. It runs on one process, or under `accelerate
-launch -m hf_gradguard train ...`.
+launch -m hf_gradguard train ...`. With `--head` it trains a linear head on a frozen encoder, by
+proof.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -36,13 +37,16 @@ from .data.samples import Labeled, show_rows
 from .extras import need
 from .flags import SourceSettings, fill, option
 from .gradient_map.domain import IGNORED, IMAGE
+from .heads import private_head
+from .heads.making import HEADS
+from .leakage import membership_power
 from .models import TASKS, Head, Task, check_name, find_head, load_model
 from .training.config import GradGuardConfig, resolve_defense
 from .training.refusals import check_arguments
 from .training.trainer import GradGuardTrainer
 
 if TYPE_CHECKING:
-    from datasets import DatasetDict
+    from datasets import Dataset, DatasetDict
 
 _IMAGES = "image-classification"
 _TASKS = ("text-classification", _IMAGES, "text-generation")
@@ -77,6 +81,36 @@ class TrainSettings(SourceSettings):
     model_config: dict[str, Any] | None = option(None, "for --from_scratch: its settings")  # noqa: RUF009
 
 
+@dataclass(kw_only=True)
+class HeadSettings:
+    """The settings of `gradguard train --head`, which have defaults that need no search."""
+
+    _argument_group_name: ClassVar[str] = "a linear head by proof"
+
+    head: bool = option(
+        False, "train a linear head on a frozen encoder, by proof: dp_sgd by samples, with noise "
+        "that cancels in the weights",
+    )  # fmt: skip
+    encoder: str | None = option(None, "the frozen encoder, a folder or Hub name. Default: --model")
+    public: str | None = option(
+        None, "file of texts, or folder of images, that are nobody's secret. Default for texts: "
+        "sentences that come with the package",
+    )  # fmt: skip
+    noise_multiplier: float | None = option(
+        None, "σ of all messages together, 1.5 by default; 0: no defense"
+    )
+    target_epsilon: float | None = option(None, "ε that the training may spend, in place of σ")
+    delta: float | None = option(None, "δ. Default: 1e-5, or less for more than 10,000 rows")
+    clip: float | None = option(None, "norm that each row's gradient is clipped to, by default 0.3")
+    directions: int | None = option(
+        None, "public directions of features. Default: one for every 16 rows, at most 1,400"
+    )
+    sampling: str | None = option(
+        None, "how rows come into messages: shuffle (default), or each into one that is drawn in "
+        "secret", choices=("shuffle", "balls_in_bins"),
+    )  # fmt: skip
+
+
 @dataclass
 class TrainArguments(GradGuardConfig):
     """The training arguments of `gradguard train`, which have defaults of their own."""
@@ -84,8 +118,9 @@ class TrainArguments(GradGuardConfig):
     _argument_group_name: ClassVar[str] = "training: of Transformers, with other defaults"
 
     defense: str | None = option(
-        None, "the defense, by name; none must be said. See `gradguard defenses`", required=True
-    )
+        None, "the defense, by name; none must be said. See `gradguard defenses`. Required unless "
+        "--head",
+    )  # fmt: skip
     num_train_epochs: float = option(1.0, "passes over the data")
     save_strategy: str = option("no", "checkpoints on the way: no, steps or epoch")
 
@@ -100,7 +135,15 @@ def run_train(flags: Mapping[str, Any]) -> None:
         ValueError: If settings, data and model do not fit together.
         OSError: If a file cannot be read, or the output folder cannot be written to.
     """
-    settings = fill(TrainSettings, flags)
+    settings, head_settings = fill(TrainSettings, flags), fill(HeadSettings, flags)
+    if head_settings.head:
+        _run_head(settings, head_settings, flags)
+        return
+    for field in fields(HeadSettings):
+        if flags.get(field.name) is not None and field.name != "head":
+            raise ValueError(f"--{field.name} is for --head: give that too, or leave it out.")
+    if not flags.get("defense"):
+        raise ValueError("--defense must be given (none must be said), or --head.")
     args = fill(TrainArguments, {**flags, "output_dir": settings.output})
     args.remove_unused_columns = False  # the model's are made of the others when a row is read
     _check(settings, args)
@@ -129,6 +172,136 @@ def run_train(flags: Mapping[str, Any]) -> None:
     card = {"tasks": head.task.name, "dataset": os.path.basename(settings.dataset.rstrip("/"))}
     counted = "eval_images" if head.domain == "image" else "eval_sentences"
     report_run(trainer, train_and_save(trainer, card), counted)
+
+
+def _run_head(
+    settings: TrainSettings, head_settings: HeadSettings, flags: Mapping[str, Any]
+) -> None:
+    """Train a linear head on a frozen encoder, and save it, its card and `metrics.json`."""
+    settings.model = head_settings.encoder or settings.model
+    _check_head(settings, flags)
+    state = PartialState(cpu=bool(flags.get("use_cpu")))
+    check_ranks(state, settings.num_ranks)
+    seed = int(flags.get("seed", GradGuardConfig.seed))
+    task, new_head, splits = _read_data(settings, seed, state)
+    classes, names = new_head["label2id"], list(new_head["label2id"])
+    rows = {name: _head_rows(labeled, classes) for name, labeled in splits.items()}
+    with state.main_process_first():
+        head = private_head(
+            settings.model, head_settings.public, labels=names, task=task.task.name,
+            directions=head_settings.directions, max_length=settings.max_length,
+        )  # fmt: skip
+    if state.is_main_process:
+        show_rows(splits["train"], classes)
+    args = head.training_arguments(
+        settings.output, num_rows=len(rows["train"]), **_head_arguments(head_settings, flags)
+    )
+    check_arguments(args)
+    trainer = GradGuardTrainer(
+        head,
+        args,
+        train_dataset=rows["train"],
+        eval_dataset=rows["validation"],
+        processing_class=head.processing_class,
+        compute_metrics=accuracy_of,
+        preprocess_logits_for_metrics=_predicted,
+    )
+    card = {"tasks": task.task.name, "dataset": os.path.basename(settings.dataset.rstrip("/"))}
+    metrics = train_and_save(trainer, card | {"finetuned_from": settings.model})
+    proved, claim = proof_of(trainer)
+    counted = "eval_images" if task.domain == "image" else "eval_sentences"
+    setup = {"encoder": settings.model, "directions": head.config.directions}
+    report_run(trainer, metrics, counted, claim, **setup, **proved)
+    if state.is_main_process:
+        print(
+            f"Load it by pipeline({task.task.name!r}, {settings.output!r}), after `import "
+            "hf_gradguard.heads`."
+        )
+
+
+def _check_head(settings: TrainSettings, flags: Mapping[str, Any]) -> None:
+    """Refuse settings that make no sense for a head, before anything is loaded."""
+    if Path(settings.output).is_file():
+        raise ValueError(f"{settings.output} is a file: give a folder as --output.")
+    if not settings.model:
+        raise ValueError("--head needs an encoder: name it by --encoder (or --model).")
+    check_name(settings.model)
+    if flags.get("defense") not in (None, "dp_sgd", "none"):
+        raise ValueError(
+            f"--head is behind dp_sgd, which proves something, and not {flags['defense']}: leave "
+            "--defense out, or train the whole model, without --head."
+        )
+    for name in ("use_peft", "from_scratch"):
+        if flags.get(name):
+            raise ValueError(
+                f"--head trains nothing below the head, so --{name} has nothing to do: leave one "
+                "of both out."
+            )
+    task = find_head(settings.model, settings.task).task
+    if task.name not in HEADS:
+        raise ValueError(
+            f"--head classifies, and {settings.model} is for {task.name}. Give --task "
+            "text-classification to put a head on its encoder, or leave --head out and train it "
+            "under --defense dp_sgd."
+        )
+
+
+def _head_arguments(head_settings: HeadSettings, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the training arguments and settings of `dp_sgd` that were given."""
+    names = {field.name for field in fields(GradGuardConfig) if field.init}
+    given = {name: value for name, value in flags.items() if name in names}
+    is_undefended = given.pop("defense", None) == "none"
+    mechanism = dict(given.pop("defense_kwargs", None) or {})
+    for name in ("noise_multiplier", "target_epsilon", "delta", "clip", "sampling"):
+        if (value := getattr(head_settings, name)) is not None:
+            mechanism[name] = value
+    if is_undefended:
+        mechanism["noise_multiplier"] = 0
+    return {name: value for name, value in given.items() if name != "output_dir"} | mechanism
+
+
+def _head_rows(labeled: Labeled, classes: Mapping[str, int]) -> Dataset:
+    """Return rows of a text or image and of `labels`, the class ids."""
+    from datasets import Dataset
+
+    places = range(len(labeled))
+    labels = labeled.label_ids(classes, places)
+    if labeled.kind == "text":
+        return Dataset.from_dict({"text": list(labeled.inputs(places)), "labels": labels})
+    rows = labeled.rows.select_columns([labeled.input_column])
+    if labeled.input_column != "image":
+        rows = rows.rename_column(labeled.input_column, "image")
+    return rows.add_column("labels", labels)
+
+
+def proof_of(trainer: GradGuardTrainer) -> tuple[dict[str, Any], str]:
+    """Return what is proved of a training, for its metrics and in words; nothing without a proof.
+
+    Args:
+        trainer: The trainer, after training.
+    """
+    rows = trainer.private_rows
+    # Whoever knows the noise takes it off again.
+    if rows is None or rows.noise_multiplier is None or rows.is_noise_known():
+        return {}, ", without a proof"
+    members = membership_power(rows.noise_multiplier)
+    proved = {
+        "epsilon": rows.epsilon,
+        "delta": rows.defense.delta,
+        "noise_multiplier": rows.noise_multiplier,
+        "members_found_at_most": members,
+    }
+    claim = f", proved for each row: at most {members:.1%} of the members found at 1 % false alarms"
+    if rows.epsilon is not None:
+        claim += f", ε = {rows.epsilon:.3g} at δ = {rows.defense.delta:g}"
+    return proved | _of_secret_positions(rows), claim
+
+
+def _of_secret_positions(rows: Any) -> dict[str, float]:
+    """Return the ε for whoever does not know in which messages a row is, if that is another one."""
+    figures = rows.metrics()
+    name = "epsilon_secret_positions"
+    return {name: figures[f"defense/{name}"]} if f"defense/{name}" in figures else {}
 
 
 def _check(settings: TrainSettings, args: TrainArguments) -> None:
@@ -185,11 +358,7 @@ def _read_data(
     head = head or find_head(settings.model, settings.task)
     if is_new and head.task.own_labels:
         head = replace(head, labels=None)
-    if head.task.name not in _TASKS or head.labels not in ("class", None):
-        raise ValueError(
-            f"train takes {', '.join(_TASKS)} by one class, and this is {head.task.name} "
-            f"({head.labels or 'text'} labels): train it by GradGuardTrainer, or choose a --task."
-        )
+    check_task(head.task.name, head.labels)
     if head.domain == "image":
         need("train", "images", "PIL")
     columns = head.domain, head.labels, settings.column, settings.label_column
@@ -213,6 +382,29 @@ def _read_data(
     if "validation" not in splits:
         splits = labeled(hold_out(rows["train"], settings.dataset, seed))
     return head, new_head, splits
+
+
+def check_task(task: str, labels: str | None) -> None:
+    """Refuse a task that the command does not train.
+
+    Args:
+        task: The name of a task.
+        labels: What one label is; see `label_kind`. `None` if a text is its own label.
+
+    Raises:
+        ValueError: If it is refused; the message names the way out.
+
+    Example:
+        >>> check_task("text-classification", "class")
+        >>> check_task("token-classification", "token")
+        Traceback (most recent call last):
+        ValueError: train takes text-classification, ... train it by GradGuardTrainer, ...
+    """
+    if task not in _TASKS or labels not in ("class", None):
+        raise ValueError(
+            f"train takes {', '.join(_TASKS)} by one class, and this is {task} "
+            f"({labels or 'text'} labels): train it by GradGuardTrainer, or choose a --task."
+        )
 
 
 def _dataset(labeled: Labeled, model: nn.Module, processing_class: Any, max_length: int) -> Any:

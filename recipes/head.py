@@ -89,9 +89,12 @@ class Arguments(command_line.TrainingArguments):
     def set_default_rate(self, rows: int) -> None:
         """The rate that correlated noise has unless another is given."""
         if self.learning_rate == type(self).learning_rate:
-            sigma = (self.defense_kwargs or {}).get("noise_multiplier")
-            messages, _ = messages_of(self, rows)
-            self.learning_rate = default_learning_rate(messages, batch_size_of(self), sigma)
+            named = self.defense_kwargs or {}
+            messages, of_a_pass = messages_of(self, rows)
+            self.learning_rate = default_learning_rate(
+                batch_size_of(self), named.get("noise_multiplier"),
+                named.get("clip", CORRELATED_CLIP), math.ceil(messages / of_a_pass),
+            )  # fmt: skip
 
     def _dp_sgd(self) -> dict[str, Any]:
         settings = DP_SGD.copy()

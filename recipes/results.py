@@ -158,6 +158,12 @@ RUNS = [
         f"{TRAINED} --public $TINY_IMAGENET {STORED}",
         0.3,
     ),
+    Run(
+        "default_rates",
+        "default_rates:DefaultRates",
+        f"{TEXT} {STORED} {TRAINED} --wikitext {WIKI} {ELSEWHERE} {CIFAR10}",
+        1,
+    ),
     Run("frontier_images", "frontier_images:Images", FRONTIER, 1),
     Run(
         "frontier_image_heads", "frontier_heads:Images", f"{FRONTIER} --public $TINY_IMAGENET", 1.5

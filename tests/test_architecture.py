@@ -24,7 +24,8 @@ ROOMS = [
     "testing", "__main__", "cli",
     "demo",
     "recommend",
-    "bodies", "heads", "train",
+    "train",
+    "bodies", "heads",
     "audit", "federation",
     "training",
     "secure", "sharded",
@@ -46,6 +47,7 @@ it. The module says nothing of how a defense is made.
 
 DERIVATIVES = {
     "sharded/shards.py": "a gradient map's, where `fully_shard` reduces in its backward pass",
+    "demo.py": "a server's own, of the sentences in its list",
     "defenses/correlated.py": "a public factor's error, by its parameters",
     "networks/training.py": "trains an evaluation network, on public data",
     "attacks/matching/descent.py": "an attacker's penalties on its own guess",

@@ -23,8 +23,22 @@ from hf_gradguard.audit import audit, summarize
 from hf_gradguard.defenses import Defense
 
 PACKAGE = Path(hf_gradguard.__file__).parent
-FILES_OF_A_STEP = {"none": 11, "gaussian_noise": 14, "optimal_noise": 15, "refiner": 20}
-FILES_OF_A_CONSTRUCTOR, FILES_OF_A_TRAINING = 21, 34
+FILES_OF_A_STEP = {
+    "none": 7, "gaussian_noise": 9, "optimal_noise": 10, "refiner": 16, "per_sample": 14,
+    "correlated": 16,
+}  # fmt: skip
+PER_SAMPLE = {"per_sample": True, "noise_multiplier": 1.0, "delta": 1e-3}
+SETTINGS_OF_A_STEP: dict[str, dict[str, Any]] = {
+    "per_sample": {"defense": "dp_sgd", "defense_kwargs": PER_SAMPLE, "noise_seed": 0},
+    "correlated": {
+        "defense": "dp_sgd", "defense_kwargs": PER_SAMPLE | {"correlated": True}, "optim": "sgd",
+        "max_grad_norm": 0.0, "noise_seed": 0,
+    },
+}  # fmt: skip
+"""With a seed, which draws several rows for the first two steps: the model is tried out on several
+rows once.
+"""
+FILES_OF_A_CONSTRUCTOR, FILES_OF_A_TRAINING = 18, 26
 FILES_OF_AN_AUDIT = 35  # of two texts, by span, undefended and behind pruning
 EMPTY_NAMES = 0.005  # as a share of all names that are bound
 EMPTY = {
@@ -54,14 +68,15 @@ class Files:
         sys.setprofile(None)
 
 
-@pytest.mark.parametrize("defense", FILES_OF_A_STEP)
-def test_a_step_is_a_short_walk(defense: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FILES_OF_A_STEP)
+def test_a_step_is_a_short_walk(name: str, tmp_path: Path) -> None:
     """The second one: what is looked at once a training is no part of a step."""
     model, batch = make_task("bert", dtype=torch.float32)
     rows = [{name: entry[0] for name, entry in batch.items()}] * 12
     args = GradGuardConfig(
-        str(tmp_path), defense=defense, max_steps=3, per_device_train_batch_size=2,
-        use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=100,
+        str(tmp_path), max_steps=3, per_device_train_batch_size=4, use_cpu=True,
+        save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=100,
+        **SETTINGS_OF_A_STEP.get(name, {"defense": name}),
     )  # fmt: skip
     files = Files()
 
@@ -73,7 +88,7 @@ def test_a_step_is_a_short_walk(defense: str, tmp_path: Path) -> None:
                 return super().training_step(*args, **kwargs)
 
     Watched(model, args, train_dataset=rows).train()
-    assert len(files.names) <= FILES_OF_A_STEP[defense], sorted(files.names)
+    assert len(files.names) <= FILES_OF_A_STEP[name], sorted(files.names)
 
 
 def test_a_trainer_is_made_and_trained_on_a_short_walk(tmp_path: Path) -> None:

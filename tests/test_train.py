@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from transformers import (
 )
 
 from hf_gradguard.cli import main
+from hf_gradguard.leakage import membership_power
+from hf_gradguard.leakage.accountant import gaussian_epsilon
 from hf_gradguard.models import load_model
 from hf_gradguard.testing.small import WORDS, small_tokenizer
 
@@ -148,7 +153,97 @@ def test_an_npz_of_images(models: Path, tmp_path: Path) -> None:
     assert metrics["eval_images"] == 2
 
 
+PUBLIC = [" ".join(WORDS[1 + (i * k) % 11] for k in (1, 2, 3)) for i in range(60)]
+
+
+@pytest.fixture
+def public(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Public texts; features of heads go to a cache of this test's own."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "public.csv").write_text("\n".join(["text", *PUBLIC]))
+    return tmp_path / "public.csv"
+
+
+def test_a_head_by_proof_from_a_file_of_flags(
+    models: Path, table: Path, public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = {
+        "head": True, "encoder": str(models / "encoder"), "dataset": str(table),
+        "public": str(public), "output": str(tmp_path / "out"), "noise_multiplier": 2.0,
+        "per_device_train_batch_size": 4, "learning_rate": 2.0,
+    }  # fmt: skip
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(flags))
+    assert main(["train", "--config", str(tmp_path / "train.yaml"), "--use_cpu"]) == 0
+    said = capsys.readouterr().out
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert (metrics["defense"], metrics["steps"], metrics["eval_sentences"]) == ("dp_sgd", 18, 8)
+    assert metrics["settings"]["correlated"] is True
+    assert metrics["settings"]["per_sample"] is True
+    assert metrics["noise_multiplier"] == 2.0
+    assert metrics["epsilon"] == pytest.approx(gaussian_epsilon(2.0, 1e-5), rel=1e-3)
+    assert metrics["members_found_at_most"] == pytest.approx(membership_power(2.0))
+    assert metrics["encoder"] == str(models / "encoder")
+    assert "proved for each row: at most 3.4% of the members found at 1 % false alarms" in said
+    assert "Load it by pipeline('text-classification', " in said
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "## Privacy" in card
+    assert f"{metrics['epsilon']:.3g}" in card
+    head = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert head.config.label2id == {"bad": 0, "good": 1}
+
+
+@pytest.mark.long
+def test_a_head_is_loaded_by_a_pipeline_in_another_process(
+    models: Path, table: Path, public: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    undefended = ["--head", "--encoder", models / "encoder", "--dataset", table, "--public", public]
+    undefended += ["--output", out, "--noise_multiplier", "0", "--learning_rate", "20"]
+    metrics = train(*undefended, "--per_device_train_batch_size", "4", "--max_steps", "18")
+    assert (metrics["defense"], "epsilon" in metrics) == ("none", False)
+    program = (
+        "import sys, transformers, hf_gradguard.heads\n"
+        "classify = transformers.pipeline('text-classification', sys.argv[1], device='cpu')\n"
+        "print(classify(sys.argv[2:]))"
+    )
+    texts = [f"{WORDS[3]} {WORDS[1]} {WORDS[4]}", f"{WORDS[3]} {WORDS[2]} {WORDS[4]}"]
+    said = subprocess.run(
+        [sys.executable, "-c", program, str(out), *texts],
+        check=True, capture_output=True, text=True, timeout=300,
+    ).stdout  # fmt: skip
+    found = ast.literal_eval(said.strip().splitlines()[-1])
+    assert [set(one) for one in found] == [{"label", "score"}] * 2
+    assert {one["label"] for one in found} <= {"good", "bad"}
+
+
+@pytest.mark.long
+def test_a_head_of_images_in_secret_messages(models: Path, public: Path, tmp_path: Path) -> None:
+    data, out = write_images(tmp_path / "colors", 16), tmp_path / "out"
+    others = write_images(tmp_path / "others", 8)
+    metrics = train(
+        "--head", "--model", models / "images", "--dataset", data, "--public", others, "--output",
+        out, "--target_epsilon", "8", "--sampling", "balls_in_bins", "--defense", "dp_sgd",
+        "--per_device_train_batch_size", "4",
+    )  # fmt: skip
+    assert metrics["epsilon"] == pytest.approx(8.0, rel=2e-2)
+    assert metrics["epsilon_secret_positions"] <= metrics["epsilon"]
+    assert metrics["settings"]["sampling"] == "balls_in_bins"
+    assert metrics["eval_images"] == 5
+    model = AutoModelForImageClassification.from_pretrained(out)
+    assert list(model.config.label2id) == ["blue", "green", "red"]
+
+
+def test_help_of_heads_has_its_own_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = capsys.readouterr().out
+    group = said.partition("a linear head by proof:")[2]
+    for name in ("--head", "--encoder", "--public", "--noise_multiplier", "--sampling"):
+        assert name in group.partition("\n\n")[0]
+
+
 # Flags that replace others, and what the line says.
+HEAD = {"--head": "true", "--defense": "dp_sgd"}
 MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "a mistyped model": ({"--model": "./nowhere"}, "There is no folder ./nowhere"),
     "a file as model": ({"--model": "rows.csv"}, "is a file, not the folder of a model"),
@@ -168,6 +263,17 @@ MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "too many ranks": ({"--num_ranks": "2"}, "2 ranks were asked for, but 1 started"),
     "a missing file of flags": ({"--config": "nowhere.yaml"}, "nowhere.yaml cannot be read"),
     "a split that is not there": ({"--split": "dev", "--dataset": "folder"}, "no split 'dev'"),
+    "no defense": ({"--defense": ""}, "--defense must be given (none must be said), or --head"),
+    "a flag of heads without one": ({"--noise_multiplier": "2"}, "noise_multiplier is for --head"),
+    "a head behind another defense": ({"--head": "true"}, "--head is behind dp_sgd"),
+    "a head without an encoder": ({**HEAD, "--model": ""}, "--head needs an encoder"),
+    "a head with adapters": ({**HEAD, "--use_peft": "true"}, "so --use_peft has nothing to do"),
+    "a head from nothing": ({**HEAD, "--from_scratch": "bert"}, "so --from_scratch has nothing"),
+    "a head of a language model": ({**HEAD, "--model": "gpt2"}, "Give --task text-classification"),
+    "two strengths": (
+        {**HEAD, "--noise_multiplier": "1", "--target_epsilon": "3"}, "one of both"
+    ),
+    "public texts that are no file": ({**HEAD, "--public": "nowhere.txt"}, "nowhere.txt"),
     "adapters of no module": (
         {"--use_peft": "true", "--lora_target_modules": "nowhere"}, "No modules"
     ),
@@ -182,6 +288,7 @@ def test_a_mistake_is_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "train.csv").write_text(table.read_text())
+    (tmp_path / "gpt2").symlink_to(models / "gpt2")
     flags = {"--model": str(models / "encoder"), "--dataset": "rows.csv", "--output": "out"}
     replaced, line = MISTAKES[kind]
     flags |= {"--defense": "pruning"} | replaced

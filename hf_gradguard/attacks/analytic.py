@@ -108,7 +108,7 @@ def read_patches(
         raise ValueError(
             f"The gradient of {added_positions[0]} is zero, so it says nothing of the patches."
         )
-    if clock.is_over:
+    if clock.must_stop():
         return gray, "Time was up before the patches were solved: this is gray."
     solved, rank = solve_patches(slopes, product, gray_patches, ratio, rounding)
     sides = tuple(side // size * size for side, size in zip(gray.shape[2:], kernel, strict=True))
@@ -288,7 +288,7 @@ class Analytic(Attack):
         excess = (flat.clamp(0, 1) - flat).square().mean(1).sqrt()
         order = excess.argsort()[: max(count, 512)]
         flat, excess = flat[order].clamp(0, 1), excess[order]
-        if clock.is_over:  # those that lie there best, how often they come up or not
+        if clock.must_stop():  # those that lie there best, how often they come up or not
             return flat[torch.arange(count) % len(flat)].view(-1, *images.shape[1:])
         distance = torch.cdist(flat, flat) / flat.shape[1] ** 0.5
         near = distance < self.tolerance

@@ -43,9 +43,9 @@ class Observation:
             tensor}`, if the server knows it.
         mechanism: How messages come from gradients, if the server knows the defense: what
             `Defense.mechanism(message)` states.
-        image_mean: What was subtracted from pixels in [0, 1], per channel. It is public, as part of
-            the image processor.
-        image_std: What pixels were divided by afterwards, per channel.
+        image_mean: The mean per channel that is subtracted from pixels in [0, 1]. It is public, as
+            part of the image processor.
+        image_std: The deviation per channel that pixels are divided by afterwards.
         local: How the client trained for several steps before it sent; `from_update` sets it.
 
     Raises:
@@ -93,11 +93,12 @@ class Observation:
         optimizer_kwargs: Mapping[str, Any] | None = None,
         **grants: Any,
     ) -> Observation:
-        """Return what a server sees of local training: the weights it sent, and those it got back.
+        """Return the observation of a server that sent weights, and got trained weights back.
 
-        The observation's `gradient` is the mean over the steps of what SGD added up, so that every
-        attack on gradients works on it; for AdamW it is the mean of its normalized directions.
-        `gradient_map` goes through all the steps, so that gradient matching does too.
+        Its `gradient` is the mean gradient over the local steps, as it follows from the change of
+        the weights. So every attack on gradients works on it. For AdamW it is the mean of its
+        normalized directions. `gradient_map` goes through all the steps, so that gradient matching
+        does too.
 
         Args:
             model: The model as the client ran it; it is copied if its weights are not those of
@@ -109,7 +110,7 @@ class Observation:
             steps: K, the number of steps over all epochs.
             batch_size: Samples a step, if epochs do not shuffle them; see `LocalTraining`.
             optimizer: The optimizer of the local steps, as for `UpdateMap`.
-            optimizer_kwargs: Its settings, as for `UpdateMap`.
+            optimizer_kwargs: The settings of the optimizer, as for `UpdateMap`.
             **grants: Fields of `Observation`; noise and mechanism are those of the *update*.
 
         Raises:
@@ -198,7 +199,7 @@ class Observation:
 
     @property
     def frame(self) -> tuple[list[int], list[int]]:
-        """The special ids before and after every text."""
+        """The ids of the special tokens before every text, and of those after it."""
         framed = self.tokenizer is not None and self.special_tokens
         return special_frame(self.tokenizer) if framed else ([], [])
 
@@ -334,7 +335,7 @@ class Clock:
         ValueError: If the time is below 0.
 
     Example:
-        >>> Clock(0.0).is_over, Clock(None).is_over
+        >>> Clock(0.0).must_stop(), Clock(None).must_stop()
         (True, False)
     """
 
@@ -349,11 +350,10 @@ class Clock:
         """The seconds since the attack began."""
         return time.perf_counter() - self._started
 
-    @property
-    def is_over(self) -> bool:
-        """Whether an attack has to stop.
+    def must_stop(self) -> bool:
+        """Return whether an attack has to stop, and note it in `has_stopped`.
 
-        Read it only where there is more to do.
+        Ask only where there is more to do.
         """
         is_over = self.seconds is not None and self.elapsed >= self.seconds
         self.has_stopped |= is_over
@@ -408,7 +408,7 @@ class Attack:
     `hf_gradguard.testing.check_attack` checks this and the rest of the contract.
 
     Attributes:
-        name: Its name in the registry.
+        name: The name of the attack in the registry.
         domains: The domains that it works on: `"text"`, `"image"` or both.
         informed_by: Fields of an observation that it uses if the server knows the defense:
             `"noise_variance"`, `"mechanism"`.
@@ -440,7 +440,7 @@ class Attack:
         """Reconstruct the batch behind an observation.
 
         Args:
-            observation: What the server saw.
+            observation: The observation of the server.
             generator: The source of all randomness, on the gradient's device. Default: a new one.
 
         Raises:

@@ -52,7 +52,7 @@ class EmbeddingRows(Attack):
         gradient, tied = _gradient(observation)
         max_tokens = int(observation.tokens.sum())
         norms = gradient.norm(dim=1)
-        if tied and not clock.is_over:
+        if tied and not clock.must_stop():
             tokens = _outside_head(gradient, max_tokens)
             tokens = tokens[norms[tokens].argsort(descending=True)]
         else:

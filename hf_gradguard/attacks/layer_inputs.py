@@ -31,7 +31,7 @@ class Projections:
 
     Args:
         modules: The layers.
-        names: Their weights' names, in the same order.
+        names: The names of the layers' weights, in the same order.
         mixing: What the input at a position depends on: `"none"`, only the token there (and its
             position); `"causal"`, the tokens up to there; `"full"`, other tokens too.
         positional: Whether one token gives different inputs at different positions.
@@ -153,7 +153,7 @@ def layer_inputs(
     The pass stops there.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         projections: The layers.
         ids: Token ids, `(B, T)`.
         mask: The attention mask, `(B, T)`; default: all ones.
@@ -177,7 +177,7 @@ def all_inputs(
     """Return the inputs of several groups of layers in one pass, which stops behind the last.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         groups: The groups of layers.
         ids: Token ids, `(B, T)`.
         mask: The attention mask, `(B, T)`; default: all ones.
@@ -224,7 +224,7 @@ def run(observation: Observation, ids: Tensor, mask: Tensor | None = None, **ext
     """Run the model on candidates, without dropout, so that hooks see the pass.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         ids: Token ids, `(B, T)`.
         mask: The attention mask, `(B, T)`; default: all ones.
         **extra: Further inputs of the model.
@@ -375,7 +375,7 @@ def observed_length(observation: Observation) -> int | None:
     the rows of positions that cannot have been used (from T on) tell its size.
 
     Args:
-        observation: What the server saw; only its T must be at least the length.
+        observation: The observation of the server; only its T must be at least the length.
 
     Returns:
         The length; `None` if the model learns no position embeddings, their gradient was not

@@ -70,7 +70,8 @@ class LearnedInversion(Attack):
     Args:
         public_texts: Texts like the client's, or their ids: at least 16. Audits give candidates
             that are in no audited message.
-        public_labels: Their classes. Default: the message's own for all of them.
+        public_labels: The classes of the public inputs. Default: the message's own labels for all
+            of them.
         defense: The client's defense, a `Defense` or its name. Audits give the audited one.
         messages: The number of messages of public texts to learn from.
         seconds: Time after which learning stops. With less than 10 messages the most frequent
@@ -171,7 +172,7 @@ class LearnedInversion(Attack):
         defense.prepare(observation.model, observation.tokenizer)
         bar = logging.tqdm(shadow_rows, desc=self.name, disable=not self.progress)
         for number, (text, text_label) in enumerate(bar):
-            if clock.is_over:
+            if clock.must_stop():
                 break
             batch = text_batch(observation, [text], _as_labels(text_label, observation.device))
             gmap = GradientMap(observation.model, batch)
@@ -218,7 +219,7 @@ class PublicLayers:
         inputs, slopes = ({name: list[Tensor]() for name in parameters} for _ in range(2))
         ids, labels, clock = list[Tensor](), list[int | None](), Clock(seconds)
         for text, label in rows:
-            if len(ids) >= _FEWEST_TEXTS and clock.is_over:
+            if len(ids) >= _FEWEST_TEXTS and clock.must_stop():
                 break
             batch = text_batch(observation, [text], _as_labels(label, observation.device))
             ids.append(batch["input_ids"][0])

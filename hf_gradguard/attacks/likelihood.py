@@ -58,7 +58,7 @@ class Likelihood:
 
     Args:
         mechanism: How the message was made.
-        message: What was shared.
+        message: The shared message.
         floor: The variance of that rounding, or of draws that the attacker does not know, by
             parameter.
 

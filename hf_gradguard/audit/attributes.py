@@ -50,12 +50,13 @@ class InferredAttribute:
     """The result of inferring one attribute of samples from their messages.
 
     Args:
-        recall: By value, for how many messages of such samples it was inferred, and how many there
-            were, where the attacker holds all values equally likely.
-        correct: For how many messages the inference is correct if it also counts how frequent
-            values are.
-        most_frequent: For how many messages the value that is the most frequent in public is
-            correct.
+        recall: For each value, the number of messages from which an attacker inferred it, and the
+            number of messages of samples that have it. The attacker takes all values for equally
+            likely.
+        correct: The number of messages with a correct inference, if the attacker also counts how
+            frequent values are.
+        most_frequent: The number of messages for which the most frequent value of the public
+            samples is correct.
 
     Example:
         >>> film = InferredAttribute({True: (18, 20), False: (70, 80)}, 91, 80)
@@ -86,7 +87,7 @@ class InferredAttribute:
 
     @property
     def advantage(self) -> float:
-        """The accuracy minus the prior's."""
+        """The `accuracy` minus that of a guess without a message."""
         return self.accuracy - self.prior
 
     @property
@@ -111,7 +112,7 @@ class InferredAttribute:
 
     @property
     def correct_share(self) -> float:
-        """The accuracy at the frequencies that values have."""
+        """The fraction of correct inferences that also count how frequent values are."""
         return self.correct / self.messages
 
     @property

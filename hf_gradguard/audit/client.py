@@ -168,7 +168,7 @@ class Upload:
     Args:
         client: The client.
         defense: The defense.
-        state: What the defense remembers of the client's earlier messages.
+        state: The defense's state after the client's earlier messages.
         other_clients: Clients with other batches. If a defense's first messages are empty and it
             remembers nothing, theirs come first.
     """
@@ -481,7 +481,7 @@ def observe(
     Args:
         local: The client's training, if the message is an update.
         model: The model as it was sent to the client.
-        message: What the client sent back.
+        message: The message that the client sent back.
         **knowledge: Fields of `Observation`; noise and mechanism are those of the message.
 
     Example:

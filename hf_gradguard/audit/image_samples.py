@@ -30,7 +30,7 @@ class Images:
 
     Args:
         model: The model, with a class for each label.
-        processor: Its image processor; `None` for a model that takes pixels in [0, 1] of its
+        processor: The model's image processor. `None` if the model takes pixels in [0, 1], of its
             configuration's `image_size` and `num_channels`.
         settings: The audit's settings, which say whether labels are known.
     """

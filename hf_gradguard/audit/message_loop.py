@@ -74,7 +74,8 @@ class Setup:
         batches: The batches, one per message.
         candidates: The candidates of an attacker that infers membership.
         shared: What of a client's gradient is shared.
-        states: By label of a defense, what it remembers of messages before the audited ones.
+        states: The states of the defenses after the messages before the audited ones, by the
+            defense's label.
         identity: Values besides that determine a result.
         assumptions: Further sentences of the threat model.
     """
@@ -100,12 +101,12 @@ def run(
     """Attack what was set up.
 
     Args:
-        setup: What is audited.
+        setup: The set-up that is audited.
         settings: The settings, the same for all.
         defenses: Defenses by label, prepared for the model.
         attacks: Attacks by label.
         cells: The finished pieces; results go to the folder above them.
-        metrics: By label of a defense, the accuracy of a model that is trained under it.
+        metrics: The accuracy of a model that is trained under each defense, by the defense's label.
     """
     minutes = settings.budget_minutes
     clock = Clock(None if minutes is None else 60 * minutes)

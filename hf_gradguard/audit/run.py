@@ -84,8 +84,8 @@ def audit(
         model: A model of texts or images with the head that it is trained with. It is not changed.
             Or a `GradGuardTrainer`, built and maybe trained: its model, in training mode, its data,
             collator, batches, loss, and its defense with what that remembers.
-        processing_class: Its tokenizer or image processor; `None` for an image model that takes
-            pixels in [0, 1].
+        processing_class: The model's tokenizer or image processor. `None` for an image model that
+            takes pixels in [0, 1].
         samples: `(text or image, label)` each; images as PIL or bytes `(H, W)` or `(H, W, C)`. A
             label is a class id or name; a number; one 0 or 1 for each class; for a list of words a
             list of class ids; for a source text the target; `None` where the text is its own label.

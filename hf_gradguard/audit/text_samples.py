@@ -50,7 +50,7 @@ class Texts:
 
     Args:
         model: The model. Its head says what a label is.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         settings: The audit's settings. Without `lengths_known` every text is padded to
             `max_length`, so that the shape says nothing of its length.
 

@@ -38,7 +38,7 @@ def is_windows_1252(content: bytes) -> bool:
     It is if it is English but for marks of Windows', or written like one western language.
 
     Args:
-        content: Of a file that is not Unicode.
+        content: The content of a file that is not Unicode.
 
     Example:
         >>> is_windows_1252("Noël fut une fête ratée à côté, déçu à l'hôpital".encode("latin-1"))

@@ -184,7 +184,7 @@ class Labeled:
 
     Args:
         rows: Rows as `load_rows` returns them.
-        dataset: Their name, for errors.
+        dataset: The name of the data set, for errors.
         kind: The name of a domain: `"text"` or `"image"`.
         labels: What a label is, as for `load_samples`; `None` for no labels.
         column: The column of inputs. Default: the first usual name that there is.

@@ -170,9 +170,9 @@ class Defense:
             The message and the state after it.
 
         Raises:
-            FloatingPointError, TypeError, ValueError: As for a call.
-            RuntimeError: As for a call; or if the defense keeps something in an attribute, which
-                would be lost.
+            FloatingPointError, TypeError, ValueError: If a call raises it.
+            RuntimeError: If a call raises it, or if the defense keeps something in an attribute,
+                where it would be lost.
 
         Example:
             >>> defense = make_defense("pruning", ratio=0.9, error_feedback=True)
@@ -180,14 +180,19 @@ class Defense:
             >>> defense.apply(gmap, state)[0].has_residual, defense.apply(gmap, {})[0].has_residual
             (True, False)
         """
-        client = self.with_state(state)
+        return self.with_state(state)._send(gmap, generator, step)
+
+    def _send(
+        self, gmap: GradientMap, generator: Stream | None, step: int | None
+    ) -> tuple[Message, State]:
+        """Do what `apply` does for the client whose copy this is; see `with_state`."""
         if step is not None:
-            client.at_step(step)
-        attributes = dict(vars(client))
-        message = client(gmap, generator)
+            self.at_step(step)
+        attributes = dict(vars(self))
+        message = self(gmap, generator)
         if not self._keeps_tensors:
-            _check_forgets(self, attributes, vars(client))
-        return message, client._current_state()
+            _check_forgets(self, attributes, vars(self))
+        return message, self._current_state()
 
     def with_state(self, state: State) -> Self:
         """Return a copy of the defense with a client's state, for its next message.
@@ -502,7 +507,10 @@ class Message(dict[str, Tensor]):
         return self._noise
 
     def of_part(self) -> Message:
-        """Return the message as one device's shard of it; what is said of noise is of the whole."""
+        """Return this message as one device's shard of it.
+
+        Statements about its noise still hold for the whole message.
+        """
         return Message(
             self, transmitted=self.transmitted, exact=self.exact, has_residual=self.has_residual,
             metrics=self.metrics,

@@ -17,14 +17,19 @@ from .mechanism import Mechanism
 
 @dataclass
 class Chain(Defense):
-    """Applies `second` to what `first` would share; what `first` withheld stays withheld.
+    """A defense that applies two others, `second` to the message of `first`.
 
-    Noise of `first` counts if `second` only processes what it is given. If it asks for the client's
-    data again (Soteria, shapes of the batch or of earlier ones), nothing is said of noise.
+    Entries that `first` withheld stay withheld. A message states the noise of `first` only if
+    `second` processes nothing but that message. If `second` asks for the client's data again, as
+    Soteria and shapes of the batch do, no noise is stated.
+
+    Args:
+        first: The defense that is applied to the gradient.
+        second: The defense that is applied to the message of `first`.
 
     Raises:
-        ValueError: If `second` shares anew what `first` changed: Refiner as published, after
-            anything but pruning.
+        ValueError: If `second` would undo `first`, as Refiner as published does after anything but
+            pruning.
 
     Example:
         >>> first, second = make_defense("pruning"), make_defense("gaussian_noise")

@@ -159,7 +159,7 @@ class Residual:
         """Return the residual after a message.
 
         Args:
-            error: What the message left out.
+            error: The part that the message left out.
             size: The norm of its gradient.
             sent: The masks of the entries that it sent.
             step: The number of finished optimizer steps, as for `added_to`.

@@ -23,7 +23,7 @@ class Fitted:
 
     Args:
         samples: The number of samples; `None` for the usual number of texts, or of images.
-        factors: Their granularity.
+        factors: The granularity of the fitted factors.
         special: Ids of special tokens, which stand at a text's ends only.
     """
 

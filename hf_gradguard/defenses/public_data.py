@@ -164,7 +164,7 @@ def learn_public_data(
 
     Args:
         defense: A `SensitivityDefense`, with its `public_data`, probes, granularity and floor.
-        averages: Its averages of s² and g².
+        averages: The defense's averages of s² and g².
         product: What the shape's trials add up to.
         gmap: The client's map, whose model and loss are used.
         generator: The source of the probes.

@@ -105,8 +105,8 @@ class SpecialTokens(NamedTuple):
 
     Args:
         ids: All special ids, which keep their embeddings.
-        marks: Those with a role of their own ([CLS], padding and so on), at most seven. They are no
-            content that would have to be hidden; others may be.
+        marks: The special tokens with a role of their own, such as [CLS] and padding, at most
+            seven. They are no content that would have to be hidden. Other special tokens may be.
 
     Example:
         >>> SpecialTokens.of(tokenizer)
@@ -164,7 +164,7 @@ class SyntheticSamples:
     """Synthetic samples, and how they are fitted.
 
     Args:
-        gmap: Their map.
+        gmap: The gradient map of the synthetic samples.
         target: v.
         factors: How many factors, as `Granularity` says.
     """

@@ -35,17 +35,18 @@ BEND = 8.0
 
 
 def by_differences(gmap: GradientMap) -> DifferencedMap | None:
-    """Return the map with products that need no second derivatives, or `None`.
+    """Return a gradient map whose Jacobian products come from differences of gradients.
 
-    They cost 2/3 of a plain gradient for Jδ, one for Jᵀv, and 2/3 once.
+    They need no second derivatives. In units of a plain gradient, Jδ takes 2/3, Jᵀv takes 1, and
+    the map takes 2/3 once.
 
     Args:
-        gmap: A client's own map, of a gradient.
+        gmap: The client's gradient map, without a defense.
 
     Returns:
-        `None` if differences are not to be used: half precision, two steps that do not agree, a
-            client on several devices, derivatives that jump where no pass can keep its activation
-            pattern. Whether they agree is tried out once per model, and now and then again.
+        The map, or `None` if differences would not be exact enough. They are not in half precision,
+            on several devices, or if derivatives jump and no pass can keep its activation pattern.
+            A trial of two steps decides, once per model and now and then again.
 
     Example:
         >>> quick = by_differences(gmap)

@@ -213,12 +213,18 @@ def domain_of_model(model: nn.Module) -> Domain:
     return IMAGE if named == IMAGE.key else TEXT
 
 
+def declared_domain(model: nn.Module) -> str | None:
+    """Return `"text"` or `"image"`, by a model's main input; `None` if it declares another."""
+    domains = {TEXT.key: TEXT.name, IMAGE.key: IMAGE.name}
+    return domains.get(getattr(model, "main_input_name", ""))
+
+
 def check_batch(model: nn.Module, batch: Any, needs_input: bool = True) -> None:
     """Refuse a batch that gives a model no loss, or a loss that says nothing of the batch.
 
     Args:
         model: The model.
-        batch: What a collator returned.
+        batch: The batch that a collator returned.
         needs_input: Whether anything asks for the continuous input. If not, what the model takes
             may be anything.
 

@@ -47,8 +47,8 @@ class ContinuousInput:
         Args:
             loss_fn: The loss `(model, batch) -> loss`, a scalar.
             model: The model to run, in whatever mode it is in.
-            batch: What a collator returns. Its token ids stay in use: they give shapes, masks and
-                the embedding rows.
+            batch: A batch, as a collator returns it. Its token ids stay in use: they give shapes,
+                masks and the embedding rows.
             value: The input to run with; `None` takes the batch's own, as a new leaf.
 
         Returns:
@@ -117,8 +117,8 @@ class PixelSpace:
 
     Args:
         pixels: Images `(B, C, H, W)`, for device and type.
-        mean: What was subtracted, per channel; `None` is 0.
-        std: What pixels were divided by afterwards, per channel; `None` is 1.
+        mean: The mean per channel that was subtracted; `None` is 0.
+        std: The deviation per channel that pixels were divided by afterwards; `None` is 1.
     """
 
     def __init__(
@@ -379,7 +379,7 @@ class UnrolledJacobian(Jacobian):
         run: The gradient at an input, with its graph.
         x: The input.
         parameters: The parameters of the gradient.
-        replay: What holds while the graph is walked.
+        replay: The replay of the map, which holds while the graph is walked.
     """
 
     def __init__(

@@ -279,7 +279,7 @@ class Contribution(ABC):
         """Return inner products of what each adds with a message's tensor, `(B,)` in float64.
 
         Args:
-            message: By parameter; others have no product.
+            message: The message's tensors, by parameter. A parameter that it lacks has no product.
         """
 
     @abstractmethod
@@ -295,7 +295,8 @@ class WrittenContribution(Contribution):
     """Gradients of every sample, written out some at a time.
 
     Args:
-        write_gradients: Gives them from the first sample to the last: by parameter `(b, *shape)`.
+        write_gradients: The function that yields gradients of b samples at a time, `(b, *shape)` by
+            parameter, from the first sample to the last.
     """
 
     def __init__(self, write_gradients: Callable[[], Iterator[Tensors]]) -> None:
@@ -512,7 +513,7 @@ class TableContribution(Contribution):
     """An embedding, whose rows each sample looks up by ids.
 
     Args:
-        name: Of its weight.
+        name: The name of the table's weight.
         table: The weight.
         ids: `(B, T)`.
         slopes: `(B, T, H)`, zero where nothing is learned (the padding).
@@ -583,7 +584,7 @@ def module_contribution(
 
     Args:
         module: Without random draws, and without side effects.
-        names: Of its own parameters to what they are called in the model.
+        names: The names of the module's own parameters in the model, by their names in the module.
         calls: Arguments, tensors with a first dimension of samples, and slopes of the output.
     """
     fixed = {n: p.detach().to(torch.promote_types(p.dtype, torch.float32))
@@ -721,8 +722,8 @@ class Listener:
 
     Args:
         model: The model.
-        parameters: Those that are shared, by name.
-        batch: What it is evaluated on.
+        parameters: The shared parameters, by name.
+        batch: The batch that the model is evaluated on.
         samples: How many there are in it.
         is_exact: Whether numbers of half precision are refused, by `NotApartError`.
     """
@@ -781,12 +782,12 @@ class Listener:
         """Return what samples add, after one backward pass, by modules and copied parameters.
 
         Args:
-            loss: What the pass gave back.
+            loss: The loss that the pass returned.
             scale: What the loss is multiplied by. With as many as its mean is over, slopes of a
                 sample are those of the sum, which no other sample decides.
 
         Raises:
-            NotApartError: With the module in which samples are not rows.
+            NotApartError: If samples are not rows in a module. The message names it.
         """
         # One backward pass for all slopes. They come in the order in which they are asked for.
         edges = [call.output for calls in self._calls.values() for call in calls]
@@ -933,7 +934,7 @@ def listen(
     Call it inside `gmap.replay.run()`.
 
     Raises:
-        NotApartError: With the module that does not tell samples apart.
+        NotApartError: If samples cannot be separated in a module. The message names it.
     """
     listener = Listener(gmap.model, gmap.parameters, batch, samples, is_exact=True)
     with listener.listening():

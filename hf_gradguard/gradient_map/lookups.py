@@ -282,8 +282,8 @@ def lookups(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterat
 
     Args:
         name: The operation's name in ATen.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+        args: The arguments of the operation.
+        kwargs: The keyword arguments of the operation.
 
     Example:
         >>> table, ids = torch.ones(5, 2), torch.tensor([3])
@@ -333,7 +333,7 @@ def vary(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], se
 
     Args:
         model: The model, whose configuration names special tokens.
-        batch: What a collator returns.
+        batch: A batch, as a collator returns it.
 
     Returns:
         The other batch, and which entries differ.

@@ -37,7 +37,7 @@ class GradientMap:
     Args:
         model: Any Hugging Face model that takes `input_ids` or `pixel_values` and returns a loss,
             or a module alike. Not a distributed wrapper: pass the module inside it.
-        batch: What a collator returns, labels included, on the model's device.
+        batch: A batch, as a collator returns it, labels included, on the model's device.
         loss_fn: `(model, batch) -> scalar`, the batch-mean loss. Default: the loss that the model
             returns.
         share_input_embeddings: Share token embeddings and other tables that the input indexes (see
@@ -180,7 +180,10 @@ class GradientMap:
         return self._run(self.batch)
 
     def versions(self) -> dict[str, int]:
-        """Return counts of in-place writes to the map and its model; reading leaves them equal."""
+        """Return how often each tensor of the map and its model was written to in place.
+
+        Code that only reads these tensors does not change the counts.
+        """
         if self._base is not None:
             return self._base.versions() | {
                 f"the gradient of {name!r} that the defense before shared": g._version
@@ -196,7 +199,10 @@ class GradientMap:
         }
 
     def form(self) -> Tensors:
-        """Return tensors of the gradient's shapes, types and devices: itself, or cheaper ones."""
+        """Return any tensors with the gradient's names, shapes, types and devices.
+
+        They are the gradient, or tensors that are cheaper to have.
+        """
         return self.gradient()
 
     def gradient(self) -> Tensors:
@@ -300,7 +306,7 @@ class GradientMap:
         """Return derivatives by x of what the model computed from it inside `replay.run()`.
 
         Args:
-            values: What was computed, of any shape.
+            values: The computed values, of any shape.
             x: The input that it was computed from.
             directions: Combinations of `values` to differentiate, `(k, *values.shape)`.
 
@@ -380,15 +386,19 @@ class GradientMap:
     def of_batch(self, batch: Batch, second_order: bool = False) -> GradientMap:
         """Return the map of the same model, loss and random draws on another batch.
 
-        Nothing is left changed.
+        Generators, buffers and the model stay as they are.
+
+        Args:
+            batch: The other batch.
+            second_order: Whether the new map differentiates twice.
         """
         with self.replay.draws():
             return self._on(batch, second_order=second_order, needs_input=self._needs_input)
 
     def with_input(self) -> GradientMap:
-        """Return this map, if it knows the input and can run again, or another one that does.
+        """Return a map of this batch that knows the continuous input and can run again.
 
-        The other one is of its batch, by a pass with draws of its own.
+        It is this map, if it can. Otherwise it is a new one, from a pass with its own random draws.
         """
         is_able = self._source is not None and self.replay.held_state is not None
         return self if is_able else self._on(self.batch, second_order=False)
@@ -400,7 +410,11 @@ class GradientMap:
         )  # fmt: skip
 
     def on_other_data(self, replaced: Callable[[Batch], Batch]) -> GradientMap:
-        """Return `of_batch` of what replaces its batch; of local training, of every one."""
+        """Return the map with its batch replaced, or each batch of a local training.
+
+        Args:
+            replaced: The function that returns a batch in the place of the given one.
+        """
         return self.of_batch(replaced(self.batch))
 
     def twice(self) -> GradientMap:
@@ -462,7 +476,7 @@ class GradientMap:
         return {name: tensor * self.transmitted[name] for name, tensor in tensors.items()}
 
     def jvps(self, directions: Tensor) -> Sequence[Tensor]:
-        """Return Jᵀ v for a stack of directions: one tensor `(k, *parameter.shape)` a parameter.
+        """Return Jᵀ v for each of k directions: a tensor `(k, *parameter.shape)` per parameter.
 
         Args:
             directions: The directions v, `(k, *input.shape)`.

@@ -26,8 +26,10 @@ class Operation(NamedTuple):
     """An operation whose derivative jumps.
 
     Args:
-        side: Of its arguments where they are: regions by number, or indices of what is selected.
-        on_side: What it returns on that side, from the side and the same arguments.
+        side: The function of the operation's arguments that says on which side of a jump they are.
+            It returns regions by number, or indices of the selected entries.
+        on_side: The function of the side and the same arguments that returns the operation's result
+            on that side.
         returns_both: Whether `side` gives a pair, the side and what the operation returns, so that
             it need not be computed once more.
     """

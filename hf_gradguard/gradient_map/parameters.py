@@ -132,7 +132,7 @@ def find_tables(
 
     Args:
         model: The model, on the batch's device.
-        batch: What a collator returns.
+        batch: A batch, as a collator returns it.
         loss_fn: The loss `(model, batch) -> loss`, which runs the model.
         shards: The client's devices, as for `GradientMap`.
 
@@ -319,8 +319,8 @@ class DifferencePlan(NamedTuple):
     Args:
         split_layers: The layers whose samples are known apart.
         error: How much differences over two steps differ, relative to them.
-        shrink: Of the step.
-        shift_error: As `error`, of steps in the parameters; `None` if not tried yet.
+        shrink: The factor that the usual step is multiplied by.
+        shift_error: The `error` of steps in the parameters; `None` if these were not tried yet.
         keeps_pattern: Whether derivatives jump, and passes keep every unit on its side.
     """
 
@@ -341,10 +341,11 @@ class SamplePlan(NamedTuple):
     Args:
         rules: The rules that give samples' weights in the loss; all of them agreed so far.
         reason: Why samples are differentiated one by one; empty if together.
-        modules: Those that ran in the trial. Others (an expert without tokens) were not tried.
+        modules: The modules that ran in the trial. Other modules, such as an expert without tokens,
+            were not tried.
         labels: Values of labels that were tried beside each other, by entry of a batch.
         padded: Checksums of padded texts that were compared with themselves without padding.
-        shapes: Of rows that no mask tells apart from their padding, in the first batch.
+        shapes: The shapes, in the first batch, of rows whose padding no mask shows.
         coarse: Why numbers have fewer digits than those of float32; empty if they do not.
         uses: How many messages were made by it.
         is_of_unlike_rows: Whether rows that were tried beside each other differed.
@@ -367,8 +368,9 @@ class ModelCache:
 
     Args:
         tables: Which parameters the input indexes.
-        difference_plans: By kind of batch, with how often each was used.
-        sample_plans: By kind of batch.
+        difference_plans: The plans of differences by kind of batch, each with how often it was
+            used.
+        sample_plans: The plans of how samples are separated, by kind of batch.
         shared_parameters: What was asked of them last, those that are trainable, and those that
             are shared.
         is_underway: Whether messages left before anything was found out here, as of a run that is

@@ -219,7 +219,7 @@ class Variable(NamedTuple):
     """A variable that a function uses from around it.
 
     Args:
-        name: What it is called there.
+        name: The variable's name there.
         source: The function's cell, or its module's globals.
     """
 
@@ -516,7 +516,7 @@ def differentiate(
 
     Raises:
         ValueError: If it uses none of them, and was differentiated before.
-        RuntimeError: With `create_graph`, if they come through a kernel that is not to be
+        RuntimeError: If `create_graph` is set and they come through a kernel that is not to be
             differentiated twice.
     """
     graph: Any = {"retain_graph": retain_graph or create_graph, "create_graph": create_graph}
@@ -597,7 +597,7 @@ class ModuleState:
     to leave nothing behind.
 
     Args:
-        model: Whose modules.
+        model: The model whose modules these are.
         only_buffers: Whether nothing but buffers is noted.
 
     Example:

@@ -159,7 +159,7 @@ class LinearCalls:
         layers: Linear layers by the names of their weights.
         offsets: One for every call, in its output's shape, by the weight's name and the call's
             number (`"head.weight@0"`). Calls without one are only listened to.
-        inputs: What each call took in, filled in by `watching`.
+        inputs: The inputs of each call, which `watching` fills in.
         outputs: The shape of each call's output, filled in by `watching`.
     """
 

@@ -186,10 +186,10 @@ class PrivateHead(PreTrainedModel):
         Args:
             pretrained_model_name_or_path: The folder that `save_pretrained` wrote, or a name on
                 the Hub.
-            *args: As for `PreTrainedModel.from_pretrained`.
+            *args: All other arguments of `PreTrainedModel.from_pretrained`.
             encoder: An encoder that is loaded already; needed where it is no model of Transformers.
-            **kwargs: As for `PreTrainedModel.from_pretrained`. No code is run that comes with a
-                model.
+            **kwargs: All keyword arguments of `PreTrainedModel.from_pretrained`. No code is run
+                that comes with a model.
 
         Raises:
             FileNotFoundError: If the encoder is kept by its name, and there is none of that name.
@@ -220,8 +220,9 @@ class PrivateHead(PreTrainedModel):
 
         Args:
             save_directory: The folder.
-            *args: As for `PreTrainedModel.save_pretrained`.
-            **kwargs: Likewise; `push_to_hub=True` uploads it.
+            *args: All other arguments of `PreTrainedModel.save_pretrained`.
+            **kwargs: All keyword arguments of `PreTrainedModel.save_pretrained`. `push_to_hub=True`
+                uploads the head.
         """
         self._leave_out_encoder()
         processing_class = self.processing_class
@@ -342,8 +343,8 @@ class PrivateHead(PreTrainedModel):
             >>> from hf_gradguard.heads import private_head
             >>> head = private_head(model, public_texts, num_labels=2, processing_class=tokenizer)
             >>> args = head.training_arguments("out", num_rows=3200, use_cpu=True)
-            >>> args.defense_kwargs["noise_multiplier"], args.learning_rate, head.config.directions
-            (1.5, 10.0, 15)
+            >>> args.defense_kwargs["noise_multiplier"], round(args.learning_rate)
+            (1.5, 28)
         """
         self.fit_directions(num_rows)
         args = training_arguments(output_dir, num_rows, **settings)
@@ -524,7 +525,7 @@ class PrivateHead(PreTrainedModel):
                 "token_type_ids": token_type_ids, "pixel_values": pixel_values,
             }  # fmt: skip
             inputs |= {name: entries for name, entries in named.items() if entries is not None}
-            features = self.encode(**self._shortened(inputs))
+            features = self.differentiable(**self._shortened(inputs))
         logits = self.head(features.to(self.head.weight.dtype))
         loss = None
         if labels is not None:

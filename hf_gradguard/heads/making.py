@@ -83,7 +83,7 @@ def private_head(
             `"token-classification"`. Default: one of the first two, by the encoder.
         pairs: Whether a row is a pair of texts. The encoder reads each by itself. Public texts are
             paired with those that follow, unless they are pairs.
-        problem_type: As in Transformers: `"single_label_classification"`,
+        problem_type: The problem type of Transformers: `"single_label_classification"`,
             `"multi_label_classification"` or `"regression"`. Default: the first, or the last for
             one label.
         label_range: The least and the largest number of a regression. It must be known without

@@ -192,7 +192,11 @@ class FisherAccountant:
         }
 
     def add_release(self, release: Mapping[str, Any]) -> None:
-        """Add what `release` returned, with the κ that it had."""
+        """Count a message that `release` described, with the factor κ that it had then.
+
+        Args:
+            release: The result of `release`.
+        """
         copies = Counter(release["keys"])
         sums = {key: [0.0, 0.0] for key in copies}  # rows of one example have the same probes
         for key, value, error in zip(
@@ -209,7 +213,11 @@ class FisherAccountant:
         self.failure_probability = min(failure, 1.0)
 
     def dfil(self, key: Key) -> float:
-        """Return η̄² of an example over all steps so far; 0 if it has not taken part."""
+        """Return the dFIL η̄² of an example over all steps so far; 0 if it was in none.
+
+        Args:
+            key: The example, as `step` got it.
+        """
         return self._totals[self._rows[key]] if key in self._rows else 0.0
 
     def standard_error(self, key: Key) -> float:
@@ -247,10 +255,13 @@ class FisherAccountant:
         }
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Add what `state_dict` returned to what this object has counted.
+        """Add a saved state to what this object has counted.
 
-        What this object has counted beyond that state stays: those messages were shared as well.
-        Later steps use this object's own κ, whatever the earlier ones used.
+        Messages that this object has counted beyond that state stay, since they were shared as
+        well. Later steps use this object's own κ, whatever the earlier ones used.
+
+        Args:
+            state: The tensors that `state_dict` returned.
         """
         keys: list[Key] = json.loads(bytes(state["keys"].tolist()))
         totals, variances = state["totals"].tolist(), state["variances"].tolist()
@@ -265,9 +276,13 @@ class FisherAccountant:
     def load_releases(
         self, releases: Iterable[Mapping[str, Any]], state: Tensors | None = None
     ) -> None:
-        """Add `releases` on top of what `state_dict` returned before them.
+        """Count a saved state, and the messages that were released after it was saved.
 
-        As for `load_state_dict`, what this object has counted beyond that stays.
+        Messages that this object has counted beyond them stay, since they were shared as well.
+
+        Args:
+            releases: The results of `release` for these messages.
+            state: The tensors that `state_dict` returned; `None` without a saved state.
         """
         resumed = FisherAccountant()
         if state is not None:

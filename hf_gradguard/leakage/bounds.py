@@ -138,7 +138,7 @@ def mse_bound_from_rdp(epsilon: float, diameters: float | Sequence[float] | Tens
 def rdp_of_order_two(
     noise_multiplier: float, *, steps: int = 1, batch_size: int = 1, dataset_size: int = 1
 ) -> float:
-    """Return ε₂ of Gaussian noise on a sum over records, by `dp-accounting`.
+    """Return the ε₂ of (2, ε₂)-Rényi differential privacy, for Gaussian noise on a sum of records.
 
     Neighbors differ in one record's content. Reconstruction needs that relation: the attacker asks
     which of two contents a record has. Replacing a record moves a sum of gradients of norm C by up

@@ -150,7 +150,7 @@ def dp_sgd_noise_multiplier(
 
     Raises:
         ValueError: If an argument is out of range, the shared messages have spent the whole target,
-            no noise keeps it, or any does.
+            no noise keeps it, or even the least noise does.
 
     Example:
         >>> sigma = dp_sgd_noise_multiplier(4.0, 1e-5, sampling_rate=0.05, messages=50)

@@ -48,7 +48,11 @@ if TYPE_CHECKING:
 
 
 class DFIL(NamedTuple):
-    """The dFIL η̄² of every sample, `(B,)`, in units of 1/input², and its standard error.
+    """The diagonal Fisher information leakage (dFIL) of every sample, with its standard error.
+
+    Args:
+        value: The dFIL η̄² of every sample, `(B,)`, in units of 1/input².
+        standard_error: The standard error of each, `(B,)`.
 
     Example:
         >>> leakage = dfil(gmap, noise_variance=1e-6, num_probes=4)
@@ -66,9 +70,10 @@ def dfil(
     num_probes: int | None = 50,
     generator: Stream | torch.Generator | None = None,
 ) -> DFIL:
-    """Return η̄² = Tr FIM_j / m_j of every sample j: its leakage per coordinate.
+    """Return the diagonal Fisher information leakage (dFIL) of every sample.
 
-    It is private, like the sample.
+    It is η̄² = Tr FIM_j / m_j, the information about sample j per coordinate. The figure is private,
+    like the sample.
 
     Args:
         gmap: The client's gradient map. `smoothly_clipped` makes one of a clipped gradient.
@@ -113,7 +118,9 @@ def fisher_trace(
     num_probes: int | None = None,
     generator: Stream | torch.Generator | None = None,
 ) -> Estimate:
-    """Return Tr J_F = Tr(J Σ⁻¹ Jᵀ) = Σ_i s_i²/Σ_ii of the whole batch.
+    """Return the trace of the Fisher information that a message holds about the whole batch.
+
+    It is Tr J_F = Tr(J Σ⁻¹ Jᵀ) = Σ_i s_i²/Σ_ii.
 
     Args:
         gmap: The client's gradient map.
@@ -148,10 +155,10 @@ def fisher_norm(
     tolerance: float = 1e-4,
     max_iterations: int = 300,
 ) -> Eigenvalue:
-    """Return η² = ‖J Σ⁻¹ Jᵀ‖₂, the information about the best visible direction of the input.
+    """Return the Fisher information about the most visible direction of the input.
 
-    It is computed by Lanczos' method: power iteration that keeps its vectors, and so needs fewer of
-    the same products.
+    It is η² = ‖J Σ⁻¹ Jᵀ‖₂. Lanczos' method computes it: power iteration that keeps its vectors, and
+    so needs fewer of the same products.
 
     Args:
         gmap: The client's gradient map.

@@ -417,7 +417,7 @@ class Eigenvalue(float):
     """An eigenvalue, as a float with its eigenvector.
 
     Attributes:
-        vector: Its unit eigenvector, in the input's shape.
+        vector: The unit eigenvector, in the input's shape.
         residual: ‖Av - λv‖, a bound on its distance to an exact eigenvalue.
         iterations: The number of products.
 

@@ -55,7 +55,9 @@ def inversion_influence(
     tolerance: float = 1e-5,
     max_iterations: int = 1000,
 ) -> Influence:
-    """Return I(δ) = ‖(J Jᵀ + εI)⁻¹ J δ‖, by conjugate gradients on v ↦ J(Jᵀv) + εv.
+    """Return the inversion influence of δ: how far δ moves the input that inverts the gradient.
+
+    It is I(δ) = ‖(J Jᵀ + εI)⁻¹ J δ‖, by conjugate gradients on v ↦ J(Jᵀv) + εv.
 
     At ε = 0 on a singular J Jᵀ this is the pseudo-inverse: a direction of the input that the
     gradient says nothing about counts as no error. So I is what δ adds to the error, not what an
@@ -65,7 +67,7 @@ def inversion_influence(
 
     Args:
         gmap: The client's gradient map.
-        delta: What is shared minus the true gradient. Missing parameters count as unperturbed.
+        delta: The shared gradient minus the true one. Missing parameters count as unperturbed.
         damping: ε ≥ 0, in the unit of J Jᵀ. A usual choice is 1e-3 * `largest_eigenvalue(gmap)`.
         sample: The only sample whose coordinates are unknown: the influence on an attacker that
             knows all the others. Default: all are unknown at once.
@@ -112,14 +114,16 @@ def inversion_influence_lower_bound(
     tolerance: float = 1e-4,
     random: bool = False,
 ) -> Influence:
-    """Return I_lb(δ) = ‖J δ‖ / (λ_max(J Jᵀ) + ε), at most I(δ) at the same ε, without solving.
+    """Return the lower bound I_lb(δ) of the inversion influence I(δ), without solving a system.
+
+    It is ‖J δ‖ / (λ_max(J Jᵀ) + ε), which is at most I(δ) at the same ε.
 
     `per_sample` has ‖(Jδ)_j‖ in the numerator: a lower bound of `inversion_influence(gmap, delta,
     damping, sample=j)`, since no block of J Jᵀ has a larger eigenvalue than the whole.
 
     Args:
         gmap: The client's gradient map.
-        delta: What is shared minus the true gradient.
+        delta: The shared gradient minus the true one.
         damping: ε ≥ 0, in the unit of J Jᵀ.
         sample: The only sample whose coordinates are unknown. Default: all are unknown.
         eigenvalue: The result of `largest_eigenvalue(gmap)`, if it is known already: it does not
@@ -161,15 +165,15 @@ def inversion_influence_lower_bound(
 def one_product_bound(
     gmap: GradientMap, delta: Tensors, damping: float = 0.0, *, sample: int | None = None
 ) -> float:
-    """Return ‖b‖² / ‖(J Jᵀ + εI) b‖ with b = J δ: at most I(δ), at least I_lb(δ).
+    """Return a lower bound of the inversion influence I(δ), from one product and no eigenvalue.
 
-    No eigenvalue is computed. For I(δ) = ‖A⁻¹b‖ with a symmetric A, ‖b‖² = ⟨A⁻¹b, A b⟩ ≤ I(δ) ‖A
-    b‖; and ‖A b‖ ≤ λ_max ‖b‖.
+    It is ‖b‖² / ‖(J Jᵀ + εI) b‖ with b = J δ, which is at most I(δ) and at least I_lb(δ): for I(δ)
+    = ‖A⁻¹b‖ with a symmetric A, ‖b‖² = ⟨A⁻¹b, A b⟩ ≤ I(δ) ‖A b‖; and ‖A b‖ ≤ λ_max ‖b‖.
 
     Args:
         gmap: The client's gradient map. For one by differences, three times the error of a product
             is subtracted, so that it remains a lower bound.
-        delta: What is shared minus the true gradient.
+        delta: The shared gradient minus the true one.
         damping: ε ≥ 0, in the unit of J Jᵀ.
         sample: The only sample whose coordinates are unknown. Default: all are unknown.
 
@@ -205,7 +209,7 @@ def largest_eigenvalue(
     tolerance: float = 1e-4,
     max_iterations: int = MAX_ITERATIONS,
 ) -> Eigenvalue:
-    """Return λ_max(J Jᵀ), by Lanczos' method in input space.
+    """Return the largest eigenvalue of J Jᵀ, by Lanczos' method in input space.
 
     It is also the largest eigenvalue of JᵀJ, at a small fraction of the memory.
 
@@ -287,7 +291,9 @@ def expected_squared_influence(
     sample: int | None = None,
     tolerance: float = 1e-3,
 ) -> Estimate:
-    """Return E I(δ)² over δ ~ N(0, Σ); at ε = 0 and Σ = σ²I it is σ² Tr((J Jᵀ)⁻¹).
+    """Return the mean of the squared inversion influence I(δ)² over noise δ ~ N(0, Σ).
+
+    At ε = 0 and Σ = σ²I it is σ² Tr((J Jᵀ)⁻¹).
 
     Args:
         gmap: The client's gradient map.
@@ -371,7 +377,8 @@ class Estimator(ABC):
         gmap: The client's gradient map.
 
     Attributes:
-        title: Its name in tables. It is an error of the input, so higher leaks less.
+        title: The estimator's name in tables. An estimate is an error of the input, so a higher one
+            leaks less.
         meaning: The kind of error, for legends: the end of a sentence that begins with the title.
         needs_noise: Whether it takes only messages with Gaussian noise of known covariance.
         ranks: Whether audits compare it to what attacks recover.
@@ -396,7 +403,7 @@ class Estimator(ABC):
         """Return the error of every sample that is to be expected from this message.
 
         Args:
-            message: What a defense shared of the map's gradient.
+            message: The message that a defense made of the map's gradient.
             generator: The source of random probes, a `Stream` or a generator on the input's device.
                 Default: a new `Stream`.
 

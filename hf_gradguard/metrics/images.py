@@ -46,8 +46,8 @@ def score_images(
 ) -> Scores:
     """Score reconstructed images by how close they are to the true ones.
 
-    The scores are `mse`, `rmse`, `psnr`, `ssim`, and on request `noise_ratio` and `lpips`; the head
-    of this module explains them.
+    The scores are `mse`, `rmse`, `psnr` in dB, and `ssim`. On request there are `noise_ratio`,
+    which says how much of a prediction is noise, and the perceptual distance `lpips`.
 
     A tensor is **one batch**, shared in one gradient. A gradient has no order, so its predictions
     are matched to its references one to one, by the smallest sum of squared errors, before anything

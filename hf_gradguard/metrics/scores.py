@@ -128,7 +128,7 @@ def open_ends(
     Args:
         mean: The mean of numbers from 0 to 1.
         low: The lower end of an interval that rests on the spread of the draws.
-        high: Its upper end.
+        high: The upper end of the interval.
         count: The number of independent draws.
         confidence: The confidence of the interval.
 

@@ -72,7 +72,8 @@ def score_text(
 ) -> Scores:
     """Score reconstructed texts by how close they are to the true ones.
 
-    The scores are `TEXT_SCORES`; the head of this module explains them.
+    The scores are ROUGE, BLEU and Google BLEU, token precision, recall and F1, the accuracy by
+    position, and exact match, all in [0, 1]. `TEXT_SCORES` has their names.
 
     A flat list is **one batch**, shared in one gradient. A gradient has no order, so predictions
     are matched to references one to one before anything is scored, by the largest sum of token F1

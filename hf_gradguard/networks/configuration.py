@@ -78,7 +78,7 @@ class ImageEvaluationNetworkConfig(PreTrainedConfig):
 
     @property
     def num_entries(self) -> int:
-        """The number of all entries that are saved: the parameters."""
+        """The number of numbers that are saved, which are the network's parameters."""
         return self.num_parameters
 
     @property
@@ -152,10 +152,10 @@ class TextEvaluationNetworkConfig(PreTrainedConfig):
 
     @property
     def num_entries(self) -> int:
-        """The number of all entries that are saved.
+        """The number of numbers that are saved.
 
-        They are the parameters, the mean and deviation of embeddings, and special tokens'
-        embeddings.
+        They are the network's parameters, the mean and deviation of embeddings, and the embeddings
+        of special tokens.
         """
         return self.num_parameters + (2 + len(self.special_token_ids)) * self.embedding_size
 

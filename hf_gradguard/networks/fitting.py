@@ -63,7 +63,7 @@ def cached_text_network(
 
     Args:
         embedding: The language model's input-embedding module.
-        tokenizer: Its tokenizer.
+        tokenizer: The language model's tokenizer.
         texts: Public text to train on, or a function that loads it; called only if a network must
             be trained.
         base_model: The model's Hub name, for the configuration.
@@ -145,7 +145,7 @@ def network_for(
 
     Args:
         model: The model to be protected.
-        processing_class: Its tokenizer; not needed for images.
+        processing_class: The model's tokenizer. It is not needed for images.
         public_text: A file or Hub name of texts to train on if no network fits. Default:
             WikiText-2, from the Hub.
 

@@ -136,8 +136,8 @@ def evaluate_text_network(
     Args:
         network: The network; `embedding` must be the one that it was trained on.
         embedding: The language model's input-embedding module.
-        tokenizer: Its tokenizer. Texts are encoded as for the model, special tokens and padding
-            included.
+        tokenizer: The model's tokenizer. Texts are encoded as for the model, special tokens and
+            padding included.
         texts: The texts. Those without an ordinary token are left out.
         seed: The seed of the noise.
         batch_size: The number of texts at a time.

@@ -354,7 +354,7 @@ def network_card(
     Args:
         network: The network.
         dataset: The data that it was trained on, as people know it.
-        metrics: Its metrics on held-out data of the same kind.
+        metrics: The network's metrics on held-out data of the same kind.
 
     Example:
         >>> card = network_card(load_network("image-evaluation-network-32"), dataset="CIFAR-10")

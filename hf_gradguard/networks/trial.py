@@ -67,12 +67,12 @@ def try_on_noise(
 
 
 def check_order(network: nn.Module, ratios: Sequence[float], least_gap: float = LEAST_GAP) -> None:
-    """Check that D increases from a batch to its half-way mix with noise, and to pure noise.
+    """Check that a network's noise ratio D rises with the noise in a batch.
 
     Args:
-        network: The network D, for its name.
-        ratios: The three values of D.
-        least_gap: By how much the last must be above the first.
+        network: The network, for its name.
+        ratios: D of a batch, of its half-way mix with noise, and of noise alone.
+        least_gap: The least difference between the last value and the first.
 
     Raises:
         ValueError: If they do not increase by so much, or are not finite; the message has the
@@ -124,10 +124,10 @@ def check_special(network: nn.Module, special: Sequence[int]) -> None:
 
 
 def check_slope(network: nn.Module, slope: Tensor) -> None:
-    """Check that D changes with its input where it is to be raised.
+    """Check that a network's noise ratio D changes with its input, half way from data to noise.
 
     Args:
-        network: The network D, for its name.
+        network: The network, for its name.
         slope: ∂D/∂x, half way from data to noise.
 
     Raises:

@@ -21,7 +21,7 @@ from ..audit.run import Spec, audit, default_attacks
 from ..audit.settings import AuditSettings
 from ..defenses import Defense
 from ..gradient_map.domain import domain_of_model
-from .choice import Outcome
+from .evidence import Outcome
 from .intervals import accuracy_over_seeds, mean_over_seeds
 from .trial_settings import DEFAULT_ATTACKS, FALLBACK_ATTACKS, TrialSettings
 from .trials import Split
@@ -131,7 +131,7 @@ def outcome_of(
 
     Args:
         label: The label of the defense.
-        rate: Its learning rate.
+        rate: The learning rate of the training.
         accuracies: The accuracy of each judging sample, for each training.
         plain_accuracies: The accuracy of each judging sample, for each undefended training.
         halves: For each half of the messages, what attacks recovered at each stage.
@@ -156,7 +156,7 @@ def outcome_of(
     # The worse stage counts: a server keeps every message.
     stage = max(leaks, key=lambda stage: (leaks[stage].mean, len(leaks[stage].by_message)))
     by_message = leaks[stage].by_message
-    elsewhere = [leak.by_message for other, leak in leaks.items() if other != stage]
+    elsewhere = next((leak.by_message for other, leak in leaks.items() if other != stage), {})
     lost = np.array(plain_accuracies) - np.array(accuracies)
     membership, candidates = _membership(label, halves)
     return [
@@ -164,7 +164,7 @@ def outcome_of(
             label, rate, accuracy_over_seeds(accuracies), mean_over_seeds(lost, are_fractions=True),
             mean_over_seeds([list(by_message.values())]), leaks[stage].attack, stage, membership,
             candidates, dict(enumerate(np.mean(accuracies, axis=0).tolist())), by_message,
-            np.mean(accuracies, axis=1).tolist(), *elsewhere,
+            np.mean(accuracies, axis=1).tolist(), elsewhere,
         )
     ]  # fmt: skip
 

@@ -25,21 +25,24 @@ from ..defenses.measured import recovered_behind
 from ..flags import SourceSettings, fill
 from ..gradient_map.domain import domain_of_model
 from ..logs import errors_alone
-from ..models import label_kind
+from ..models import find_head, label_kind
 from ..training.privacy.proofs import chained_defenses
-from .choice import (
-    Choice,
-    Outcome,
-    choose,
-    finalists,
-    percent,
-    promising_first,
-    shown_leak,
-)
+from .choice import Choice, choose, finalists, promising_first
+from .evidence import Outcome, shown_leak
+from .explanation import percent
+from .head_trials import HeadTrials, heads_to_try, why_no_head
 from .intervals import accuracy_over_seeds
 from .outcomes import Server, Stages, is_shown_to_reconstruct, outcome_of
 from .pace import OutOfTime, Pace
-from .rendering import TRAIN_FILE, flags_of, html_report, markdown_table, train_command, train_flags
+from .rendering import (
+    TRAIN_FILE,
+    flags_of,
+    html_report,
+    markdown_table,
+    train_command,
+    train_file,
+    whole_model_flags,
+)
 from .trial_settings import DEFAULT_DEFENSES, WARMUP, CommandSettings, TrialSettings
 from .trials import MOST_RATES, Split, Trials
 
@@ -51,9 +54,13 @@ _TOKEN_ACCURACY = (
     " Accuracy is the fraction of tokens that are predicted correctly, a mean over texts."
 )
 _NO_FLAGS = (
-    " No flags name a chain or an object of your own, so there is no train.yaml: give the "
+    f"There is no {TRAIN_FILE}, since no flags name a chain or an object of your own: give the "
     "defense itself to GradGuardTrainer, with this learning rate and "
     f"warmup_steps={WARMUP}."
+)
+_NOTHING_CHOSEN = (
+    f"There is no {TRAIN_FILE}, since nothing is recommended: change one of the settings named "
+    "above, and run the same command again."
 )
 
 
@@ -65,90 +72,111 @@ def recommend(
     attacks: Spec | Sequence[Spec] | None = None,
     *,
     output: str | os.PathLike[str],
+    encoders: Sequence[str] = (),
+    public: str | Sequence[Any] | None = None,
     source: SourceSettings | None = None,
     **settings: Any,
 ) -> Choice:
-    """Train a model for a few steps under each defense, attack each, and choose one.
+    """Train a head by proof, and the whole model under measured defenses, and choose one.
 
-    Each defense trains at its own best learning rate, and is attacked at both ends of its training.
-    Up to three finalists are judged on three more seeds. In `output`: `recommend.json`, `.md` and
-    `.html`, the audits, and, if flags can name what is recommended, `train.yaml` for `gradguard
-    train --config`. An interrupted run continues where it stopped. Trainings are short: audit the
-    long one too.
+    A linear head on the model's own encoder, and on each of `encoders`, trains behind correlated
+    noise: its proof bounds every attack. The whole model trains under each defense, at the best
+    learning rate for it, and is attacked at both ends of its training. Up to three finalists are
+    judged on three more seeds. In `output`: `recommend.json`, `.md` and `.html`, the audits, and,
+    if flags can name what is recommended, `train.yaml` for `gradguard train --config`. An
+    interrupted run continues where it stopped. Trainings are short: audit the long one too.
 
     Args:
         model: A classifier of texts, words or images, or a language model, as its training starts.
             It is not changed. Where tokens have labels, accuracy is the fraction predicted
             correctly.
-        processing_class: Its tokenizer or image processor.
+        processing_class: The model's tokenizer or image processor.
         samples: `(text or image, class id)` each, in random order: all the data that is used.
         defenses: Defenses, as for `audit`. Default: noise and pruning in several strengths.
         attacks: Attacks, as for `audit`, which know the noise's covariance. Default: strong quick
             ones.
         output: The folder to write to. It holds private data afterwards.
+        encoders: Names of further encoders, for heads by proof.
+        public: Texts or images that are nobody's secret, or their file or folder, for heads.
+            Default: the sentences that come with this package; for images no head is tried.
         source: Names of the model and the data, for `train.yaml`.
         **settings: Fields of `TrialSettings`.
 
     Raises:
-        ValueError: If there are too few samples, no attack works on `none`, or `audit` refuses the
-            settings.
+        ValueError: If there are too few samples, no attack works on `none`, public samples are too
+            few or alike, or `audit` refuses the settings.
+        FileNotFoundError: If there is no encoder of a name.
 
     Example:
         >>> few = {"steps": 1, "batch_size": 4, "attacked": 4, "output": "out"}
         >>> texts = [("a fine film", 1), ("the plot is long", 0)] * 20
         >>> choice = recommend(model, tokenizer, texts, "pruning:ratio=0.5", "span", **few)
         >>> [outcome.defense for outcome in choice.outcomes]
-        ['none', 'pruning:ratio=0.5']
+        ['none', 'head on the model', 'pruning:ratio=0.5']
     """
     trial_settings, folder = TrialSettings(**settings), Path(output)
     pace = Pace(trial_settings.budget_minutes)
     to_compare = _to_compare(model, defenses)
+    for name in encoders:
+        find_head(name)  # a misspelt one is refused before anything is trained
     flags = {label: flags_of(defense) for label, defense in to_compare.items()}
     split = Split.draw(samples, trial_settings.attacked, trial_settings.batch_size)
     server = Server(model, processing_class, split, trial_settings, attacks, folder / "audits")
     trials = Trials(model, processing_class, server.modality, split, trial_settings, folder, pace)
     calibrated = {label: trials.calibrated(defense) for label, defense in to_compare.items()}
-    comparison = _Comparison(calibrated, trials, server, trial_settings, pace)
+    no_head = why_no_head(model, public, trial_settings)
+    if len(to_compare) == 1 and no_head:
+        raise ValueError(f"There is nothing to choose from: name a defense beside none. {no_head}")
+    heads = HeadTrials(
+        {} if no_head else heads_to_try(model, encoders, source), processing_class,
+        int(getattr(model.config, "num_labels", 2)), public, split, trial_settings, folder, pace,
+    )  # fmt: skip
+    comparison = _Comparison(calibrated, trials, server, heads, trial_settings, pace)
     screened, judged = comparison.run()
     guess, score, untrained = comparison.guess, comparison.score, comparison.untrained
-    choice = choose(judged, trial_settings.budget, guess, score, untrained)
+    elsewhere = {label: _recovered_elsewhere(d, model) for label, d in to_compare.items()}
+    choice = choose(judged, trial_settings.budget, guess, score, untrained, elsewhere)
     final = {outcome.defense: outcome for outcome in judged}
     outcomes = [final.get(outcome.defense, outcome) for outcome in screened]
     by_tokens = server.modality.labels in ("text", "token")
     choice = dataclasses.replace(
         choice, outcomes=outcomes, words=choice.words + _TOKEN_ACCURACY * by_tokens,
         untrained=accuracy_over_seeds([untrained]),
-        limits=f"{_known_of(choice, to_compare, model)} {comparison.limits_words()}".strip(),
+        limits=f"{no_head} {comparison.limits_words()}".strip(),
     )  # fmt: skip
-    return _write(choice, flags, guess, trial_settings, folder, score, source)
+    return _write(choice, flags, heads, guess, trial_settings, folder, score, source)
 
 
 def _to_compare(model: nn.Module, defenses: Spec | Sequence[Spec] | None) -> dict[str, Defense]:
+    check_accuracies(model)
+    if defenses is None:
+        defenses = DEFAULT_DEFENSES[domain_of_model(model).name]
+    return make_defenses("none") | make_defenses(defenses)
+
+
+def check_accuracies(model: nn.Module) -> None:
+    """Refuse a model that predicts numbers or several classes.
+
+    Raises:
+        ValueError: If it does; the message names the way out.
+    """
     if label_kind(model) in ("number", "several"):
         raise ValueError(
             "recommend compares accuracies, so it takes classifiers and language models: train "
             "under a few defenses yourself, and audit each with --metrics."
         )
-    if defenses is None:
-        defenses = DEFAULT_DEFENSES[domain_of_model(model).name]
-    to_compare = make_defenses("none") | make_defenses(defenses)
-    if len(to_compare) == 1:
-        raise ValueError("There is nothing to choose from: name a defense beside none.")
-    return to_compare
 
 
-def _known_of(choice: Choice, defenses: Mapping[str, Defense], model: nn.Module) -> str:
-    """Return what slower attacks than there is time for recovered behind the chosen defense."""
-    if choice.chosen is None:
-        return ""
-    links = chained_defenses(defenses[choice.chosen.defense])
+def _recovered_elsewhere(defense: Defense, model: nn.Module) -> str:
+    """Return what slower attacks than there is time for recovered behind a defense, elsewhere."""
     kind = domain_of_model(model).name
-    known = filter(None, (recovered_behind(link, kind) for link in links))
-    return " ".join(f"Measured elsewhere: {text}. Stronger attacks find more." for text in known)
+    return "; ".join(
+        filter(None, (recovered_behind(link, kind) for link in chained_defenses(defense)))
+    )
 
 
 class _Comparison:
-    """The comparison: first trials of all defenses on one seed, then of finalists on others.
+    """The comparison: first trials of all rows on one seed, then of finalists and heads on others.
 
     It keeps to the budget of minutes.
 
@@ -156,6 +184,7 @@ class _Comparison:
         defenses: Defenses by label, the undefended first, then in order of preference.
         trials: The trials, which train them.
         server: The server, which attacks them.
+        heads: The trials of heads by proof.
         settings: The settings of all trials.
         pace: The pace, which knows the time that is left.
     """
@@ -165,10 +194,12 @@ class _Comparison:
         defenses: dict[str, Defense],
         trials: Trials,
         server: Server,
+        heads: HeadTrials,
         settings: TrialSettings,
         pace: Pace,
     ) -> None:
         self._defenses, self._trials, self._server = defenses, trials, server
+        self._heads = heads
         self._settings, self._pace = settings, pace
         self._stages = dict[str, list[Stages]]()
         self._omitted = dict[str, str]()  # with why
@@ -190,37 +221,50 @@ class _Comparison:
                 f"more (a training takes about {minutes:.1f} minutes now; fewer --steps take less)."
             ) from None
         last = finalists(screened, self._settings.budget, self.guess, self.score)
-        return screened, self.judge(screened[0], last) if last else screened
+        heads = [outcome for outcome in screened if outcome.proof is not None]
+        if not last and not heads:
+            return screened, screened
+        judged = self.judge(screened[0], last, heads)
+        if not last:  # what was measured explains why nothing of it is chosen
+            judged += [outcome for outcome in screened[1:] if outcome.proof is None]
+        return screened, judged
 
     def prepare(self) -> None:
         """Measure what is needed anyway and says how long things take.
 
-        These are the untrained model's accuracy, attacks on it, and a few training steps.
+        These are the untrained model's accuracy, a few training steps, and attacks on it.
         """
         began = time.monotonic()
+        self.say("the model before training")
         self.untrained = self._trials.untrained()
         self._judging_seconds = time.monotonic() - began
+        self._heads.observe(self._trials.model, self._judging_seconds, len(self.untrained))
+        self.say("the speed of each defense, by a few steps")
         self._trials.measure_speed(self._defenses)
         # Both ends of two trainings, and of a finalist's on further messages.
         two_trained = 2 * FEWEST_RATES * self._training_seconds(*list(self._defenses)[:2])
         seconds, began = self._round_seconds(rounds=6, trainings=two_trained), time.monotonic()
+        self.say("attacks on the undefended model")
         undefended = self._server.attack_undefended(self._defenses["none"], seconds)
         self.guess, self.score = undefended.guess, undefended.main_score
         self._measure_round(undefended, time.monotonic() - began)
         self.say_minutes()
         self._start = undefended
 
+    def say(self, stage: str) -> None:
+        """Log a stage that begins, with the time that is left."""
+        logger.warning(f"[{max(self._pace.left, 0) / 60:.1f} minutes left] {stage}")
+
     def say_minutes(self) -> None:
-        """Log how long all trials would take, and what the budget is."""
+        """Log how long all trials would take, if that is more than the budget."""
         trainings = MIDDLE_RATES * len(self._defenses) + 4 * self._settings.seeds
         seconds = trainings * self._training_seconds(*self._defenses)
         seconds += (len(self._defenses) + 6) * self._attack_seconds
-        limit = self._settings.budget_minutes
-        logger.warning(
-            f"recommend would take {seconds / 60:.0f} minutes for {len(self._defenses) - 1} "
-            f"defenses, and ends within {limit:g} (budget_minutes): what does not fit is left out "
-            "and named. Stop it when you like: the same command continues."
-        )
+        if seconds > self._pace.left:
+            self.say(
+                f"all trials of {len(self._defenses) - 1} defenses would take about "
+                f"{seconds / 60:.0f} minutes: what does not fit is left out, and named"
+            )
 
     def _training_seconds(self, *labels: str) -> float:
         """Return the seconds of a training and its evaluation, a mean over these defenses."""
@@ -255,10 +299,10 @@ class _Comparison:
         return min(MIDDLE_RATES, max(most, FEWEST_RATES))
 
     def screen(self) -> list[Outcome]:
-        """Return each defense's outcome at its best rate, on one seed and half of the messages.
+        """Return each row's outcome on one seed, and of half of the messages.
 
-        A defense that leaks too much at the start is never recommended, so it waits until the
-        others were tried.
+        Heads by proof come right after the undefended model: they take seconds. A defense that
+        leaks too much at the start is never recommended, so it waits until the others were tried.
 
         Raises:
             OutOfTime: If there is no time for one defense.
@@ -269,7 +313,7 @@ class _Comparison:
             label = waiting.pop(0)
             defense = self._defenses[label]
             try:
-                self._reserve(label, len(outcomes), label in starts)
+                self._reserve(label, len(self._stages), label in starts)
                 trainings = FEWEST_RATES * self._training_seconds(label)
                 if label not in starts:
                     seconds = self._round_seconds(rounds=4, trainings=trainings)
@@ -282,9 +326,12 @@ class _Comparison:
                         self._leaky[label] = leaky[0]
                         waiting.append(label)
                         continue
+                self.say(f"{label}: training at several learning rates, then attacks")
                 rate = self._trials.best(label, defense, self._rates(label, *waiting))
                 accuracies = self._trials.judging(label, defense, rate)
-                seconds = self._round_seconds(3) if outcomes else self._round_seconds(5, trainings)
+                seconds = (
+                    self._round_seconds(3) if self._stages else self._round_seconds(5, trainings)
+                )
                 training = label, defense, rate, None
                 end = self._attack({label: defense}, "end", seconds, label, training)
             except OutOfTime:
@@ -298,8 +345,25 @@ class _Comparison:
             outcomes += found
             for outcome in found:
                 self._say(outcome)
+            if label == "none":
+                outcomes += self._try_heads(plain)
         if len(outcomes) < 2:
             raise OutOfTime
+        return outcomes
+
+    def _try_heads(self, plain: list[float]) -> list[Outcome]:
+        """Return the outcomes of heads by proof on one seed, as far as there is time."""
+        outcomes = list[Outcome]()
+        self._pace.reserved = 0.0  # a proof is worth more than another measured defense
+        for label in self._heads.encoders:
+            self.say(f"{label}: features of all samples once, then training")
+            try:
+                accuracies = [self._heads.judging(label, self._settings.seed)]
+            except OutOfTime:
+                self._omitted[label] = ""
+                continue
+            outcomes.append(self._heads.outcome_of(label, accuracies, [plain]))
+            self._say(outcomes[-1])
         return outcomes
 
     def _reserve(self, label: str, tried: int, is_attacked: bool) -> None:
@@ -316,7 +380,7 @@ class _Comparison:
         attack = self._attack_seconds if tried > 1 else self._shortest_round
         after = attack
         if not tried:
-            after += self._training_seconds(*list(self._defenses)[1:2]) + 2 * attack
+            after += self._training_seconds(*list(self._defenses)[:2][-1:]) + 2 * attack
         elif tried > 1:
             judged = 3 * self._training_seconds(*self._stages)
             after += 4 * attack + judged + self._judging_seconds
@@ -356,26 +420,31 @@ class _Comparison:
         return f" (before training {self._leaky[label].attack} {self.score.verb} {leak})"
 
     def _say(self, outcome: Outcome) -> None:
-        logger.warning(
-            f"{outcome.defense}: accuracy {percent(outcome.accuracy)}, {outcome.attack} "
-            f"{self.score.verb} {self.score.format_estimate(shown_leak(outcome, self.score))}; "
-            f"{max(self._pace.left, 0) / 60:.1f} minutes left"
-        )
+        said = f"{outcome.defense}: accuracy {percent(outcome.accuracy)}"
+        if outcome.proof is not None:
+            self.say(f"{said}, by proof (ε = {outcome.proof.epsilon:.2g})")
+            return
+        leak = self.score.format_estimate(shown_leak(outcome, self.score))
+        self.say(f"{said}, {outcome.attack} {self.score.verb} {leak}")
 
-    def judge(self, plain: Outcome, last: list[Outcome]) -> list[Outcome]:
-        """Judge the undefended training and the finalists on as many new seeds as time allows.
+    def judge(
+        self, plain: Outcome, last: list[Outcome], heads: Sequence[Outcome] = ()
+    ) -> list[Outcome]:
+        """Judge the undefended training, heads and finalists on as many seeds as time allows.
 
         Finalists are also attacked on the other half of the messages.
         """
         accuracies = dict[str, list[list[float]]]()
         possible, last = last, self._affordable(last)
-        compared = [plain, *last]
+        compared = [plain, *heads, *last]
         for number, seed in enumerate(self._trials.final_seeds):
             attacks = 2 * len(last) * self._attack_seconds if number == 0 else 0.0
             self._pace.reserved = attacks + self._judging_seconds
-            to_train = [o.defense for o in compared if not self._has_judged(o, seed)]
+            to_train = [o.defense for o in [plain, *last] if not self._has_judged(o, seed)]
             if to_train and not self._pace.fits(len(to_train) * self._training_seconds(*to_train)):
                 break
+            names = ", ".join(outcome.defense for outcome in compared)
+            self.say(f"seed {seed}, to judge: {names}")
             try:  # a seed counts if all have it
                 row = [self._judging(outcome, seed) for outcome in compared]
             except OutOfTime:
@@ -385,27 +454,32 @@ class _Comparison:
             if number == 0:
                 self._attack_finalists(last, seed)
             else:
-                for outcome in compared:
+                for outcome in [plain, *last]:
                     defense, rate = self._defenses[outcome.defense], outcome.learning_rate
                     self._trials.drop(outcome.defense, defense, rate, seed)
         if not accuracies:  # then the first trials judge, also those that are attacked no further
             self._attack_finalists(last, None)
-            compared = [plain, *possible]
+            compared = [plain, *heads, *possible]
             accuracies = {outcome.defense: [self._judging(outcome, None)] for outcome in compared}
         self._not_judged = [o.defense for o in possible if o.defense not in accuracies]
-        self._seeds = len(accuracies["none"])
         return [
             judged
             for outcome in compared
-            for judged in outcome_of(
-                outcome.defense, outcome.learning_rate,
-                accuracies[outcome.defense], accuracies["none"], self._stages[outcome.defense],
-            )
-        ]  # fmt: skip
+            for judged in self._judged(outcome, accuracies[outcome.defense], accuracies["none"])
+        ]
+
+    def _judged(
+        self, outcome: Outcome, accuracies: list[list[float]], plain: list[list[float]]
+    ) -> list[Outcome]:
+        """Return an outcome by its trainings that judge, or none if no attack gave anything."""
+        label = outcome.defense
+        if outcome.proof is not None:
+            return [self._heads.outcome_of(label, accuracies, plain)]
+        return outcome_of(label, outcome.learning_rate, accuracies, plain, self._stages[label])
 
     def _affordable(self, last: list[Outcome]) -> list[Outcome]:
         """Return as many finalists as time allows to train and attack again, promising first."""
-        self._pace.reserved = 0.0
+        self._pace.reserved, kept = 0.0, last
         by_promise = promising_first(last, self._settings.budget, self.guess, self.score)
         for count in range(len(last), 0, -1):
             kept = [outcome for outcome in last if outcome in by_promise[:count]]
@@ -416,6 +490,9 @@ class _Comparison:
         return kept
 
     def _judging(self, outcome: Outcome, seed: int | None) -> list[float]:
+        if outcome.proof is not None:
+            first = self._settings.seed
+            return self._heads.judging(outcome.defense, first if seed is None else seed)
         defense = self._defenses[outcome.defense]
         return self._trials.judging(outcome.defense, defense, outcome.learning_rate, seed)
 
@@ -426,6 +503,8 @@ class _Comparison:
     def _attack_finalists(self, last: list[Outcome], seed: int | None) -> None:
         """Attack finalists on the other half of the messages, as far as there is time."""
         one = {outcome.defense: self._defenses[outcome.defense] for outcome in last}
+        if not one:
+            return
         with suppress(OutOfTime):
             start = self._attack(one, "final_start", self._round_seconds(rounds=2), half=1)
             for outcome in last:
@@ -466,23 +545,27 @@ _FEWER = "Time ended some attacks on {} before all {} messages: their intervals 
 
 
 def _write(
-    choice: Choice, flags: Mapping[str, dict[str, Any] | None], chance: float,
+    choice: Choice, flags: Mapping[str, dict[str, Any] | None], heads: HeadTrials, chance: float,
     settings: TrialSettings, folder: Path, score: MainScore, source: SourceSettings | None,
 ) -> Choice:  # fmt: skip
-    chosen_flags = None if choice.chosen is None else flags[choice.chosen.defense]
-    if choice.chosen is not None and chosen_flags is None:
-        choice = dataclasses.replace(choice, words=choice.words + _NO_FLAGS)
+    chosen, chosen_flags, command = choice.chosen, None, _NOTHING_CHOSEN
+    if chosen is not None and chosen.proof is not None:
+        chosen_flags = heads.flags_of(chosen.defense)
+    elif chosen is not None:
+        defense_flags = flags[chosen.defense]
+        chosen_flags = defense_flags and {**defense_flags, **whole_model_flags(chosen, settings)}
+        command = _NO_FLAGS
+    path = folder / TRAIN_FILE
+    path.unlink(missing_ok=True)
+    if chosen is not None and chosen_flags is not None:
+        write_text(path, train_file(choice, chosen_flags, settings, source, folder))
+        command = train_command(folder, source, chosen)
     stored = dataclasses.asdict(choice)
     for outcome in filter(None, [stored["chosen"], *stored["outcomes"]]):
         # Long lists that only the tests between defenses need.
         for name in ("accuracy_by_sample", "leak_by_message", "leak_elsewhere"):
             del outcome[name]
     record = {"settings": dataclasses.asdict(settings), "chance": chance, **stored}
-    path, command = folder / TRAIN_FILE, ""
-    path.unlink(missing_ok=True)
-    if chosen_flags is not None:
-        write_text(path, train_flags(choice, chosen_flags, settings, source, folder))
-        command = train_command(folder, source)
     write_json(folder / "recommend.json", record)
     write_text(folder / "recommend.md", markdown_table(choice, score, command))
     write_text(folder / "recommend.html", html_report(choice, chance, settings, score, command))
@@ -508,7 +591,8 @@ def run_recommend(flags: Mapping[str, Any]) -> None:
     with errors_alone(*(f"hf_gradguard.{room}" for room in ("training", "gradient_map"))):
         recommend(
             model, processing_class, samples, settings.defense, settings.attack,
-            output=settings.output, source=settings,
+            output=settings.output, encoders=settings.encoder or (), public=settings.public,
+            source=settings,
             **{f.name: getattr(settings, f.name) for f in dataclasses.fields(TrialSettings)},
         )  # fmt: skip
     folder = Path(settings.output)

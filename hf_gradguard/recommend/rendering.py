@@ -12,82 +12,135 @@ from typing import Any
 import yaml
 
 from ..audit.report.page import template
-from ..audit.report.verdicts import MainScore
+from ..audit.report.verdicts import Estimate, MainScore
 from ..defenses import DEFENSES, Defense
 from ..flags import SourceSettings
-from .choice import Choice, Outcome, low_end, messages_of, percent, shown_leak
+from .choice import Choice
+from .evidence import FALSE_ALARMS, Outcome, low_end, shown_leak
+from .explanation import messages_of, percent
 from .trial_settings import WARMUP, TrialSettings
 
 TRAIN_FILE = "train.yaml"
 _SOURCE = ("model", "task", "dataset", "dataset_config", "split", "column", "label_column")
-_AS_MEASURED = " These are the steps that it was measured with. Train longer, and audit the result."
+_AS_MEASURED = "These are the steps that it was measured with. Train longer, and audit the result."
+_HEAD_AS_TRIED = (
+    "This trains the head as it was tried. Without max_steps, learning_rate and directions every "
+    "row is used, each in one message: the proof is the same."
+)
 
 _WIDTH, _HEIGHT, _MARGIN, _BOTTOM, _TOP, _RIGHT = 480, 340, 68, 50, 20, 34
 _NUMBER_WIDTH, _NUMBER_HEIGHT = 20, 15  # of a point's number
 
 
 def markdown_table(choice: Choice, score: MainScore, command: str) -> str:
-    """Return the explanation, the command to type, and a table row for every defense."""
+    """Return the explanation, the command to type, and a table row for everything tried.
+
+    Args:
+        choice: The recommendation.
+        score: The main score of attacks.
+        command: The command to type, or a sentence on why there is none.
+    """
     header = [
-        "defense", "learning rate", "accuracy", "points lost", f"best attack {score.verb}", "by",
-        "members recognized",
+        "defense", "proof", "accuracy", "points lost", f"best attack {score.verb}",
+        "members recognized", "by", "learning rate",
     ]  # fmt: skip
     entries = [_entries(outcome, score) for outcome in choice.outcomes]
     if choice.untrained is not None:
-        entries.insert(0, ["before training", "", percent(choice.untrained, digits=1), *[""] * 4])
+        accuracy = percent(choice.untrained, digits=1)
+        entries.insert(0, ["before training", "", accuracy, *[""] * 5])
     lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *entries)]
-    typed = [f"    {command}", ""] if command else []
+    typed = [f"    {command}" if _is_typed(command) else command, ""] if command else []
     limits = [choice.limits, ""] if choice.limits else []
-    return "\n".join([choice.words, "", *limits, *typed, *lines]) + "\n"
+    return "\n".join([choice.words, "", *typed, *limits, *lines]) + "\n"
+
+
+def _is_typed(command: str) -> bool:
+    return command.startswith("gradguard ")
 
 
 def _entries(outcome: Outcome, score: MainScore) -> list[str]:
-    membership = outcome.membership
+    """Return a row's cells, in the order of the table's header."""
+    proof, membership = outcome.proof, outcome.membership
+    lost = "–" if outcome.defense == "none" else percent(outcome.lost, digits=1).replace(" %", "")
+    accuracy, rate = percent(outcome.accuracy, digits=1), f"{outcome.learning_rate:.2g}"
+    if proof is not None:
+        return [
+            outcome.defense, f"ε = {proof.epsilon:.2g} at δ = {proof.delta:g}", accuracy, lost,
+            f"tells two {score.sample}s apart in ≤ {100 * proof.pairs:.0f} %",
+            f"≤ {100 * proof.members:.1f} % at {100 * FALSE_ALARMS:g} % false alarms",
+            "proof, all messages", rate,
+        ]  # fmt: skip
     return [
-        f"`{outcome.defense}`", f"{outcome.learning_rate:.2g}", percent(outcome.accuracy, digits=1),
-        "–" if outcome.defense == "none" else percent(outcome.lost, digits=1).replace(" %", ""),
+        f"`{outcome.defense}`", "no proof", accuracy, lost,
         score.format_estimate(shown_leak(outcome, score)),
-        f"{outcome.attack}, {outcome.stage}, {messages_of(outcome)}",
         "–" if membership is None else percent(membership),
+        f"{outcome.attack}, {outcome.stage}, {messages_of(outcome)}", rate,
     ]  # fmt: skip
 
 
-def train_flags(
+def whole_model_flags(chosen: Outcome, settings: TrialSettings) -> dict[str, Any]:
+    """Return the flags by which `gradguard train` trains a whole model as it was tried.
+
+    Args:
+        chosen: The outcome of the defense.
+        settings: The settings of all trials.
+    """
+    return {
+        "learning_rate": float(f"{chosen.learning_rate:.3g}"),
+        "warmup_steps": WARMUP,
+        "per_device_train_batch_size": settings.batch_size,
+        "max_steps": settings.steps,
+    }
+
+
+def train_file(
     choice: Choice,
-    defense: Mapping[str, Any],
+    flags: Mapping[str, Any],
     settings: TrialSettings,
     source: SourceSettings | None,
     folder: Path,
 ) -> str:
-    """Return a file for `gradguard train --config` with the recommended setting on the same data.
+    """Return a file for `gradguard train --config` that trains the recommended row.
 
-    It trains for as many steps as the measured accuracy is of.
+    Args:
+        choice: The recommendation, which has a chosen row.
+        flags: The row's own flags.
+        settings: The settings of all trials.
+        source: Names of the model and the data.
+        folder: The folder of the recommendation.
     """
     assert choice.chosen is not None
+    is_head = choice.chosen.proof is not None
+    # A head's encoder stands in the place of the model.
+    named = [name for name in _SOURCE if not (is_head and name == "model")]
     data = {} if source is None else {
-        name: value for name in _SOURCE if (value := getattr(source, name)) is not None
+        name: value for name in named if (value := getattr(source, name)) is not None
     }  # fmt: skip
     values = {
         **data,
         "output": str(folder / "model"),
-        **defense,
-        "learning_rate": float(f"{choice.chosen.learning_rate:.3g}"),
-        "warmup_steps": WARMUP,
-        "per_device_train_batch_size": settings.batch_size,
-        "max_steps": settings.steps,
+        **flags,
         "max_length": settings.max_length,
         "seed": settings.seed,
     }
-    paragraphs = (choice.words + _AS_MEASURED).split("\n\n")
+    paragraphs = [*choice.words.split("\n\n"), _HEAD_AS_TRIED if is_head else _AS_MEASURED]
     lines = [line for paragraph in paragraphs for line in textwrap.wrap(paragraph, 96)]
     words = "\n".join(f"# {line}" for line in lines)
     return f"{words}\n{yaml.safe_dump(values, sort_keys=False)}"
 
 
-def train_command(folder: Path, source: SourceSettings | None) -> str:
-    """Return the command to type, once `train.yaml` is in the folder."""
+def train_command(folder: Path, source: SourceSettings | None, chosen: Outcome) -> str:
+    """Return the command to type, once `train.yaml` is in the folder.
+
+    Args:
+        folder: The folder of the recommendation.
+        source: Names of the model and the data; `None` if a person has to fill them in.
+        chosen: The recommended row.
+    """
     command = f"gradguard train --config {shlex.quote(str(folder / TRAIN_FILE))}"
-    return f"{command} --model MODEL --dataset FILE" if source is None else command
+    if source is not None:
+        return command
+    return f"{command} --{'model' if chosen.proof is None else 'encoder'} MODEL --dataset FILE"
 
 
 def flags_of(defense: Defense) -> dict[str, Any] | None:
@@ -110,7 +163,8 @@ def html_report(
 ) -> str:
     """Return the page: one file without scripts that loads nothing from elsewhere."""
     outcomes = choice.outcomes
-    ticks = score.ticks([chance, *(outcome.leak.high or 0.0 for outcome in outcomes)])
+    leaks = {o.defense: shown_leak(o, score) for o in outcomes if o.leak is not None}
+    ticks = score.ticks([chance, *(leak.high or 0.0 for leak in leaks.values())])
     end = ticks[-1][0]
     # Room for whiskers within the frame.
     lowest = min(low_end(outcome.accuracy) for outcome in outcomes) - 0.02
@@ -123,16 +177,19 @@ def html_report(
         fraction = ((accuracy or 0.0) - lowest) / (highest - lowest)
         return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * fraction
 
+    # A head stands at the left edge: what is proved of it is no such score.
+    at_edge = Estimate(0.0, 0.0, 0.0)
     points = [
         {
             "number": number,
             "x": x(leak.mean), "x_low": x(leak.low), "x_high": x(leak.high),
             "y": y(accuracy.mean), "y_low": y(accuracy.low), "y_high": y(accuracy.high),
             "chosen": outcome is choice.chosen, "plain": outcome.defense == "none",
+            "proved": outcome.proof is not None,
             "beyond": score.format(leak.mean) if leak.mean > end else "",
         }
         for number, outcome in enumerate(outcomes, 1)
-        for leak, accuracy in [(shown_leak(outcome, score), outcome.accuracy)]
+        for leak, accuracy in [(leaks.get(outcome.defense, at_edge), outcome.accuracy)]
     ]  # fmt: skip
     step = next((s for s in (1, 2, 5, 10) if 20 * (highest - lowest) <= s), 20)  # five at most
     percents = range(math.ceil(100 * lowest / step) * step, math.floor(100 * highest) + 1, step)
@@ -140,6 +197,7 @@ def html_report(
     page: str = template("recommend", "recommend.html.jinja").render(
         choice=choice,
         command=command,
+        is_typed=_is_typed(command),
         settings=settings,
         score=score,
         rows=[_entries(outcome, score) for outcome in outcomes],

@@ -49,6 +49,7 @@ class TrialSettings:
             seeds and learning rates become fewer.
         max_length: The most tokens of a text; longer ones are cut.
         seed: The seed of the split, the trainings and the attacks.
+        heads: Whether to try linear heads by proof.
 
     Raises:
         ValueError: If a value is out of range.
@@ -69,6 +70,7 @@ class TrialSettings:
     budget_minutes: float = option(15.0, "minutes to take at most; what does not fit is left out")
     max_length: int = option(64, "most tokens of a text; longer ones are cut")
     seed: int = option(0, "seed of the split, the trainings and the attacks")
+    heads: bool = option(True, "try linear heads by proof")
 
     def __post_init__(self) -> None:
         for name in (
@@ -107,8 +109,15 @@ class TrialSettings:
 class CommandSettings(AttackedSettings, TrialSettings):
     """The settings of the command beside those of the trials."""
 
-    _argument_group_name: ClassVar[str] = "defenses and attacks"
+    _argument_group_name: ClassVar[str] = "encoders, defenses and attacks"
 
+    encoder: list[str] | None = option(  # noqa: RUF009
+        None, "further encoders for heads by proof, beside the model's own: folders or Hub names"
+    )
+    public: str | None = option(
+        None, "file of texts, or folder of images, that are nobody's secret, for heads by proof. "
+        "Default for texts: sentences that come with the package",
+    )  # fmt: skip
     rows: int = option(6000, "rows of the data to use at most, drawn at random")
     defense: Any = option(None, "as for `gradguard audit`. Default: noise and pruning")  # noqa: RUF009
     attack: Any = option(None, "as for `gradguard audit`. Default: the strongest that are quick")  # noqa: RUF009

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ class Trials:
 
     Args:
         model: The model as it starts. It is never changed.
-        processing_class: Its tokenizer or image processor.
+        processing_class: The model's tokenizer or image processor.
         modality: The modality, which makes batches of samples.
         split: The split of the data.
         settings: The settings of all trainings.
@@ -213,16 +214,23 @@ class Trials:
     def measure_speed(self, defenses: Mapping[str, Defense], longest: float = 10.0) -> None:
         """Take four steps under each defense, or as many as begin in time, to measure the pace.
 
+        A twentieth of the time that is left is spent at most. A defense that is not measured for
+        lack of it is taken to be as slow as the slowest that was.
+
         Args:
             defenses: Defenses by label, the undefended one first.
-            longest: Seconds after which no further step begins.
+            longest: Seconds after which no further step of a defense begins.
         """
         settings = dataclasses.replace(self.settings, steps=4)
-        for number, (label, defense) in enumerate(defenses.items()):
+        began, most = time.monotonic(), self._pace.left / 20
+        for label, defense in defenses.items():
+            if label != "none" and time.monotonic() - began > most:
+                self._pace.costs[label] = max([1.0, *self._pace.costs.values()])
+                continue
             progress = Progress(self._pace, label, f"measuring speed, {label}", longest)
             rate, model = settings.learning_rate, copy.deepcopy(self.model)
             self._train(model, defense, rate, settings.seed, settings, progress)
-            record = self._pace.compared if number else self._pace.measured
+            record = self._pace.measured if label == "none" else self._pace.compared
             record(label, progress.step_seconds)
 
     def middle_rate(self, defense: Defense) -> float:

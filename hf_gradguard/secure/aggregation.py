@@ -223,7 +223,7 @@ class SecureAggregation:
             add_up: The function that adds up words over ranks.
 
         Raises:
-            OverflowError: On all ranks, if an entry of one of them does not fit.
+            OverflowError: If an entry of any rank does not fit. All ranks raise it.
             RuntimeError: If ranks differ in what they exchange.
         """
         point = self.point(bits)

@@ -42,8 +42,8 @@ def check_attack(attack: Attack | str, **observations: Observation) -> None:
             attack on models of a certain kind. Default: small ones.
 
     Raises:
-        AssertionError: At the first breach; the message names the attack and what the contract
-            says.
+        AssertionError: If the contract is broken. The message names the attack, and what the
+            contract says.
 
     Example:
         >>> from hf_gradguard.attacks import make_attack

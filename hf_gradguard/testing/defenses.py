@@ -47,8 +47,8 @@ def check_defense(defense: Defense | str, tasks: Sequence[Task] | None = None) -
             a small image classifier.
 
     Raises:
-        AssertionError: At the first breach; the message names the defense, the tensor, and what the
-            contract says.
+        AssertionError: If the contract is broken. The message names the defense, the tensor, and
+            what the contract says.
 
     Example:
         >>> from hf_gradguard import make_defense

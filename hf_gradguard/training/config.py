@@ -1,5 +1,6 @@
-"""`GradGuardConfig`: training arguments with a defense; and what a Trainer was asked for, which may
-change between trainings.
+"""Training arguments with a defense, and the settings that a Trainer was asked for.
+
+The latter may change between trainings.
 """
 
 from __future__ import annotations
@@ -45,67 +46,73 @@ _LEAST = {
 
 @dataclass
 class GradGuardConfig(TrainingArguments):
-    """`TrainingArguments` and what concerns protection. All of the former keep their meaning.
+    """Training arguments with settings of protection.
+
+    All settings of `TrainingArguments` keep their meaning.
 
     Args:
-        defense: A name of `DEFENSES`. Has to be given here or to the Trainer; no protection is
-            spelled `"none"`.
-        defense_kwargs: The defense's settings; JSON on the command line.
-        share_input_embeddings: Share the gradient of the token embeddings, which names the batch's
-            tokens, and of other tables that the input indexes.
-        withhold: Patterns of parameters' names (`"*.experts.*"`) that are neither shared nor
-            trained, beside these.
+        defense: The name of a defense, one of `DEFENSES`. It must be given here or to the Trainer.
+            `"none"` asks for no protection.
+        defense_kwargs: The settings of the defense; JSON on the command line.
+        share_input_embeddings: Whether to share the gradient of the token embeddings, and of other
+            tables that the input indexes. It names the batch's tokens.
+        withhold: Patterns of names of further parameters that are neither shared nor trained, such
+            as `"*.experts.*"`.
         protect_labels: `"randomized_response"` randomizes the labels of the training data before
             anything is computed from them.
-        label_epsilon: Of that: ε-label differential privacy for each row. Smaller protects more. A
-            text that is there k times has k times the ε.
-        batch_statistics: Running statistics of batch normalization: `"local"`, each rank its own,
-            of which rank 0's are saved; `"shared"`, averaged over ranks at every optimizer step,
-            unprotected; `"frozen"`, those that the model came with. Then whatever else modules
-            keep of a batch is put back after each message, too.
-        clients_per_process: Cut each rank's batch into that many clients, each protected by itself;
-            with `num_clients`, draw that many each step of those that live on the rank.
-        num_clients: Divide the training data among so many clients, which live on the ranks in
-            turn: a federation in simulation. Each step draws some of them, and weighs them by their
-            numbers of rows.
-        partition: Of the data among `num_clients`: `"iid"`, or `"dirichlet"` by class.
-        dirichlet_alpha: Of that partition: the smaller, the less alike are clients.
-        secure_aggregation: Show ranks, and who carries their messages, nothing but means: each
-            rank's gradient, loss and counts are masked so that the masks cancel in the sum. For
-            three ranks and more.
-        secure_aggregation_range: Largest size of an entry of a gradient, the same on all ranks; one
-            beyond it stops all of them. Entries are rounded to a unit of about n·range/2³¹ on n
+        label_epsilon: The ε of randomized labels: ε-label differential privacy for each row. A
+            smaller ε protects more. A text that is in the data k times has k times the ε.
+        batch_statistics: The handling of batch normalization's running statistics. With `"local"`
+            each rank has its own, and rank 0's are saved. With `"shared"` they are averaged over
+            ranks at every optimizer step, unprotected. With `"frozen"` they stay as the model came,
+            and anything else that modules keep of a batch is put back after each message.
+        clients_per_process: The number of clients that each rank's batch is cut into. Each is
+            protected by itself. With `num_clients`, it is the number of clients that a rank draws
+            for each step.
+        num_clients: The number of clients of a simulated federation. The training data are divided
+            among them, and they live on the ranks in turn. Each step draws some of them, and weighs
+            them by their numbers of rows.
+        partition: The division of the data among `num_clients`: `"iid"`, or `"dirichlet"` by class.
+        dirichlet_alpha: The concentration of a Dirichlet partition. The smaller it is, the less
+            alike are clients.
+        secure_aggregation: Whether ranks, and whoever carries their messages, see nothing but
+            means. Each rank's gradient, loss and counts are masked, and masks cancel in the sum. It
+            needs three ranks or more.
+        secure_aggregation_range: The largest size of an entry of a gradient, the same on all ranks.
+            A larger entry stops all ranks. Entries are rounded to a unit of about n·range/2³¹ on n
             ranks.
-        secure_aggregation_keys: Folder with this rank's Ed25519 key, `rankR.pem`, and every rank's
-            public one, `rankR.pub`. Without it ranks trust whoever answers, with a warning.
-        noise_for: `"message"`: a defense's `scale` is of each message. `"sum"`, with
-            `secure_aggregation` only: of the sum of the n messages that are exchanged at a time,
-            each with 1/√n of it.
-        scale_learning_rate: Multiply `learning_rate` by √(1 + r²), r being the noise in the mean of
-            a step's messages over the gradient. Off, as no factor suits all tasks
-            (docs/findings/rates.md).
-        private_dropout: Under a defense, draw each message's dropout from a stream of its own:
-            ranks share `seed`, and would know each other's masks.
-        noise_seed: Makes all noise reproducible, by anybody: no ε is stated. For tests only.
-        leakage_logging_steps: Log leakage figures of what is about to be shared at every so many
-            optimizer steps; 0 never.
-        leakage_num_probes: Probes for dFIL. By default 2 by differences, or 10 exact ones where
-            those are not to be had.
-        leakage_limit: Do not share a message whose bound on the MSE of an unbiased attacker (per
-            coordinate, in the input's unit squared) is lower for any of its samples. Measures every
-            message.
-        leakage_action: `"skip"` shares zeros in its place and goes on; `"stop"` ends training on
-            all ranks as well.
-        private_metrics: What is measured of true gradients (`defense/relative_error`,
-            `leakage/…`). `"console"`: two digits of it on each rank's own; all of it in
-            `trainer.state.log_history`, in memory and in checkpoints. `"log"`: means over 50
-            messages at least, to two digits, in trackers and in what `save_state` writes, which is
-            pushed. Two such figures of one message name a sentence among hundreds.
-        check_received: Warn on ranks above 0 of what in rank 0's weights makes gradients leak.
-        model_name_or_path: What `GradGuardTrainer(args)` loads when it is given no model.
+        secure_aggregation_keys: The folder with this rank's Ed25519 key, `rankR.pem`, and every
+            rank's public one, `rankR.pub`. Without it ranks trust whoever answers, with a warning.
+        noise_for: Whose noise a defense's `scale` states. With `"message"` it is each message's.
+            With `"sum"`, which needs `secure_aggregation`, it is that of the sum of the n messages
+            that are exchanged at a time. Each message then has 1/√n of it.
+        scale_learning_rate: Whether to multiply `learning_rate` by √(1 + r²), where r is how large
+            noise is beside the gradient in the mean of a step's messages. By default it is off,
+            since no factor suits all tasks (docs/findings/rates.md).
+        private_dropout: Whether each message's dropout is drawn from a stream of its own. Otherwise
+            ranks, which share `seed`, know each other's masks.
+        noise_seed: A seed that makes all noise reproducible by anybody, so no ε is stated. It is
+            for tests only.
+        leakage_logging_steps: The number of optimizer steps between two logs of leakage figures; 0
+            for none.
+        leakage_num_probes: The number of random probes for dFIL. By default it is 2 by differences,
+            or 10 exact ones where differences are not available.
+        leakage_limit: The least bound on the MSE of an unbiased attacker, per coordinate and in the
+            input's unit squared. A message with a lower bound for any of its samples is not shared.
+            Every message is measured then.
+        leakage_action: What happens below `leakage_limit`. `"skip"` shares zeros in the message's
+            place and goes on. `"stop"` also ends training on all ranks.
+        private_metrics: Where metrics of true gradients go, such as `defense/relative_error` and
+            `leakage/*`. With `"console"` each rank prints its own, to two digits, and
+            `trainer.state.log_history` has all of them, in memory and in checkpoints. With `"log"`
+            means over at least 50 messages, to two digits, also go to trackers and to files that
+            are pushed. Two figures of one message would identify a sentence among hundreds.
+        check_received: Whether ranks above 0 warn if rank 0's weights make gradients leak.
+        model_name_or_path: The model that `GradGuardTrainer(args)` loads if it is given none: a
+            folder or a Hub name.
 
     Raises:
-        ValueError: For an unknown defense, or a value out of range.
+        ValueError: If the defense is unknown, or a value is out of range.
 
     Example:
         >>> args = GradGuardConfig("out", defense="pruning", defense_kwargs={"ratio": 0.9})
@@ -258,15 +265,15 @@ class GradGuardConfig(TrainingArguments):
         self.check()
 
     def to_dict(self) -> dict[str, Any]:
-        """As in `TrainingArguments`, but for `noise_seed`: trackers log it, and cards show it."""
+        """Return all settings without `noise_seed`, since trackers log them and cards show them."""
         return super().to_dict() | {"noise_seed": None}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled, as `training_args.bin` is: without `noise_seed`."""
+        """Return what is pickled, as `training_args.bin` is, without `noise_seed`."""
         return vars(self) | {"noise_seed": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy in this process has all."""
+        """Return a copy, which has all settings in this process."""
         memo[id(self)] = copied = copy.copy(self)
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
         return copied
@@ -277,11 +284,12 @@ class GradGuardConfig(TrainingArguments):
         return copied
 
     def check(self) -> None:
-        """Refuse what cannot be meant. Runs again when training begins, so that a later change is
-        checked like an argument.
+        """Refuse what cannot be meant.
+
+        It runs again when training begins, so that a later change is checked like an argument.
 
         Raises:
-            ValueError: With the argument's name.
+            ValueError: If an argument cannot be meant. The message has its name.
 
         Example:
             >>> args = GradGuardConfig("out", share_input_embeddings="false")
@@ -371,8 +379,10 @@ class GradGuardConfig(TrainingArguments):
 
 
 def setting(args: TrainingArguments, name: str) -> Any:
-    """What arguments of any kind say of a field of `GradGuardConfig`: its default where they have
-    no such field, so that `TrainingArguments`, `SFTConfig` and others protect alike.
+    """Return what arguments of any kind say of a field of `GradGuardConfig`.
+
+    It is the default where they have no such field, so that `TrainingArguments`, `SFTConfig` and
+    others protect alike.
 
     Example:
         >>> setting(TrainingArguments("out"), "private_dropout")
@@ -390,14 +400,14 @@ class RequestedSettings:
     """The defense that a Trainer was asked for, by its own keyword or in its arguments.
 
     Args:
-        args: Training arguments. `defense` and `defense_kwargs` count if they have them.
-        keyword: A name, an object, or nothing.
+        args: The training arguments. `defense` and `defense_kwargs` count if they have them.
+        keyword: The Trainer's keyword `defense`: a name, an object, or nothing.
 
     Attributes:
-        defense: The one that was meant when it was resolved last.
+        defense: The defense that was meant when it was resolved last.
 
     Raises:
-        ValueError: As `resolve_defense` does.
+        ValueError: If `resolve_defense` raises it.
 
     Example:
         >>> args = GradGuardConfig("out", defense="pruning", defense_kwargs={"ratio": 0.5})
@@ -413,7 +423,7 @@ class RequestedSettings:
         self.request(args, keyword)
 
     def request(self, args: TrainingArguments, keyword: str | Defense | None) -> None:
-        """The Trainer's keyword is another now."""
+        """Change the Trainer's keyword."""
         self.defense = resolve_defense(keyword, args)
         self._keyword, self._named = keyword, _named(args)
 
@@ -425,8 +435,9 @@ class RequestedSettings:
     def changed(
         self, args: TrainingArguments, objects: Mapping[str, Any] | None = None
     ) -> list[str]:
-        """The names of what is another than when it was bound: arguments, settings of the defense,
-        and `objects`, which count by identity.
+        """Return the names of what is another than when it was bound.
+
+        These are arguments, settings of the defense, and `objects`, which count by identity.
         """
         return [
             name
@@ -435,14 +446,14 @@ class RequestedSettings:
         ]
 
     def bind(self, args: TrainingArguments, objects: Mapping[str, Any]) -> None:
-        """All this holds until it is bound again."""
+        """Remember all settings as they are now, for `changed`."""
         self._bound = self._settings(args, objects)
 
     def check_unchanged(self, args: TrainingArguments) -> None:
         """Refuse changes within a training.
 
         Raises:
-            RuntimeError: With what changed, and the way out.
+            RuntimeError: If something changed, with its name and the way out.
         """
         if changed := self.changed(args):
             raise RuntimeError(
@@ -460,11 +471,11 @@ class RequestedSettings:
 
 
 def resolve_defense(defense: str | Defense | None, args: TrainingArguments) -> Defense:
-    """The defense that a Trainer was asked for, by its own keyword or in its arguments.
+    """Return the defense that a Trainer was asked for, by its own keyword or in its arguments.
 
     Args:
         defense: A name, an object, or nothing.
-        args: Training arguments; `defense` and `defense_kwargs` count if they have them.
+        args: The training arguments; `defense` and `defense_kwargs` count if they have them.
 
     Raises:
         ValueError: If there is none, if there are two, or an object comes with `defense_kwargs`.
@@ -500,8 +511,10 @@ def _named(args: TrainingArguments) -> tuple[Any, ...]:
 
 
 def _frozen(value: Any) -> Any:
-    """A value that does not follow what is later written into it: a defense by its settings, also
-    those of its parts, a collection by its entries, anything else by its identity.
+    """Return a value that stays equal to itself if its argument is written to later.
+
+    A defense counts by its settings and those of its parts, a collection by its entries, and
+    anything else by its identity.
     """
     if isinstance(value, Defense):
         named = ((f.name, getattr(value, f.name)) for f in fields(value))  # type: ignore[arg-type]

@@ -467,7 +467,8 @@ class PoolingHandler(CallbackHandler):
         messages: Callable[[], int],
         policy: Callable[[], LogPolicy],
     ) -> None:
-        self.__dict__.update(vars(handler))
+        models = handler.model, handler.processing_class
+        super().__init__(handler.callbacks, *models, handler.optimizer, handler.lr_scheduler)
         self._messages, self._policy = messages, policy
         self._pool = PooledLogs(1)  # entries state their messages, so this number is not used
         self._shown: list[dict[str, Any]] = []

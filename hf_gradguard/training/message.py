@@ -126,7 +126,7 @@ class ClientBatch(NamedTuple):
 
     Args:
         client: The client.
-        batch: Its rows.
+        batch: The client's rows, as a batch.
         weight: The weight of its mean loss in the loss of the step; 0 if nothing in the batch
             counts.
         rows: The numbers of its rows in the data set, `(B,)`, if the batch has them.
@@ -213,8 +213,9 @@ def _dim(value: Any) -> int:
 
 
 def _is_padding_free(batch: dict[str, Any]) -> bool:
-    """Whether the row of a batch is several texts: their bounds are given, or positions begin
-    again.
+    """Return whether the row of a batch is several texts.
+
+    Their bounds are given then, or positions begin again.
     """
     positions = batch.get("position_ids")
     restarts = isinstance(positions, Tensor) and bool((positions.diff(dim=-1) < 0).any())
@@ -313,7 +314,7 @@ class MessageMaker:
             # The norm waits for the device: what follows times the defense alone.
             norm, start = _norm(gradient), time.perf_counter()
             source = ZeroGradient(gmap.parameters) if turn.is_empty else gmap
-            message, state = client.defense.apply(source, client.state, noise, step)
+            message, state = defense._send(source, noise, step)
             self._rows.compare(gmap.gradient() if self._rows.remaining else {}, message)
             if not turn.is_empty:
                 self._record(gradient, message, norm, start)
@@ -372,8 +373,9 @@ class MessageMaker:
         return means
 
     def _forget_other_parameters(self, client: Client, module: nn.Module) -> None:
-        """What a defense remembers is of the parameters that were trained. Where those are others
-        now, because some were frozen or unfrozen, it starts anew.
+        """Empty a client's state if other parameters are trained than at its last message.
+
+        Some may have been frozen or unfrozen, and the state is of the parameters that were trained.
         """
         trainable = tuple(name for name, p in module.named_parameters() if p.requires_grad)
         if trainable != self._parameters[0]:
@@ -644,8 +646,9 @@ def _follow_the_batch(
     state_after: ModuleState,
     changed: list[str],
 ) -> set[str]:
-    """Names of what a pass over another batch leaves otherwise than `state_after`: all, if the
-    model does not run on another one.
+    """Return the names of state that a pass over another batch leaves otherwise than `state_after`.
+
+    If the model does not run on another batch, all names are returned.
     """
     try:
         with draws_kept(model), no_exchange(model), torch.no_grad():
@@ -743,7 +746,7 @@ def annotate_errors(batch: Mapping[str, Any], hides_content: bool = False) -> It
     """Add to errors, which often are a model's own, what batch they are about.
 
     Args:
-        batch: Of a rank.
+        batch: The batch of a rank.
         hides_content: Whether its names alone are said: how many rows were drawn is a secret that
             an ε counts on, and logs of errors may be uploaded.
 

@@ -160,16 +160,12 @@ class GradGuardMixin(Trainer):
 
     Raises:
         ValueError: If no defense is named, or one is named twice.
-        NotImplementedError: For set-ups that cannot be protected; see `refusals.py`.
+        NotImplementedError: If the set-up cannot be protected (see `refusals.py`).
 
     Example:
         >>> from transformers import Seq2SeqTrainer
         >>> class Protected(GradGuardMixin, Seq2SeqTrainer):
         ...     pass
-        >>> trainer = Protected(model, defense="pruning")
-        >>> trainer.accelerator.backward(model(**batch).loss)
-        Traceback (most recent call last):
-        RuntimeError: GradGuardTrainer differentiates and protects a batch by itself: ...
     """
 
     train_dataset: Any
@@ -309,7 +305,7 @@ class GradGuardMixin(Trainer):
         self._share_input_embeddings: bool = setting(self.args, "share_input_embeddings")
         self._batch_statistics: str = setting(self.args, "batch_statistics")
         if self.is_world_process_zero():
-            log_protection(self.defense)
+            log_protection(self.defense, self.model)
             warn_of_statistics(self.model, self._batch_statistics)
         self._withhold = setting(self.args, "withhold") or []
         self._tables = self._agreed_tables()
@@ -746,7 +742,7 @@ class GradGuardMixin(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as `Trainer` does, with the defense's metrics and ε beside the training loss.
 
-        The last ones stand beside the summary.
+        Metrics since the last log are added to the training's summary.
         """
         if "loss" in logs or "train_loss" in logs:
             counts, metrics = self._messages.metric_counts, self._messages.pop_metrics()
@@ -773,9 +769,9 @@ class GradGuardMixin(Trainer):
         return self.args.gradient_accumulation_steps * self.accelerator.num_senders
 
     def save_state(self) -> None:
-        """Save the state without metrics of true gradients and with figures of many messages.
+        """Save the Trainer's state as others may see it, since a push uploads the file.
 
-        A push uploads that file.
+        It has no metrics of true gradients, and other figures are means over many messages.
         """
         super().save_state()
         if self.is_world_process_zero():
@@ -870,7 +866,7 @@ class GradGuardMixin(Trainer):
 
     @functools.cached_property
     def account_file(self) -> AccountFile:
-        """The file where what leaves this rank is written down before."""
+        """The file that a message's figures are written to before the message leaves the rank."""
         return AccountFile(str(self.args.output_dir), self.args.process_index)
 
     @property
@@ -922,7 +918,7 @@ class GradGuardMixin(Trainer):
     # What is published
 
     def describe_message(self) -> dict[str, str]:
-        """Return how a message would be shared now, for the card."""
+        """Return how a message would be shared now, for the model's card."""
         return sharing(self)
 
     def add_model_card_callback(self, *args: Any, **kwargs: Any) -> None:
@@ -944,7 +940,7 @@ class GradGuardMixin(Trainer):
             complete_card(self)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Push what `Trainer` does, without any checkpoint or private file."""
+        """Push files to the Hub as `Trainer` does, but no checkpoint and no private file."""
         with without_private_files():
             return super().push_to_hub(*args, **kwargs)
 

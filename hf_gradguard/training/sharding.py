@@ -365,7 +365,8 @@ class ShardedWeights(LossWeights):
         """Return the weights as `LossWeights` does, for the one client that this device is of.
 
         Raises:
-            NotImplementedError: As in `LossWeights`.
+            NotImplementedError: If the loss depends on `num_items_in_batch` in another way than a
+                sum or a mean does.
         """
         shards, (batch,) = self._accelerator.shards_of(module), batches
         counted = normalization.num_items is not None

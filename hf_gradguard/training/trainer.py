@@ -25,13 +25,13 @@ class GradGuardTrainer(GradGuardMixin):
         model: The model, as for `Trainer`. It may be left out, also by passing `args` first: then
             `args.model_name_or_path` is loaded.
         args: A `GradGuardConfig` or plain `TrainingArguments`.
-        defense: The defense, as for `GradGuardMixin`, like `accountant`.
+        defense: The name of a defense, or a defense. It must be given here or in `args`.
         *positional: All other arguments of `Trainer`.
         **kwargs: All other keyword arguments of `Trainer`.
 
     Raises:
         ValueError: If no defense is named, or one is named twice.
-        NotImplementedError: For set-ups that cannot be protected; see `refusals.py`.
+        NotImplementedError: If the set-up cannot be protected (see `refusals.py`).
 
     Example:
         >>> settings = {"max_steps": 1, "logging_steps": 1, "use_cpu": True, "save_strategy": "no"}

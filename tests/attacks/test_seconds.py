@@ -37,8 +37,8 @@ def test_every_attack_takes_seconds() -> None:
 def test_a_clock_notes_that_it_stopped_an_attack() -> None:
     short, long = Clock(0.0), Clock(1e6)
     assert not short.has_stopped
-    assert (short.is_over, short.has_stopped) == (True, True)
-    assert (long.is_over, long.has_stopped) == (False, False)
+    assert (short.must_stop(), short.has_stopped) == (True, True)
+    assert (long.must_stop(), long.has_stopped) == (False, False)
 
 
 @pytest.mark.long
@@ -83,7 +83,7 @@ def test_span_stops_between_two_places_of_a_sentence(monkeypatch: pytest.MonkeyP
     make_attack("span")(observation)
     whole = len(passes)
     passes.clear()
-    monkeypatch.setattr(Clock, "is_over", property(lambda clock: _stop(clock, len(passes) > 8)))
+    monkeypatch.setattr(Clock, "must_stop", lambda clock: _stop(clock, len(passes) > 8))
     short = make_attack("span", seconds=1.0)(observation)
     assert not short.complete
     assert 8 < len(passes) < 40 < whole

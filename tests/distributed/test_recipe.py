@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_gradguard.cli import main
+from hf_gradguard.heads import PrivateHeadForSequenceClassification
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "recipes/sst2.py"
@@ -132,6 +133,33 @@ def test_a_file_of_flags_trains_on_two_ranks_as_on_one(tmp_path: Path) -> None:
     assert "bert.encoder.layer.0.attention.self.value.weight" in moved
     for name in moved:
         assert (both[name] - one[name]).norm() < 0.01 * (one[name] - start[name]).norm(), name
+
+
+def test_a_head_by_proof_on_two_ranks(tmp_path: Path) -> None:
+    """`accelerate launch -m hf_gradguard train --head`: each rank is a client with its own rows."""
+    words = [f"w{i}" for i in range(12)]
+    rows = [f"w{i % 10} w{i % 7} w{i % 3},{'good' if i % 2 else 'bad'}" for i in range(24)]
+    public = [f"w{i % 12} w{i % 5} w{i % 4}" for i in range(30)]
+    (tmp_path / "rows").mkdir()
+    for split in ("train", "dev"):
+        (tmp_path / "rows" / f"{split}.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    (tmp_path / "public.csv").write_text("\n".join(["text", *public]) + "\n")
+    encoder = save_encoder(tmp_path / "encoder", word_tokenizer(words), 16)
+    out = tmp_path / "out"
+    done = on_two_ranks(
+        "-m", "hf_gradguard", "train", "--head", "--encoder", str(encoder), "--dataset",
+        str(tmp_path / "rows"), "--public", str(tmp_path / "public.csv"), "--output", str(out),
+        "--per_device_train_batch_size", "4", "--use_cpu", "--num_ranks", "2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert (metrics["ranks"], metrics["steps"], metrics["defense"]) == (2, 3, "dp_sgd")
+    assert metrics["noise_multiplier"] == 1.5
+    assert metrics["eval_sentences"] == 24
+    assert done.stdout.count("Load it by pipeline(") == 1
+    head = PrivateHeadForSequenceClassification.from_pretrained(out)
+    assert head.config.label2id == {"bad": 0, "good": 1}
+    assert float(head.head.weight.abs().sum()) > 0
 
 
 def test_wrong_number_of_ranks_stops(

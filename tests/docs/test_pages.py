@@ -27,6 +27,8 @@ from pathlib import Path
 import pytest
 
 import hf_gradguard
+from hf_gradguard import demo
+from tests.helpers import save_encoder, word_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOBS = ("README.md", "docs/*.md", "docs/findings/*.md", "model_cards/*/README.md")
@@ -57,9 +59,26 @@ def _reason(found: re.Match[str]) -> str | None:
     return found["reason"]
 
 
+@pytest.fixture(scope="session")
+def site_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny encoder in the package that the extra `demo` installs."""
+    folder = tmp_path_factory.mktemp("site")
+    package = folder / demo.ENCODER
+    package.mkdir()
+    (package / "__init__.py").touch()
+    rows = demo.sentences("train") + demo.sentences("dev")
+    words = sorted({word for text, _ in rows for word in re.findall(r"\w+|[^\w\s]", text)})
+    save_encoder(package / "model", word_tokenizer(words), 48)
+    return folder
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_runs(
+    page: Path, tmp_path: Path, site_packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
+    if importlib.util.find_spec(demo.ENCODER) is None:
+        monkeypatch.syspath_prepend(site_packages)
     # A module of its own: classes look up theirs, dataclasses for one.
     module = types.ModuleType(f"page_{page.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -12,7 +12,7 @@ from examples import example_names
 from helpers import make_task
 from torch import nn
 
-from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap
 from hf_gradguard.heads import PrivateHead, layer_features, private_head, whitened_directions
 
 PUBLIC = ["a good film", "a bad film", "the plot is slow", "it is a joke", "very warm", "dull"]
@@ -137,3 +137,14 @@ def test_it_learns_behind_correlated_noise(tmp_path: Path) -> None:
     assert float(right) > 0.9
     assert trainer.private_rows is not None
     assert trainer.private_rows.account.epsilon(1e-4) > 0  # stated by no log behind a known seed
+
+
+def test_attacks_reach_a_heads_text() -> None:
+    """A head that is given texts has a gradient that depends on them, as an audit of it needs."""
+    model, tokenizer = names()
+    head = private_head(model, PUBLIC, 2, processing_class=tokenizer)
+    batch = dict(tokenizer(["the plot is long and dull"], return_tensors="pt"))  # type: ignore[operator]
+    batch["labels"] = torch.tensor([0])
+    gmap = GradientMap(head, batch)
+    assert set(gmap.gradient()) == {"head.weight"}
+    assert gmap.vjp(gmap.gradient()).abs().max() > 0

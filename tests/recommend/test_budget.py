@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hf_gradguard.audit.cells import Audit
@@ -15,7 +16,9 @@ from hf_gradguard.audit.report.summary import Summary, summarize
 from hf_gradguard.audit.run import make_defenses
 from hf_gradguard.recommend import pace as pace_module
 from hf_gradguard.recommend import recommendation as run_module
-from hf_gradguard.recommend.choice import Outcome, highest_leak, messages_of
+from hf_gradguard.recommend.evidence import Outcome, Proof, highest_leak
+from hf_gradguard.recommend.explanation import messages_of
+from hf_gradguard.recommend.intervals import accuracy_over_seeds, mean_over_seeds
 from hf_gradguard.recommend.outcomes import outcome_of
 from hf_gradguard.recommend.pace import OutOfTime, Pace
 from hf_gradguard.recommend.recommendation import _Comparison
@@ -49,12 +52,44 @@ def summary_of(defenses: list[str], leaks: list[float], planned: int = MESSAGES)
     )  # fmt: skip
 
 
+class Heads:
+    """Trains heads in name only, each in so many seconds."""
+
+    def __init__(self, machine: Machine, seconds: float, count: int) -> None:
+        self._machine, self._seconds = machine, seconds
+        self.encoders = {f"head on {number}": str(number) for number in range(count)}
+        self.seeds = set[tuple[str, int]]()
+
+    def observe(self, *speed: Any) -> None:
+        return None
+
+    def judging(self, label: str, seed: int) -> list[float]:
+        if (label, seed) not in self.seeds:
+            if not self._machine.pace.fits(self._seconds):
+                raise OutOfTime
+            self._machine.spend(self._seconds)
+        self.seeds.add((label, seed))
+        return ([1.0] * 4 + [0.0]) * 40
+
+    def outcome_of(self, label: str, accuracies: Any, plain: Any) -> Outcome:
+        proof = Proof(1.5, 2.7, 1e-5, self.encoders[label])
+        lost = mean_over_seeds(np.array(plain) - np.array(accuracies), are_fractions=True)
+        return Outcome(
+            label, 10.0, accuracy_over_seeds(accuracies), lost, None, proof=proof,
+            accuracy_by_sample=dict(enumerate(np.mean(accuracies, axis=0).tolist())),
+            trainings=[0.8] * len(accuracies),
+        )  # fmt: skip
+
+
 class Machine:
     """Trains and attacks in name only, and takes its time."""
+
+    model = None
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, minutes: float, step: float, message: float,
         slower: Speed = lambda passed: 1.0, costs: Mapping[str, float] | None = None,
+        head: float = 1.0, heads: int = 0,
     ) -> None:  # fmt: skip
         self.passed, self.step, self.message, self.slower = 0.0, step, message, slower
         self.costs = costs or {}  # how many times as long a step takes, by defense
@@ -65,6 +100,7 @@ class Machine:
         self.rounds = dict[str, int]()  # messages that were attacked, by name
         self.final_seeds = [1, 2, 3]
         self.stored = set[Any]()
+        self.heads = Heads(self, head, heads)
 
     def spend(self, seconds: float) -> None:
         self.passed += seconds * self.slower(self.passed)
@@ -141,7 +177,8 @@ class Machine:
     def compare(self) -> tuple[list[Outcome], str]:
         defenses: Any = make_defenses(SPECS)
         doubles: Any = self
-        comparison = _Comparison(defenses, doubles, doubles, self.settings, self.pace)
+        heads: Any = self.heads
+        comparison = _Comparison(defenses, doubles, doubles, heads, self.settings, self.pace)
         judged = comparison.run()[1]
         return judged, comparison.limits_words()
 
@@ -203,11 +240,13 @@ def test_time_that_is_short_is_for_finalists_that_qualify(monkeypatch: pytest.Mo
     machine = Machine(monkeypatch, 15, step=0.1, message=2.0)
     judge = _Comparison.judge
 
-    def judge_at_the_end(self: _Comparison, plain: Outcome, last: list[Outcome]) -> list[Outcome]:
+    def judge_at_the_end(
+        self: _Comparison, plain: Outcome, last: list[Outcome], heads: list[Outcome]
+    ) -> list[Outcome]:
         assert [outcome.defense for outcome in last] == SPECS[1:]
         dear = [replace(o, lost=replace(o.lost, mean=0.045, low=0.01)) for o in last[:2]]
         self._pace._end = machine.passed + 40.0
-        return judge(self, plain, [*dear, last[2]])
+        return judge(self, plain, [*dear, last[2]], heads)
 
     monkeypatch.setattr(_Comparison, "judge", judge_at_the_end)
     judged, limits = machine.compare()
@@ -217,6 +256,32 @@ def test_time_that_is_short_is_for_finalists_that_qualify(monkeypatch: pytest.Mo
     assert attacked[3] > MESSAGES
     assert attacked[:3] == [MESSAGES] * 3
     assert "not judged" not in limits
+
+
+def test_heads_come_right_after_the_undefended_and_on_every_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch, 60, step=0.1, message=2.0, head=20.0, heads=2)
+    judged, limits = machine.compare()
+    assert [one.defense for one in judged] == ["none", "head on 0", "head on 1", *SPECS[1:]]
+    assert [len(one.trainings) for one in judged] == [3] * 6
+    assert machine.heads.seeds == {(f"head on {n}", seed) for n in (0, 1) for seed in range(4)}
+    assert limits == ""
+
+
+def test_a_head_is_there_where_time_is_too_short_for_defenses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the second one, as of the defenses, is said that there was no time."""
+    machine = Machine(monkeypatch, 4, step=0.6, message=9.0, head=25.0, heads=2)
+    judged, limits = machine.compare()
+    assert [one.defense for one in judged] == ["none", "head on 0", "head on 1"]
+    assert "Not tried, for lack of time (--budget_minutes): gaussian_noise, pruning" in limits
+    assert machine.passed < 4 * 60 + 20
+    slow = Machine(monkeypatch, 15, step=0.1, message=2.0, head=1000.0, heads=1)
+    judged, limits = slow.compare()
+    assert [one.defense for one in judged][:2] == SPECS[:2]
+    assert "Not tried, for lack of time (--budget_minutes): head on 0" in limits
 
 
 def test_a_budget_too_small_goes_on_from_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from hf_gradguard.audit.report.verdicts import MAIN_SCORES, Estimate
-from hf_gradguard.recommend import Outcome, choose
-from hf_gradguard.recommend.choice import (
-    finalists,
-    highest_leak,
-)
+from hf_gradguard.recommend import Choice, Outcome, Proof, choose
+from hf_gradguard.recommend.choice import finalists
+from hf_gradguard.recommend.evidence import highest_leak
 from hf_gradguard.recommend.intervals import accuracy_over_seeds, mean_over_seeds
-from hf_gradguard.recommend.rendering import html_report
+from hf_gradguard.recommend.rendering import html_report, markdown_table
 from hf_gradguard.recommend.trial_settings import TrialSettings
 
 
@@ -53,8 +51,8 @@ def test_a_leaky_defense_is_never_chosen() -> None:
     tried = [PLAIN, outcome("a", 0.2, 0.0), outcome("b", 0.0, 0.33)]
     choice = choose(tried, 0.02, chance=0.05)
     assert choice.chosen is None
-    assert choice.words.startswith("Unprotected: a server recovers 100 % [79, 100] of the words (")
-    assert "\n\nNothing is recommended: no defense tried keeps" in choice.words
+    assert choice.words.startswith("Nothing is recommended: no defense tried keeps")
+    assert "\n\nUnprotected: a server recovers 100 % [79, 100] of the words (" in choice.words
     assert "Within the budget b leaks least" in choice.words
     assert "a costs least among those" in choice.words
     assert "than that limit: 20.0 points [19.0, 21.0]" in choice.words
@@ -118,10 +116,10 @@ def test_nothing_is_recommended_that_costs_more() -> None:
     choice = choose(tried, 0.02, 0.05)
     assert choice.chosen is None
     paragraphs = choice.words.split("\n\n")
-    assert paragraphs[0].startswith("Unprotected: a server recovers 100 % [79, 100] of the words")
-    assert paragraphs[1].startswith(
+    assert paragraphs[0].startswith(
         "Nothing is recommended: no defense tried keeps accuracy within"
     )
+    assert paragraphs[1].startswith("Unprotected: a server recovers 100 % [79, 100] of the words")
     assert paragraphs[2] == (
         "b costs least among those that leak less than that limit: 5.0 points [4.0, 6.0]."
     )
@@ -138,16 +136,23 @@ def test_too_few_messages_are_said_where_nothing_else_is_wrong() -> None:
     assert "give more time (--budget_minutes; the same command continues)" in paragraphs[3]
 
 
-def test_three_sentences() -> None:
-    tried, untrained = [PLAIN, outcome("a", 0.01, 0.0)], [0.0, 1.0] * 50
-    words = choose(tried, 0.02, chance=0.05, untrained=untrained).words
-    unprotected, protected, cost = words.split("\n\n")
+def test_a_measured_defense_in_three_sentences() -> None:
+    """The first one says all that is found behind it, here and elsewhere."""
+    tried, untrained = [PLAIN, listed(outcome("a", 0.01, 0.0), 0.5)], [0.0, 1.0] * 50
+    elsewhere = {"a": "a search found 28% of the words (docs/findings/text.md)"}
+    words = choose(tried, 0.02, 0.05, untrained=untrained, elsewhere=elsewhere).words
+    answer, unprotected, accuracy = words.split("\n\n")
+    assert answer == (
+        "Train the whole model with a, without a proof: it loses 1.0 points [0.0, 2.0], and a "
+        "server recovers 0 % [0, 17] of the words (16 messages; a guess has 5 %) and recognizes "
+        "50 % [45, 55] of a message's texts among 54 candidates; elsewhere, a search found 28% of "
+        "the words (docs/findings/text.md)."
+    )
     assert unprotected == (
         "Unprotected: a server recovers 100 % [79, 100] of the words (16 messages)."
     )
-    assert protected == "With a: 0 % [0, 17] of the words (16 messages); a guess has 5 %."
-    assert cost.startswith("Cost: 1.0 points [0.0, 2.0] of accuracy (90.0 to 89.0 %; 50.0 % before")
-    assert cost.endswith("100 samples, 1 training, so that other seeds may differ by more).")
+    assert accuracy.startswith("Accuracy: 90.0 to 89.0 %; 50.0 % before training (100 samples, ")
+    assert accuracy.endswith("1 training, so that other seeds may differ by more).")
 
 
 def test_a_training_that_taught_nothing_has_no_price() -> None:
@@ -192,15 +197,82 @@ def listed(one: Outcome, named: float, width: float = 0.05) -> Outcome:
     )
 
 
-def test_much_membership_inference_names_a_defense_against_it() -> None:
-    for named, said in ((0.5, True), (0.08, False)):  # of the latter 0.03 to 0.13
-        tried = [listed(PLAIN, 1.0), listed(outcome("a", 0.0, 0.1), named)]
-        words = choose(tried, 0.02, chance=0.2).words
-        last = words.split("\n\n")[-1]
-        assert f"t recognizes {100 * named:.0f} %" in last
-        assert "among 54 candidates." in last
-        assert ("share its linear head alone" in last) == said
-        assert ("is not hidden." in last) == said
+def headed(name: str, lost: float, sigma: float = 1.5) -> Outcome:
+    proof = Proof(sigma, epsilon=2.7, delta=1e-5, encoder=name)
+    none = {"leak": None, "attack": "", "stage": "", "leak_by_message": {}}
+    return dataclasses.replace(outcome(f"head on {name}", lost, 0.0), proof=proof, **none)
+
+
+def test_a_head_by_proof_comes_first() -> None:
+    """Though a measured defense loses less, and no attack found a word behind it."""
+    tried = [PLAIN, headed("E", 0.02), listed(outcome("a", 0.0, 0.0), 0.5)]
+    choice = choose(tried, 0.02, 0.05, untrained=[0.0, 1.0] * 50)
+    assert choice.chosen is tried[1]
+    answer, meaning, accuracy, beside, unprotected = choice.words.split("\n\n")
+    assert answer == (
+        "Train only a linear head on E, by proof (ε = 2.7 at δ = 1e-05): it loses 2.0 points "
+        "[1.0, 3.0] of accuracy against the whole model undefended."
+    )
+    # Worked by hand: Φ(Φ⁻¹(0.01) + 1/1.5) and Φ(1/1.5).
+    assert "at most 4.8 % of the rows at 1 % false alarms" in meaning
+    assert "which of two texts a row holds in at most 75 % of cases" in meaning
+    assert accuracy.startswith("Accuracy: 90.0 to 88.0 %; 50.0 % before training")
+    assert beside.startswith("Not proved, for the whole model: a loses 0.0 points [-1.0, 1.0], and")
+    assert "recognizes 50 % [45, 55] of a message's texts" in beside
+    assert unprotected.startswith("Unprotected: a server recovers 100 %")
+
+
+def test_a_head_that_costs_too_much_is_named_with_what_to_allow() -> None:
+    tried = [PLAIN, headed("E", 0.05), headed("F", 0.08), outcome("a", 0.0, 0.0)]
+    choice = choose(tried, 0.02, 0.05)
+    assert choice.chosen is tried[3]
+    last = choice.words.split("\n\n")[-1]
+    assert last == (
+        "A linear head on E, by proof (ε = 2.7), loses 5.0 points [4.0, 6.0]. To choose it, allow "
+        "more (--budget 0.04; the same command then answers at once)."
+    )
+    assert choose(tried, 0.04, 0.05).chosen is tried[1]
+    nothing = choose(tried[:3], 0.02, 0.05)
+    assert nothing.chosen is None
+    assert nothing.words.startswith("Nothing is recommended: ")
+    assert last in nothing.words
+
+
+def test_of_heads_the_first_that_is_not_shown_to_be_worse() -> None:
+    heads = [headed("E", 0.02), headed("F", 0.015), headed("G", -0.03)]
+    assert choose([PLAIN, *heads[:2]], 0.05, 0.05).chosen is heads[0]
+    assert choose([PLAIN, *heads], 0.05, 0.05).chosen is heads[2]
+
+
+def test_a_head_needs_no_undefended_training_that_taught() -> None:
+    """Its accuracy is its own; what it loses is against a model that learned nothing."""
+    right = {number: float(number % 2) for number in range(100)}
+    untaught = dataclasses.replace(PLAIN, accuracy_by_sample=right)
+    tried, before = [untaught, headed("E", -0.3), outcome("a", 0.0, 0.0)], list(right.values())
+    choice = choose(tried, 0.02, 0.05, untrained=before)
+    assert choice.chosen is tried[1]
+    assert "For the whole model nothing is recommended: undefended training taught" in choice.words
+    unlearned = dataclasses.replace(headed("E", 0.0), accuracy_by_sample=right)
+    assert choose([PLAIN, unlearned], 0.02, 0.05, untrained=before).chosen is None
+
+
+def test_a_head_has_a_row_in_the_table_and_on_the_page() -> None:
+    score = MAIN_SCORES["text"]
+    choice = choose([PLAIN, headed("E", 0.02), outcome("a", 0.0, 0.0)], 0.02, 0.05)
+    table = markdown_table(choice, score, "gradguard train --config train.yaml")
+    assert (
+        "| head on E | ε = 2.7 at δ = 1e-05 | 88.0 % [86.0, 90.0] | 2.0 [1.0, 3.0] | tells two "
+        "texts apart in ≤ 75 % | ≤ 4.8 % at 1 % false alarms | proof, all messages | 0.001 |"
+    ) in table
+    assert "| `a` | no proof | 90.0 %" in table
+    page = html_report(choice, 0.05, TrialSettings(), score, "gradguard train --config train.yaml")
+    assert page.count("<circle") == 2
+    assert page.count('<rect class="dot chosen"') == 1
+    assert "Train with it: <code>gradguard train --config train.yaml</code>" in page
+    nothing = Choice(choice.outcomes, None, "Nothing is recommended.")
+    assert "<p>There is no file.</p>" in html_report(
+        nothing, 0.05, TrialSettings(), score, "There is no file."
+    )
 
 
 def test_attacks_that_recover_nothing_undefended_say_nothing() -> None:
@@ -208,6 +280,7 @@ def test_attacks_that_recover_nothing_undefended_say_nothing() -> None:
     choice = choose([blind, outcome("a", 0.0, 0.0)], 0.02, chance=0.2)
     assert choice.chosen is None
     assert "reconstructs data of this model even undefended (a server recovers 17 %" in choice.words
+    assert choice.words.startswith("Nothing is recommended: no attack that was tried reconstructs")
     # Nor does membership inference that recognizes as many.
     tried = [listed(blind, 1.0), listed(outcome("a", 0.0, 0.0), 0.95)]
     assert choose(tried, 0.02, chance=0.2).chosen is None

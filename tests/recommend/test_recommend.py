@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,15 +43,17 @@ from hf_gradguard.defenses.dp import DPSGD, PrivacyPlan
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.flags import FlagParser, fill
 from hf_gradguard.recommend import Choice, recommend
-from hf_gradguard.recommend import choice as choice_module
+from hf_gradguard.recommend import evidence as evidence_module
+from hf_gradguard.recommend.head_trials import why_no_head
 from hf_gradguard.recommend.rendering import flags_of
 from hf_gradguard.recommend.trial_settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, TrialSettings
 from hf_gradguard.recommend.trials import Split, Trials, accuracy_by_sample, train
 from hf_gradguard.testing.small import WORDS, small_text_task
-from hf_gradguard.train import TrainArguments, TrainSettings
+from hf_gradguard.train import HeadSettings, TrainArguments, TrainSettings
 
 TEXTS = [(" ".join(WORDS[i : i + 4]), i % 2) for i in range(40)]
-FEW = {"steps": 1, "batch_size": 8, "attacked": 4, "decoys": 5, "seeds": 1, "budget": 0.99}
+FEW = {"steps": 1, "batch_size": 8, "attacked": 4, "decoys": 5, "seeds": 1, "budget": 0.99,
+       "heads": False}  # fmt: skip
 DEFENSES = ["gaussian_noise:relative_scale=20", "pruning:ratio=0.9"]
 PRIVATE = "dp_sgd:per_sample=true,target_epsilon=8,delta=0.001"
 
@@ -64,7 +67,7 @@ class OwnNoise(GaussianNoise):
 def few_messages_count() -> Iterator[None]:
     """Their interval is taken as it is: with as many as show something it would take minutes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice_module, "highest_leak", lambda outcome, score: outcome.leak.high)
+        patch.setattr(evidence_module, "highest_leak", lambda outcome, score: outcome.leak.high)
         yield
 
 
@@ -116,9 +119,9 @@ def test_the_file_names_what_is_recommended(found: tuple[Path, Choice], tmp_path
     assert choice.chosen is choice.outcomes[1]
     file = folder / "train.yaml"
     text = file.read_text()
-    assert text.startswith("# Unprotected: a server recovers 100 %")
-    assert "\n# With gaussian_noise:relative_scale=20: 0 % [0, " in text
-    kinds = TrainSettings, TrainArguments
+    assert text.startswith("# Train the whole model with gaussian_noise:relative_scale=20, without")
+    assert "\n# Unprotected: a server recovers 100 %" in text
+    kinds = TrainSettings, HeadSettings, TrainArguments
     needed = ["--model", "m", "--dataset", "d", "--output", str(tmp_path), "--use_cpu"]
     parser = FlagParser("gradguard train", "", "", *kinds)
     values = parser.values(["--config", str(file), *needed])
@@ -131,32 +134,83 @@ def test_the_file_names_what_is_recommended(found: tuple[Path, Choice], tmp_path
     assert made == make_defense("gaussian_noise", relative_scale=20.0)
 
 
+def write_encoder_and_rows(folder: Path, count: int = 100) -> None:
+    """Texts of which one word says the class, and an encoder that reads it."""
+    torch.manual_seed(0)
+    tokenizer = small_text_task()[2]
+    assert tokenizer is not None
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = BertConfig(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.3, **sizes)
+    BertModel(config).save_pretrained(folder / "encoder")
+    tokenizer.save_pretrained(folder / "encoder")
+    kinds = [("good", WORDS[1]), ("bad", WORDS[2])]
+    rows = [f"{WORDS[3 + i % 9]} {word} {WORDS[3 + i % 7]};{kind}"
+            for i in range(count) for kind, word in kinds]  # fmt: skip
+    (folder / "rows.csv").write_text("\n".join(["words;kind", *rows]))
+    texts = [" ".join(WORDS[1 + (i * k) % 11] for k in (1, 2, 3)) for i in range(60)]
+    (folder / "public.csv").write_text("\n".join(["text", *texts]))
+
+
+@pytest.mark.long
+def test_a_head_by_proof_is_recommended_and_trained_by_the_command_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two encoders the model's own comes first; the file trains the head as it was tried."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    write_encoder_and_rows(tmp_path, count=400)
+    shutil.copytree("encoder", "second")
+    flags = [
+        "--model", "encoder", "--dataset", "rows.csv", "--output", "found", "--public",
+        "public.csv", "--encoder", "second", "--column", "words", "--label_column", "kind",
+        "--attack", "span", "--attacked", "8", "--defense", "pruning:ratio=0.9", "--decoys", "0",
+        "--steps", "55", "--seeds", "2", "--batch_size", "8", "--budget", "0.5",
+    ]  # fmt: skip
+    main(["recommend", *flags])
+    stored = json.loads(Path("found/recommend.json").read_text())
+    names = [outcome["defense"] for outcome in stored["outcomes"]]
+    assert names[:3] == ["none", "head on encoder", "head on second"]
+    chosen = stored["chosen"]
+    assert chosen["defense"] == "head on encoder"
+    assert stored["words"].startswith("Train only a linear head on encoder, by proof (ε = 2.8 at")
+    assert stored["limits"] == ""
+    assert [len(outcome["trainings"]) for outcome in stored["outcomes"][:3]] == [2, 2, 2]
+    train = yaml.safe_load(Path("found/train.yaml").read_text())
+    assert (train["head"], train["encoder"], train["public"]) == (True, "encoder", "public.csv")
+    assert "model" not in train
+    command = "gradguard train --config found/train.yaml"
+    assert all(command in Path(f"found/recommend.{kind}").read_text() for kind in ("md", "html"))
+    main([*command.split()[1:], "--use_cpu"])
+    trained = json.loads(Path("found/model/metrics.json").read_text())
+    assert (trained["steps"], trained["eval_sentences"]) == (55, 80)
+    assert chosen["accuracy"]["low"] > 0.6  # a guess has half
+    assert chosen["accuracy"]["low"] - 0.15 <= trained["accuracy"]
+    assert trained["epsilon"] == pytest.approx(chosen["proof"]["epsilon"], rel=1e-3)
+    assert trained["noise_multiplier"] == chosen["proof"]["noise_multiplier"]
+    assert trained["directions"] == train["directions"]
+    again = json.loads(Path("found/recommend.json").read_text())["outcomes"][1]["trainings"]
+    main(["recommend", *flags])
+    assert json.loads(Path("found/recommend.json").read_text())["chosen"]["trainings"] == again
+
+
 @pytest.mark.long
 def test_what_is_recommended_is_trained_by_the_command_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The accuracy that was promised, on other held-out texts of the same kind."""
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    tokenizer = small_text_task()[2]
-    assert tokenizer is not None
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-    config = BertConfig(vocab_size=len(tokenizer), hidden_size=32, initializer_range=0.3, **sizes)
-    BertModel(config).save_pretrained("encoder")
-    tokenizer.save_pretrained("encoder")
-    kinds = [("good", WORDS[1]), ("bad", WORDS[2])]
-    rows = [f"{WORDS[3 + i % 9]} {word} {WORDS[3 + i % 7]};{kind}"
-            for i in range(100) for kind, word in kinds]  # fmt: skip
-    Path("rows.csv").write_text("\n".join(["words;kind", *rows]))
+    write_encoder_and_rows(tmp_path)
     main([
         "recommend", "--model", "encoder", "--dataset", "rows.csv", "--output", "found",
         "--column", "words", "--label_column", "kind", "--attack", "span", "--attacked", "8",
         "--defense", "gaussian_noise:relative_scale=2", "--decoys", "0", "--steps", "40",
-        "--learning_rate", "5e-3", "--seeds", "2",
+        "--learning_rate", "5e-3", "--seeds", "2", "--no_heads",
     ])  # fmt: skip
-    notices = "Known of", "Withheld", "There is one process"  # a Trainer's, for who trains
+    notices = "Behind ", "Withheld", "There is one process"  # a Trainer's, for who trains
     assert not [line for line in caplog.messages if line.startswith(notices)]
-    assert any(line.startswith("recommend would take") for line in caplog.messages)
+    stages = [line for line in caplog.messages if "minutes left] " in line]
+    assert stages[0].endswith("the model before training")
+    assert any("to judge: none, gaussian_noise:relative_scale=2" in line for line in stages)
     chosen = json.loads(Path("found/recommend.json").read_text())["chosen"]
     command = "gradguard train --config found/train.yaml"
     assert all(command in Path(f"found/recommend.{kind}").read_text() for kind in ("md", "html"))
@@ -213,7 +267,7 @@ def test_trials_are_not_told_that_they_are_alone(caplog: pytest.LogCaptureFixtur
     logging.warning_once.cache_clear()
     terms, modality = TrialSettings(steps=1), modality_of(model, tokenizer, AuditSettings())
     train(model, make_defense("gaussian_noise"), TEXTS, modality, terms, rate=1e-4, seed=0)
-    assert "Known of gaussian_noise" in caplog.text  # what a training says else
+    assert "Behind gaussian_noise" in caplog.text  # what a training says else
     assert "nothing leaves it" not in caplog.text
 
 
@@ -265,11 +319,24 @@ def test_what_no_flags_name_is_recommended_in_words(tmp_path: Path) -> None:
     choice = run(tmp_path, [chained, {"mine": OwnNoise(relative_scale=20.0)}])
     assert [one.defense for one in choice.outcomes] == ["none", chained, "mine"]
     assert choice.chosen is not None
-    assert "No flags name a chain or an object of your own" in choice.words
     assert not (tmp_path / "train.yaml").exists()
     for name in ("recommend.md", "recommend.html"):
         text = html.unescape((tmp_path / name).read_text()).replace("\N{NO-BREAK SPACE}", " ")
         assert all(paragraph in text for paragraph in choice.words.split("\n\n"))
+        assert "There is no train.yaml, since no flags name a chain or an object" in text
+
+
+def test_why_no_head_is_tried() -> None:
+    settings = TrialSettings()
+    model, _, _ = small_text_task()
+    assert why_no_head(model, None, settings) == ""
+    assert "--no_heads" in why_no_head(model, None, TrialSettings(heads=False))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vit = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **sizes))
+    assert why_no_head(vit, None, settings).endswith("(--public FOLDER).")
+    assert why_no_head(vit, "public", settings) == ""
+    language = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=16))
+    assert "this model is for text-generation" in why_no_head(language, None, settings)
 
 
 def test_flags_name_what_they_can() -> None:
@@ -293,6 +360,8 @@ def test_nothing_is_recommended_where_training_taught_nothing(found: tuple[Path,
     assert again.chosen is None
     assert "taught nothing" in again.words
     assert not (folder / "train.yaml").exists()
+    said = "There is no train.yaml, since nothing is recommended: change one of the settings"
+    assert said in (folder / "recommend.md").read_text()
     run(folder)
 
 

@@ -40,7 +40,7 @@ class PairPrior:
 
         Args:
             rows: The numbers of K pairs.
-            gradient: Their gradients, `(K, *parameter.shape)`.
+            gradient: The candidates' gradients, `(K, *parameter.shape)`.
         """
         possible = (self.prior[rows] > 0).nonzero().flatten()
         if len(possible) < len(rows):

@@ -39,7 +39,7 @@ class WhitenedMessage:
     """A message with its mean, its number of samples and its noise.
 
     Args:
-        message: What was shared.
+        message: The shared message.
         center: The mean of messages of these labels.
         samples: B, the number of samples.
         variance: The variance of the noise on an entry, in units of the weights; `None` if it is

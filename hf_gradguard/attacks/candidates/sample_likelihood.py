@@ -62,7 +62,7 @@ def mean_items(
     each in length.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         batches: The candidates, as batches of one.
         items: How many labels each has, `(P,)`.
 
@@ -115,7 +115,7 @@ def to_filter(
     """Return a message in units of its mean, unless it was clipped.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         mechanism: How the message was made.
         center: The mean of such messages.
         weights: Weights of coordinates, `None` if all weigh the same.
@@ -171,7 +171,7 @@ def weigh_by_noise(
     that is clipped on average says nothing of its members.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         mechanism: How the message was made.
         center: The mean of such messages.
         floor: The variance by which evaluations of one gradient differ, by parameter.
@@ -211,7 +211,7 @@ def weigh_beside_others(
     number of batches is known, it is taken to be of that many.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         mechanism: How the message was made.
         sizes: The root mean square of samples' gradients.
 
@@ -243,7 +243,7 @@ class ProductLikelihood:
 
     Args:
         mechanism: A mechanism to which it `applies`.
-        message: What was shared.
+        message: The shared message.
         floor: The variance by which evaluations of one gradient differ, as for `Likelihood`.
 
     Example:

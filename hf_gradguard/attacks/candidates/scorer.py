@@ -165,7 +165,7 @@ class Scorer:
             if done == total or self.clock.seconds is None:
                 continue
             priors = (self.pool.priors[i].among(self.is_scored[i]).prior for i in messages)
-            if all(prior.any() for prior in priors) and self.clock.is_over:
+            if all(prior.any() for prior in priors) and self.clock.must_stop():
                 break
         bar.close()
 

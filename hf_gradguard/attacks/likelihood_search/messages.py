@@ -71,7 +71,7 @@ def white_message(
       as noise of a tenth of each tensor: the score is then a cosine.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         mechanism: How the message was made, if that was granted.
         linear: Weights of linear layers, and whether they are stored as `(in, out)`.
 

@@ -76,12 +76,12 @@ class WhitenedScore:
     """The score of texts of one length, in standard deviations of the noise.
 
     Args:
-        observation: What the server saw, of one sample.
+        observation: The observation of the server, of one sample.
         message: Linear layers' tensors, with white noise of variance 1.
         public: Texts of that length, which give means and covariances.
         label: The class `(1,)` that texts are taken to have; none for language models.
         damping: The damping, in variances of the noise.
-        classes: Those classes of other texts in the message that are not this one.
+        classes: The classes of other texts in the message, without the class of this text.
         texts: The number of texts in the message.
 
     Raises:

@@ -119,7 +119,7 @@ class Descended:
 
     Args:
         x: The best input on the way, `(B, ...)`.
-        objective: Its distance and penalty, a scalar.
+        objective: The distance and penalty at the result, a scalar.
         labels: Labels `(B,)`, or logits `(B, C)` where labels are optimized.
         history: The objective at every evaluation.
 
@@ -202,7 +202,7 @@ class _Descent:
         is_hidden = not attack.progress or offset > 0
         bar = logging.tqdm(range(attack.steps), desc=attack.name, disable=is_hidden)
         for step in bar:
-            if step and clock.is_over:
+            if step and clock.must_stop():
                 break
             optimizer.step(evaluate)
             rate.step()

@@ -186,7 +186,15 @@ class MatchingSettings:
         offset: int,
         generator: torch.Generator,
     ) -> None:
-        """Change candidates after a step, in place; the first has the number `offset`."""
+        """Change candidates in place after a step of the search.
+
+        Args:
+            problem: The problem that is solved.
+            step: The number of the step.
+            x: The candidates.
+            offset: The number of the first candidate.
+            generator: The source of randomness.
+        """
 
     def rate(self, step: int) -> float:
         """Return the fraction of the learning rate that the schedule gives a step."""

@@ -167,7 +167,7 @@ class SearchSpace(ABC):
     """A base of search spaces: what gradient matching has to know of the input's domain.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         template: The placeholder's input, which has the known tokens in their places.
 
     Attributes:

@@ -33,7 +33,7 @@ def inputs_of_endings(
     Those of the first prefix with all tokens come first, then those of the next.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         projections: The layers.
         prefixes: Prefixes of T tokens each.
         tokens: The K tokens.
@@ -91,7 +91,7 @@ def extend_prefixes(
     """Return a decoder's sentences, found from left to right.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         view: The next layers, whose input at a position depends on the tokens up to there.
         slots: Known and candidate tokens of every position; texts are right-padded.
         beams: Prefixes to keep per sentence.
@@ -146,7 +146,7 @@ def _prefixes(
     uses_cache = can_use_cache(observation, view.projections)
     levels: list[Pool] = [{(): 0.0}]
     for position in range(max(lengths)):
-        if position and clock.is_over:
+        if position and clock.must_stop():
             break
         unfinished = sum(length > position for length in lengths)
         ids = slots.known_ids[slots.attended[:, position], position]

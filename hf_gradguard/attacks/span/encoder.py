@@ -46,7 +46,7 @@ def assemble_texts(
     """Return an encoder's sentences.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         views: Layers whose input depends on the whole sentence.
         slots: Known and candidate tokens of every position.
         filled: The surest tokens of every position, in no order, `(B, T)`.
@@ -189,7 +189,7 @@ def exchange(
     """Swap tokens at a position between sentences while they get nearer the views' spans.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         views: Layers whose input depends on the whole sentence.
         slots: Where tokens are, and which are known.
         rows: Ids to start from, `(B, T)`.
@@ -218,7 +218,7 @@ def exchange(
             text_indices = is_unknown[:, place].nonzero().flatten().tolist()
             every_pair = itertools.combinations(text_indices, 2)
             text_pairs = [(i, j) for i, j in every_pair if rows[i, place] != rows[j, place]]
-            if not text_pairs or clock.is_over:
+            if not text_pairs or clock.must_stop():
                 continue
             pairs = torch.tensor(text_pairs, device=rows.device)
             swapped = rows[pairs]  # (pairs, 2, T)
@@ -285,7 +285,7 @@ class _Descent:
         if attention.heads * attention.num_equations * choices > MOST_ENTRIES:
             return
         for attempt in range(attempts * self.count):
-            if len(self.correct) >= self.count or self.clock.is_over:
+            if len(self.correct) >= self.count or self.clock.must_stop():
                 break
             if self.program is None:
                 self.program = SentenceProgram(attention, known_ids, self.tokens, self.clock)
@@ -306,7 +306,7 @@ class _Descent:
         if len(self.correct) < self.count:
             for rows, distances in self._tries(used):
                 self._note(rows, distances, used)
-                if len(self.correct) >= self.count or self.clock.is_over:
+                if len(self.correct) >= self.count or self.clock.must_stop():
                     break
         return self.correct if len(self.correct) >= self.count else self.pool
 
@@ -395,16 +395,16 @@ class _Descent:
         self, rows: Tensor, distances: Tensor, views: Sequence[View], choice: dict[int, Tensor]
     ) -> tuple[Tensor, Tensor]:
         for _ in range(SWEEPS):
-            if self.clock.is_over:
+            if self.clock.must_stop():
                 break
             previous = rows.clone()
             for place, tokens in choice.items():
-                if len(tokens) > 1 and not self.clock.is_over:
+                if len(tokens) > 1 and not self.clock.must_stop():
                     tried = rows[:, None].repeat(1, len(tokens), 1)
                     tried[:, :, place] = tokens
                     self._improve(rows, distances, tried, views)
             is_same = torch.equal(rows, previous)
-            if is_same and choice is self.tokens and not self.clock.is_over:
+            if is_same and choice is self.tokens and not self.clock.must_stop():
                 self._reorder(rows, distances, views)
             if torch.equal(rows, previous):
                 break

@@ -33,7 +33,7 @@ class FirstAttention:
     leaves nothing but rounding for the others.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         views: Layers behind the attention, with the spans of their gradients. The first one reads
             its output.
 
@@ -117,7 +117,7 @@ class FirstAttention:
             size = min(size, *map(len, candidates.values()))
         numbered = list(enumerate(candidates.items()))
         for group in (numbered[start : start + size] for start in range(0, len(numbered), size)):
-            if clock.is_over:
+            if clock.must_stop():
                 break
             picked = [(rows + number) % len(ids) for number, (_, ids) in group]
             tokens, values = dict(standing), [of_known.expand(len(rows), -1, -1)]

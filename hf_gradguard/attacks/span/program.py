@@ -104,7 +104,7 @@ class SentenceProgram:
         z = begun * (1 + torch.rand(len(begun), generator=generator, dtype=torch.float64))
         z = self._normalized(z)
         for step in range(STEPS):
-            if self._clock.is_over:
+            if self._clock.must_stop():
                 break
             has_begun = not used_words or step >= APART
             z = self._step(z, everything if has_begun else begun)

@@ -28,7 +28,7 @@ def distance_outside(
     """Return the sum of squared relative distances of each text's inputs from the spans, `(K,)`.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         views: Layers with the row spaces of their gradients.
         ids: Texts, `(K, T)`.
         masks: The positions that count, `(K, T)`.
@@ -140,7 +140,7 @@ def choose(
     taken twice, is better than a wrong one that explains no more than rounding.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         views: Layers with the row spaces of their gradients.
         candidates: For each row the texts, with their distances from the spans.
         sweeps: The most rounds over all rows.

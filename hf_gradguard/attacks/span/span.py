@@ -46,7 +46,7 @@ def nearest_tokens(
     """Return the ids that together span a row space, by position, the best first.
 
     Args:
-        observation: What the server saw.
+        observation: The observation of the server.
         view: The layers whose inputs are candidates, with the row space of their gradients.
         slots: The places to look at; what is known there is in the span.
         shortlist: Candidates per position that are examined closely; at least two for every token
@@ -358,7 +358,7 @@ class Span(Attack):
         """Return the row space of some layers' gradients, weighed by the noise if it is known.
 
         Args:
-            observation: What the server saw.
+            observation: The observation of the server.
             projections: The layers, which read the same input.
             rank: The largest rank that their gradients can have without noise.
         """

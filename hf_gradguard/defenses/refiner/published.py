@@ -265,7 +265,7 @@ def noise_ratio_of_samples(
     """Return the mean D of synthetic samples at x*.
 
     Args:
-        synthetic: Their map.
+        synthetic: The gradient map of the synthetic samples.
         network: The evaluation network.
         x: x*, in the shape of the map's input.
         mean: What was subtracted from pixels, as for `Pixels`.

@@ -18,7 +18,7 @@ def first_rows(batch: Batch, count: int) -> Batch:
     The batch itself is returned if it has a tensor without one row for each sample.
 
     Args:
-        batch: What a collator returns.
+        batch: A batch, as a collator returns it.
         count: The most samples, at least 1.
 
     Example:

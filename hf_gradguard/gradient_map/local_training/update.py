@@ -46,7 +46,7 @@ class UpdateMap(GradientMap):
         batches: The batch of each of the K local steps, in order.
         learning_rate: η, or one of each step.
         optimizer: `"sgd"` or `"adamw"`, with a new state; or one made by `make_optimizer`.
-        optimizer_kwargs: Its other settings, as `torch.optim` calls them.
+        optimizer_kwargs: The other settings of a named optimizer, as `torch.optim` calls them.
         loss_fn: The loss, as for `GradientMap`.
         share_input_embeddings: Whether to share tables, as for `GradientMap`.
         withhold: Patterns of withheld names, as for `GradientMap`.

@@ -400,27 +400,21 @@ def plan_of(gmap: GradientMap, samples: int, clip: float) -> tuple[SamplePlan, T
     Raises:
         FloatingPointError: If no row has a finite gradient, before any message was shared.
     """
-    known = plan = known_plan(gmap)
-    is_underway = plan is not None or cache_of(gmap.model).is_underway
-    coarse = coarse_arithmetic(gmap) if plan is None else plan.coarse
-    if plan is None:
-        plan = _try_out_or_part(gmap, samples, clip, coarse, WEIGHT_RULES, {}, is_underway)
-        if plan is None and is_underway:  # this batch tells nothing about the model
-            return SamplePlan(WEIGHT_RULES, "no row has a gradient"), sample_items(
-                "rows", gmap.batch
-            )
-        if plan is None:  # no row has a finite gradient, so the model is broken
-            with gmap.replay.run():
-                gradient = plain_gradient(gmap, gmap.batch)
-            broken = (name for name, tensor in gradient.items() if not tensor.isfinite().all())
-            raise FloatingPointError(NOT_FINITE.format(name=next(broken, "a parameter")))
-        shapes = row_shapes(gmap.batch, real_tokens(gmap.model, gmap.batch))
-        plan = plan._replace(shapes=shapes, coarse=coarse)
-    is_due = plan.uses > 0 and plan.uses % RETRIED == 0
+    known = known_plan(gmap)
+    is_underway = known is not None or cache_of(gmap.model).is_underway
+    plan = known or SamplePlan(
+        WEIGHT_RULES,
+        shapes=row_shapes(gmap.batch, real_tokens(gmap.model, gmap.batch)),
+        coarse=coarse_arithmetic(gmap),
+    )
+    is_due = plan.uses % RETRIED == 0
     while not plan.reason and ((is_unknown := _is_unknown(plan, gmap.batch)) or is_due):
-        is_due, tried = False, plan.labels
-        plan = _tried_again(gmap, samples, clip, plan, is_underway, at_random=is_unknown)
-        if plan.labels == tried:  # nothing more can be tried, as of rows without a finite gradient
+        at_random, labels = is_unknown or not plan.uses, plan.labels
+        new_plan = _try_out_or_part(gmap, samples, clip, plan, is_underway, at_random)
+        if new_plan is None and known is None and is_due:
+            return _plan_of_no_row(gmap, is_underway)
+        is_due, plan = False, new_plan or plan
+        if plan.labels == labels:  # nothing more can be tried, as of rows without finite gradients
             break
     if len(plan.padded) < PADDED and not (is_underway and plan.reason):
         try:
@@ -446,47 +440,29 @@ def plan_of(gmap: GradientMap, samples: int, clip: float) -> tuple[SamplePlan, T
     return plan, sample_items(plan.rules[0], gmap.batch)
 
 
+def _plan_of_no_row(gmap: GradientMap, is_underway: bool) -> tuple[SamplePlan, Tensor]:
+    """Return what `plan_of` does for a batch without a finite gradient, before any other."""
+    if is_underway:  # this batch tells nothing about the model
+        return SamplePlan(WEIGHT_RULES, "no row has a gradient"), sample_items("rows", gmap.batch)
+    with gmap.replay.run():
+        gradient = plain_gradient(gmap, gmap.batch)
+    broken = (name for name, tensor in gradient.items() if not tensor.isfinite().all())
+    raise FloatingPointError(NOT_FINITE.format(name=next(broken, "a parameter")))
+
+
 def _is_unknown(plan: SamplePlan, batch: Mapping[str, Any]) -> bool:
     """Return whether a batch separates rules, labels or rows that no trial has separated."""
-    weights = [sample_weights(rule, batch) for rule in plan.rules]
     is_first_unlike = not plan.is_of_unlike_rows and len(set(_checksums(batch))) > 1
-    return is_first_unlike or not _agree(weights) or _has_untried(plan, batch)
-
-
-def _tried_again(
-    gmap: GradientMap,
-    samples: int,
-    clip: float,
-    plan: SamplePlan,
-    is_underway: bool,
-    at_random: bool,
-) -> SamplePlan:
-    """Return a plan after one more trial, of rows that were not tried."""
-    agree = _agree([sample_weights(rule, gmap.batch) for rule in plan.rules])
-    new_plan = _try_out_or_part(
-        gmap, samples, clip, plan.coarse, plan.rules, plan.labels, is_underway, at_random
-    )
-    if new_plan is None:
-        return plan
-    modules = new_plan.modules | plan.modules if agree else new_plan.modules
-    return plan._replace(
-        rules=new_plan.rules,
-        reason=new_plan.reason,
-        labels=new_plan.labels,
-        modules=modules,
-        is_of_unlike_rows=plan.is_of_unlike_rows or new_plan.is_of_unlike_rows,
-    )
+    return is_first_unlike or not _agree(plan, batch) or _has_untried(plan, batch)
 
 
 def _try_out_or_part(
     gmap: GradientMap,
     samples: int,
     clip: float,
-    coarse: str,
-    rules: tuple[str, ...],
-    labels: LabelGroups,
+    plan: SamplePlan,
     is_underway: bool,
-    at_random: bool = True,
+    at_random: bool,
 ) -> SamplePlan | None:
     """Try a model out, as `_try_out` does, without a refusal once messages have been shared.
 
@@ -494,41 +470,37 @@ def _try_out_or_part(
     rows are in a batch. So rows are then differentiated one by one, in passes without other rows.
     """
     try:
-        return _try_out(gmap, samples, clip, coarse, rules, labels, at_random)
+        return _try_out(gmap, samples, clip, plan, at_random)
     except NotImplementedError:
         if not is_underway:
             raise
-        return SamplePlan(rules, PARTED.format("its loss couples rows"))
+        return plan._replace(reason=PARTED.format("its loss couples rows"))
 
 
 def _try_out(
-    gmap: GradientMap,
-    samples: int,
-    clip: float,
-    coarse: str,
-    rules: tuple[str, ...],
-    labels: LabelGroups,
-    at_random: bool,
+    gmap: GradientMap, samples: int, clip: float, plan: SamplePlan, at_random: bool
 ) -> SamplePlan | None:
     """Try a model out on a few samples, at its own weights and, with `at_random`, at random ones.
 
-    The result is `None` if no sample has a finite gradient.
+    The result is the plan with what this showed, or `None` if no sample has a finite gradient.
     """
-    rows = _rows_to_try(gmap.batch, labels)
+    rows = _rows_to_try(gmap.batch, plan.labels)
     batch = rows_of(gmap.batch, rows, samples)
-    with _trial(gmap, batch, coarse):
-        plan = _compare(gmap, batch, clip, coarse, rules, labels)
+    # What a module was tried for by rules that this batch refutes counts no more.
+    modules = plan.modules if _agree(plan, gmap.batch) else frozenset[str]()
+    with _trial(gmap, batch, plan.coarse):
+        new_plan = _compare(gmap, batch, clip, plan._replace(modules=modules))
     # Where numbers are coarse, each row takes a pass of its own in any case.
-    if plan is None or coarse or not at_random:
-        return plan
+    if new_plan is None or plan.coarse or not at_random:
+        return new_plan
     # One row twice: a loss may couple rows of one label alone.
     repeated = rows_of(gmap.batch, [*rows, rows[0]], samples)
-    found, why = None, "not finite"
+    random_plan, why = None, "not finite"
     with random_weights(gmap.parameters, seed=0):
         try:
-            with _trial(gmap, repeated, coarse):
-                found = _compare(gmap, repeated, None, coarse, plan.rules, labels)
-            draws_couple = _draws_couple(gmap, batch, plan.rules[0], coarse)
+            with _trial(gmap, repeated, ""):
+                random_plan = _compare(gmap, repeated, None, new_plan)
+            draws_couple = _draws_couple(gmap, batch, new_plan.rules[0])
         except NotImplementedError:
             if not _last_bits_decide(gmap, repeated):
                 raise
@@ -536,55 +508,34 @@ def _try_out(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of anybody's code, which may not take such weights
-            found, why = None, type(error).__name__
-    if found is None:
-        return plan._replace(reason=plan.reason or NOT_AT_RANDOM.format(why))
-    reason = plan.reason or found.reason or draws_couple
-    modules = plan.modules | found.modules
-    return plan._replace(rules=found.rules, reason=reason, modules=modules)
+            random_plan, why = None, type(error).__name__
+    if random_plan is None:
+        return new_plan._replace(reason=new_plan.reason or NOT_AT_RANDOM.format(why))
+    return random_plan._replace(reason=new_plan.reason or random_plan.reason or draws_couple)
 
 
 def _compare(
-    gmap: GradientMap,
-    batch: Mapping[str, Any],
-    clip: float | None,
-    coarse: str,
-    rules: tuple[str, ...],
-    labels: LabelGroups,
+    gmap: GradientMap, batch: Mapping[str, Any], clip: float | None, plan: SamplePlan
 ) -> SamplePlan | None:
     """Compare the gradient of a few samples together with the gradients of each alone.
 
-    Samples whose gradients are not finite are left out. The result is `None` if none is left.
-
-    Args:
-        gmap: A map of the model.
-        batch: The samples.
-        clip: The bound that rounding is compared with; `None` if rounding is not checked.
-        coarse: Why numbers have few digits; empty if they do not.
-        rules: The weight rules that may fit.
-        labels: The label values that were tried so far.
+    Samples whose gradients are not finite are left out. The result is the plan with what this
+    showed, or `None` if no sample is left. Rounding is compared with the bound `clip`, if any.
     """
-    tried = range(count_rows(batch))
-    single = [plain_gradient(gmap, rows_of(batch, [row], len(tried))) for row in tried]
+    every_row = range(count_rows(batch))
+    single = [plain_gradient(gmap, rows_of(batch, [row], len(every_row))) for row in every_row]
     norms = [float(_norm(sample_gradient)) for sample_gradient in single]
-    chosen = [row for row in tried if math.isfinite(norms[row])]
+    chosen = [row for row in every_row if math.isfinite(norms[row])]
     if not chosen:
         return None
-    batch, single = rows_of(batch, chosen, len(tried)), [single[row] for row in chosen]
-    labels = _joined(labels, batch)
+    batch, single = rows_of(batch, chosen, len(every_row)), [single[row] for row in chosen]
     batch_gradient = plain_gradient(gmap, batch)
-    tolerance = sum(norms[row] for row in chosen) / len(chosen) * _tolerance(gmap, coarse) + 1e-30
+    mean_norm = sum(norms[row] for row in chosen) / len(chosen)
+    tolerance = mean_norm * _tolerance(gmap, plan.coarse) + 1e-30
     fitting = []
-    for rule in rules:
-        weights = sample_weights(rule, batch)
-        off = {
-            n: g
-            - sum(
-                float(w) * sample_gradient[n]
-                for w, sample_gradient in zip(weights, single, strict=True)
-            )
-            for n, g in batch_gradient.items()
-        }
+    for rule in plan.rules:
+        pairs = list(zip(sample_weights(rule, batch).tolist(), single, strict=True))
+        off = {n: g - sum(w * alone[n] for w, alone in pairs) for n, g in batch_gradient.items()}
         if float(_norm(off)) <= tolerance:
             fitting.append(rule)
     if not fitting:
@@ -595,21 +546,20 @@ def _compare(
             "a loss that is a mean over rows or tokens, or dp_sgd without per_sample."
         )
     weights = sample_weights(fitting[0], batch)
+    plan = plan._replace(rules=tuple(fitting))
     try:
         contributions = listen(gmap, batch, len(chosen))
         reason = _wrong(gmap, contributions, single, weights, tolerance, clip)
     except NotApartError as error:
-        return SamplePlan(tuple(fitting), str(error))
+        return plan._replace(reason=str(error))
     except RuntimeError as error:  # a module that takes no copies, or is not vectorized
         why = str(error).splitlines()[0]
-        return SamplePlan(tuple(fitting), f"a module is not differentiated by rows ({why})")
-    is_of_unlike_rows = len(set(_checksums(batch))) > 1
-    return SamplePlan(
-        tuple(fitting),
-        reason,
-        frozenset(contributions),
-        labels,
-        is_of_unlike_rows=is_of_unlike_rows,
+        return plan._replace(reason=f"a module is not differentiated by rows ({why})")
+    return plan._replace(
+        reason=reason,
+        modules=plan.modules | contributions.keys(),
+        labels=_joined(plan.labels, batch),
+        is_of_unlike_rows=plan.is_of_unlike_rows or len(set(_checksums(batch))) > 1,
     )
 
 
@@ -623,7 +573,7 @@ def _last_bits_decide(gmap: GradientMap, batch: Mapping[str, Any]) -> bool:
     return not off <= _tolerance(gmap, "") * float(_norm(gradient))
 
 
-def _draws_couple(gmap: GradientMap, batch: Mapping[str, Any], rule: str, coarse: str) -> str:
+def _draws_couple(gmap: GradientMap, batch: Mapping[str, Any], rule: str) -> str:
     """Return `COUPLED_BY_DRAWS` if another row changes a row's gradient in the model's own mode.
 
     The result is an empty text if it does not, or if the draws do not allow a comparison.
@@ -632,32 +582,23 @@ def _draws_couple(gmap: GradientMap, batch: Mapping[str, Any], rule: str, coarse
     """
     if not any(module.training for module in gmap.model.modules()):
         return ""
-    lengths = _lengths(gmap.model, batch)
+    real = real_tokens(gmap.model, batch)
+    lengths = [0] * count_rows(batch) if real is None else real.sum(1).tolist()
     fronts, backs = (_of_one_length(lengths, order) for order in (1, -1))
     if fronts is None or backs is None:
         return ""
-    ends, gradients, sizes = [], [], []
+    ends, off, size = [], _zeros(gmap), 0.0
     for front, back in ((0, 0), (1, 0), (0, 1), (1, 1)):
         pair = rows_of(batch, [fronts[front], backs[back]], count_rows(batch))
         with gmap.replay.run():
             gradient = plain_gradient(gmap, pair)
             ends.append((DrawState.now().plain(), gmap.replay.device_states()))
         items = float(sample_items(rule, pair).sum().clamp(min=1))
-        gradients.append({name: tensor.double() * items for name, tensor in gradient.items()})
-        sizes.append(float(_norm(gradients[-1])))
-    if any(end != ends[0] for end in ends) or not math.isfinite(sum(sizes)):
-        return ""
-    off = {
-        name: gradients[0][name] - gradients[1][name] - gradients[2][name] + gradients[3][name]
-        for name in gradients[0]
-    }
-    return COUPLED_BY_DRAWS * (float(_norm(off)) > _tolerance(gmap, coarse) * sum(sizes) / 4)
-
-
-def _lengths(model: nn.Module, batch: Mapping[str, Any]) -> list[int]:
-    """Return the number of each row's tokens that are no padding; zeros without a mask."""
-    real = real_tokens(model, batch)
-    return [0] * count_rows(batch) if real is None else real.sum(1).tolist()
+        for name, tensor in gradient.items():
+            off[name] += (1 if front == back else -1) * items * tensor.double()
+        size += items * float(_norm(gradient)) / 4
+    is_comparable = all(end == ends[0] for end in ends) and math.isfinite(size)
+    return COUPLED_BY_DRAWS * (is_comparable and float(_norm(off)) > _tolerance(gmap, "") * size)
 
 
 def _of_one_length(lengths: list[int], order: int) -> tuple[int, int] | None:
@@ -757,13 +698,10 @@ def _rows_to_try(batch: Mapping[str, Any], labels: LabelGroups) -> list[int]:
 
 def _checksums(batch: Mapping[str, Any]) -> list[int]:
     """Return a number for each row, which equal rows share."""
-    tensors = [e for e in batch.values() if isinstance(e, Tensor) and e.dim()]
     rows = count_rows(batch)
-    flat = [e.detach().cpu().reshape(rows, -1).contiguous() for e in tensors if len(e) == rows]
-    return [
-        hash(b"".join(entry[row].view(torch.uint8).numpy().tobytes() for entry in flat))
-        for row in range(rows)
-    ]
+    tensors = [e for e in batch.values() if isinstance(e, Tensor) and e.shape[:1] == (rows,)]
+    flat = [tensor.detach().cpu().reshape(rows, -1).tolist() for tensor in tensors]
+    return [hash(tuple(tuple(entry[row]) for entry in flat)) for row in range(rows)]
 
 
 def _label_entries(batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -776,8 +714,7 @@ def _label_entries(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         name: entry
         for name, entry in sorted(batch.items(), key=lambda item: item[0] != "labels")
         if isinstance(entry, Tensor)
-        and entry.dim()
-        and len(entry) == rows
+        and entry.shape[:1] == (rows,)
         and (name == "labels" or entry.dim() == 1)
     }
 
@@ -1044,7 +981,9 @@ WEIGHT_RULES = ("rows", "tokens", "shifted tokens")
 """The ways in which samples may weigh in a batch's loss: as rows, or by their tokens."""
 
 
-def _agree(weights: list[Tensor]) -> bool:
+def _agree(plan: SamplePlan, batch: Mapping[str, Any]) -> bool:
+    """Return whether all rules of a plan weigh a batch's samples alike."""
+    weights = [sample_weights(rule, batch) for rule in plan.rules]
     return all(torch.allclose(weights[0], other_weights) for other_weights in weights[1:])
 
 

@@ -1,4 +1,4 @@
-"""Random weights in the place of a model's own, for a trial at a point that hides nothing.
+"""Random weights in the place of a model's weight, for a trial at a point that hides nothing.
 
 What a trial of a fresh model sees may be due to where it begins. A head of zeros gives all rows the
 same output, so a loss of rows' differences is zero there, with its slopes; no slope passes it into
@@ -34,7 +34,7 @@ def random_weights(parameters: Mapping[str, nn.Parameter], seed: int) -> Iterato
     sees anything, and no generator of the user's is drawn from.
 
     Args:
-        parameters: By name. Each is exchanged once, whatever it is called.
+        parameters: The parameters, by name. A parameter with several names is exchanged once.
         seed: Makes all numbers.
 
     Example:
@@ -47,12 +47,12 @@ def random_weights(parameters: Mapping[str, nn.Parameter], seed: int) -> Iterato
     """
     generators: dict[torch.device, torch.Generator] = {}
 
-    def drawn(own: Tensor) -> Tensor:
-        if own.device not in generators:
-            generators[own.device] = torch.Generator(own.device).manual_seed(seed)
-        return _drawn(own, generators[own.device])
+    def randomized(weight: Tensor) -> Tensor:
+        if weight.device not in generators:
+            generators[weight.device] = torch.Generator(weight.device).manual_seed(seed)
+        return _random(weight, generators[weight.device])
 
-    with _exchanged(parameters, drawn):
+    with _exchanged(parameters, randomized):
         yield
 
 
@@ -67,9 +67,9 @@ def last_bits_moved(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         True
     """
 
-    def moved(own: Tensor) -> Tensor:
-        generator = torch.Generator(own.device).manual_seed(0)
-        return own * (1 + ROUNDING * torch.empty_like(own).normal_(generator=generator))
+    def moved(weight: Tensor) -> Tensor:
+        generator = torch.Generator(weight.device).manual_seed(0)
+        return weight * (1 + ROUNDING * torch.empty_like(weight).normal_(generator=generator))
 
     with _exchanged(parameters, moved):
         yield
@@ -79,20 +79,20 @@ def last_bits_moved(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
 def _exchanged(
     parameters: Mapping[str, nn.Parameter], make: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    held = [(parameter, parameter.data) for parameter in parameters.values()]
+    weights = [(parameter, parameter.data) for parameter in parameters.values()]
     try:
-        for parameter, own in held:
-            parameter.data = make(own)
+        for parameter, weight in weights:
+            parameter.data = make(weight)
         yield
     finally:
-        for parameter, own in held:
-            parameter.data = own
+        for parameter, weight in weights:
+            parameter.data = weight
 
 
-def _drawn(own: Tensor, generator: torch.Generator) -> Tensor:
-    noise = torch.empty_like(own).normal_(generator=generator)
-    if own.dim() > 1:
-        return noise * (len(own) / max(own.numel(), 1)) ** 0.5
+def _random(weight: Tensor, generator: torch.Generator) -> Tensor:
+    noise = torch.empty_like(weight).normal_(generator=generator)
+    if weight.dim() > 1:
+        return noise * (len(weight) / max(weight.numel(), 1)) ** 0.5
     # A single number may be a temperature, which is small and above zero.
-    least = SPREAD if own.numel() > 1 else SPREAD**3
-    return own + SPREAD * noise * torch.where(own.abs() < least, 1.0, own.abs())
+    least = SPREAD if weight.numel() > 1 else SPREAD**3
+    return weight + SPREAD * noise * torch.where(weight.abs() < least, 1.0, weight.abs())

@@ -70,7 +70,7 @@ class Ledger(TrainerCallback):
         """Refuse to go on unless every `.grad` is none, or as it was written.
 
         Raises:
-            RuntimeError: With the name of a parameter whose `.grad` is not.
+            RuntimeError: If a parameter's `.grad` is not. The message names the parameter.
         """
         for parameter in parameters:
             gradient, (written, count) = parameter.grad, self._written.get(parameter, (None, -1))
@@ -97,7 +97,7 @@ class Ledger(TrainerCallback):
         """Let the `.grad` of parameters, one or several, be clipped in here.
 
         Raises:
-            RuntimeError: As for `check`.
+            RuntimeError: If something else wrote to a parameter's `.grad`.
         """
         is_one = isinstance(parameters, Tensor)
         clipped: list[nn.Parameter] = [parameters] if is_one else list(parameters)
@@ -141,7 +141,7 @@ class Ledger(TrainerCallback):
                 that are put back.
 
         Raises:
-            UnsupportedError: With their shapes.
+            UnsupportedError: If there are any. The message has their shapes.
         """
         batch = {name: value for name, value in batch.items() if not name.startswith("gradguard_")}
         with draws_kept(model), modes_kept(model):
@@ -191,7 +191,7 @@ def average_gradients(
     This is the only exchange of gradients that there is.
 
     Raises:
-        OverflowError, RuntimeError: As for `average`.
+        OverflowError, RuntimeError: If `average` raises it.
 
     Example:
         >>> average_gradients(list(model.parameters()), Accelerator(cpu=True))
@@ -221,8 +221,8 @@ def average(
             figures.
 
     Raises:
-        OverflowError: On all ranks, before anything is exchanged, if `secure` has no room for an
-            entry of one of them.
+        OverflowError: If `secure` has no room for an entry of any rank. All ranks raise it before
+            anything is exchanged.
         RuntimeError: If a rank died or does not answer, or ranks gave different tensors.
 
     Example:

@@ -58,8 +58,8 @@ def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Def
         ranks: The number of ranks.
 
     Raises:
-        UnsupportedError: For a defense without Gaussian noise of a
-            stated `scale`, or a limit that would keep messages, and so their noise, back.
+        UnsupportedError: If the defense has no Gaussian noise of a stated `scale`, or if a limit
+            could withhold messages, and so their noise.
         ValueError: If there are more clients than rows of a batch, or the noise is finer than the
             grid of secure aggregation.
 

@@ -1,1 +1,1 @@
-"""What is refused before a training begins, and what is watched while it runs."""
+"""Guards that refuse labels before a training, and hooks that would not run as in a plain one."""

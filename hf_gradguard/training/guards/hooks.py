@@ -24,11 +24,12 @@ from ..refusals import HOOKS, Measured, refusal, refuse
 
 
 class HookGuard(TrainerCallback):
-    """Looks before each optimizer step for hooks that would not run as in a plain training, and
-    runs those that wait for `.grad`.
+    """A guard that looks before each optimizer step for hooks that would not run as usual.
+
+    It runs those that wait for `.grad`.
 
     Args:
-        trainer: A protected one.
+        trainer: The protected Trainer.
 
     Attributes:
         has_sums: Whether any hook waits for `.grad`.
@@ -44,7 +45,7 @@ class HookGuard(TrainerCallback):
         self.has_sums = False
 
     def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
-        """Look also at the steps of autograd's that add to `.grad`, which takes a while."""
+        """Look also at the steps of autograd that add to `.grad`, which takes a while."""
         self._check(hooks_of_accumulation(self._trainer.model))
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
@@ -66,7 +67,7 @@ class HookGuard(TrainerCallback):
         """Run the hooks that wait for `.grad`, when all messages of a micro-batch are in it.
 
         Raises:
-            UnsupportedError: For a hook that does more than change `.grad`.
+            UnsupportedError: If a hook does more than change `.grad`.
         """
         summed = [parameter for parameter in parameters if parameter.grad is not None]
         self._trainer.ledger.check(summed, "run hooks")
@@ -78,11 +79,11 @@ class Hook(NamedTuple):
     """A hook that sees gradients.
 
     Args:
-        call: Registers such hooks.
-        place: Where it is: a name of the model's, or what it is of.
-        sees: `"slopes"`, on the way back; `"sum"`, once a gradient was added to `.grad`; `"step"`,
-            at the step of autograd's that adds it.
-        package: Where its function was written.
+        call: The function that registers such hooks.
+        place: The name of what has it in the model, or what it is of.
+        sees: What it sees: `"slopes"`, on the way back; `"sum"`, once a gradient was added to
+            `.grad`; `"step"`, at the step of autograd that adds it.
+        package: The package where its function was written.
     """
 
     call: str
@@ -92,12 +93,12 @@ class Hook(NamedTuple):
 
 
 class Differentiation(NamedTuple):
-    """How a training makes gradients of batches.
+    """The way a training makes gradients of batches.
 
     Args:
-        defense: Protects them.
+        defense: The defense that protects them.
         is_measured: Whether the leakage of messages is estimated.
-        messages: How many messages an optimizer step adds up, on all ranks.
+        messages: The number of messages that an optimizer step adds up, on all ranks.
         is_summed: Whether noise is stated for a sum of messages, of which each has a share.
         is_scaled: Whether losses are scaled, as in fp16.
     """
@@ -110,7 +111,7 @@ class Differentiation(NamedTuple):
 
     @classmethod
     def of_trainer(cls, trainer: Any) -> Differentiation:
-        """Read it off a protected Trainer as it is now."""
+        """Return the way of a protected Trainer as it is now."""
         args, defense = trainer.args, trainer.defense
         return cls(
             defense,
@@ -125,8 +126,8 @@ class HookedTraining(NamedTuple):
     """A hook in a training, which the rules `HOOKS` look at.
 
     Args:
-        hook: On the model.
-        differentiation: Says how gradients are made.
+        hook: The hook, on the model.
+        differentiation: The way gradients are made.
         is_sharded: Whether a device holds a part of the model.
         is_withheld: Whether the hook is on a parameter that no message is of.
     """
@@ -138,7 +139,7 @@ class HookedTraining(NamedTuple):
 
     @property
     def values(self) -> dict[str, object]:
-        """What stands in braces in the rules' texts."""
+        """The values of what stands in braces in the rules' texts."""
         return {"hook": f"{self.hook.call} ({self.hook.place})"}
 
 
@@ -152,12 +153,12 @@ def check_hooks(
 
     Args:
         model: The bare model.
-        hooks: Those on it.
-        differentiation: Says how gradients are made.
-        shared_names: Of the parameters that messages are of.
+        hooks: The hooks on it.
+        differentiation: The way gradients are made.
+        shared_names: The names of the parameters that messages are of.
 
     Raises:
-        UnsupportedError: With the hook, the reason and the way out.
+        UnsupportedError: If there is such a hook, with the reason and the way out.
 
     Example:
         >>> names = [name for name, _ in model.named_parameters()]
@@ -216,7 +217,7 @@ def check_free_of_hooks(model: nn.Module) -> None:
     """Refuse an audit of a model with hooks that see gradients.
 
     Raises:
-        UnsupportedError: With the hook, the reason and the way out.
+        UnsupportedError: If there is one, with the reason and the way out.
 
     Example:
         >>> check_free_of_hooks(model)
@@ -252,7 +253,7 @@ def _package(function: Callable[..., Any]) -> str:
 
 
 def hooks_of_accumulation(model: nn.Module) -> list[Hook]:
-    """Find hooks on the steps of autograd's that add to a parameter's `.grad`.
+    """Find hooks on the steps of autograd that add to a parameter's `.grad`.
 
     Example:
         >>> step = torch.autograd.graph.get_gradient_edge(model.classifier.bias).node
@@ -291,11 +292,11 @@ def run_hooks_on_sums(parameters: Iterable[nn.Parameter]) -> None:
     """Run the hooks that wait until a gradient was added to `.grad`, in the order of a way back.
 
     Args:
-        parameters: Those whose `.grad` was added to, in the model's order.
+        parameters: The parameters whose `.grad` was added to, in the model's order.
 
     Raises:
-        UnsupportedError: For a hook that takes `.grad` away or writes to the parameter, as
-            optimizers within the backward pass do.
+        UnsupportedError: If a hook takes `.grad` away or writes to the parameter, as optimizers
+            within the backward pass do.
 
     Example:
         >>> bias = nn.Parameter(torch.zeros(2))

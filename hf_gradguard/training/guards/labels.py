@@ -28,11 +28,11 @@ def check_all_labels(trainer: Any) -> None:
     """Look at all labels of tables and lists that a Trainer trains on, or evaluates on meanwhile.
 
     Args:
-        trainer: Its model, data and loss count: a loss or a collator of the user's own may take
-            other labels.
+        trainer: The Trainer. Its model, data and loss count: a loss or a collator of the user's own
+            may take other labels.
 
     Raises:
-        ValueError: As for `check_labels`.
+        ValueError: If `check_labels` raises it.
 
     Example:
         >>> from hf_gradguard import GradGuardTrainer
@@ -54,17 +54,18 @@ def check_all_labels(trainer: Any) -> None:
 
 
 def check_labels(name: str, dataset: Any, model: Any, takes_bools: bool = False) -> None:
-    """Refuse labels that a classifier cannot take. Of data that is not a table or a list nothing is
-    looked at: reading all of it may take long, or draw.
+    """Refuse labels that a classifier cannot take.
+
+    Data that is not a table or a list is not looked at: reading all of it may take long, or draw.
 
     Args:
-        name: Of the argument that the data came by.
+        name: The name of the argument that the data came by.
         dataset: The data.
-        model: A classifier of Transformers'.
+        model: A classifier of Transformers.
         takes_bools: Whether the collator makes numbers of a column `label` of true and false.
 
     Raises:
-        ValueError: With what is wrong and what to do, and no row of it.
+        ValueError: If labels are wrong, with what to do, and no row of them.
 
     Example:
         >>> check_labels("train_dataset", [{"labels": 0}, {"labels": 1}], model)
@@ -100,9 +101,9 @@ def what_is_wrong(labels: Iterable[Any], kind: str, classes: int) -> str:
     """Say what is wrong with labels, and what to do; nothing if a model can take them.
 
     Args:
-        labels: Of rows.
-        kind: As of `label_kind`.
-        classes: How many the model has.
+        labels: The labels of rows.
+        kind: The kind of labels that the model takes, as `label_kind` returns it.
+        classes: The number of the model's classes.
 
     Example:
         >>> what_is_wrong([-1, -1], "class", 2)

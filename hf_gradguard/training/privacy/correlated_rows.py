@@ -1,5 +1,6 @@
-"""Rows of `dp_sgd` with correlated noise: each is in as many messages as was promised, at places
-that a private order, or private draws, decide and a checkpoint remembers.
+"""Rows of `dp_sgd` with correlated noise: each is in as many messages as was promised.
+
+A private order, or private draws, decide on its places, and a checkpoint remembers them.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ class NoisePlan:
     """A plan of messages whose noise belongs together, and how far it has come.
 
     Args:
-        name: In the account.
-        messages: T, for which it was planned.
-        noise_multiplier: σ.
-        order_key: Of the rows' order, in hexadecimal digits. Private.
-        position: How many messages were shared.
-        settings: Under which they were shared, and all of it has to be.
+        name: The name in the account.
+        messages: The number T of messages for which it was planned.
+        noise_multiplier: The multiplier σ.
+        order_key: The private key of the rows' order, in hexadecimal digits.
+        position: The number of messages that were shared.
+        settings: The settings under which they were shared, and all of it has to be.
         is_counted: Whether the account has it.
-        lost: How many of them left before a kill, without the steps that they were for.
+        lost: The number of messages that left before a kill, without the steps that they were for.
     """
 
     name: str
@@ -63,8 +64,9 @@ class NoisePlan:
 
 
 class CorrelatedRows(PrivateRows):
-    """Of a Trainer with `dp_sgd(correlated=True)`, which clips rows or, without `per_sample`, the
-    gradient of a batch as a whole.
+    """The rows of a Trainer with `dp_sgd(correlated=True)`.
+
+    It clips rows or, without `per_sample`, the gradient of a batch as a whole.
 
     A pass goes through all rows in one order, B rows a message, and leaves out what is no full
     message. Later passes keep the order, so that a row's messages are a whole pass apart. ε is of
@@ -81,12 +83,12 @@ class CorrelatedRows(PrivateRows):
     rows are in both, so both count.
 
     Args:
-        *args: As for `PrivateRows`.
-        **kwargs: Likewise.
+        *args: The arguments of `PrivateRows`.
+        **kwargs: The keyword arguments of `PrivateRows`.
 
     Raises:
         ValueError: If a client has fewer rows than a message, or a part of a row a message.
-        NotImplementedError: For arguments under which rows would not come as promised.
+        NotImplementedError: If arguments would put rows into other messages than promised.
     """
 
     neighbors = "whose gradient counts or is zero"
@@ -129,7 +131,12 @@ class CorrelatedRows(PrivateRows):
     def on_train_begin(
         self, args: TrainingArguments, state: Any, *_: Any, model: nn.Module, **kwargs: Any
     ) -> None:
-        """Plan the noise for the messages that are to come, or go on with a plan."""
+        """Plan the noise for the messages that are to come, or continue a plan.
+
+        Raises:
+            ValueError: If a row would be in more messages than was promised, or more messages are
+                asked for than the noise was planned for.
+        """
         cache_of(model).is_underway = state.global_step > 0
         schedule = kwargs.get("lr_scheduler")
         check_is_linear(kwargs.get("optimizer"), args, schedule)
@@ -278,7 +285,7 @@ class CorrelatedRows(PrivateRows):
         ]
 
     def count(self, turns: list[ClientBatch]) -> list[ClientBatch]:
-        """A step's clients, each of which now shares the next message.
+        """Count the next message of each of a step's clients, and return them with its noise's key.
 
         Raises:
             RuntimeError: If their rows are others than this message's, or all messages are shared.
@@ -343,7 +350,7 @@ class CorrelatedRows(PrivateRows):
     def resume(
         self, saved: Mapping[str, Any] | None, records: Iterable[Mapping[str, Any]], is_only: bool
     ) -> None:
-        """Go on with a checkpoint's transcript, after the messages that left since.
+        """Continue a checkpoint's transcript after the messages that left since.
 
         Raises:
             ValueError: If σ is another now.
@@ -408,9 +415,10 @@ class CorrelatedRows(PrivateRows):
         )
 
     def secret_positions(self) -> SecretPositions | None:
-        """What a whole training tells an attacker that does not know in which messages a row is,
-        and asks whether it is in any; `None` where it can find out: in an order, with one message
-        a pass, or with a `noise_seed` that it may know.
+        """Return what a training tells an attacker that does not know in which messages a row is.
+
+        It asks whether a row is in any message. The result is `None` where it can find out: in an
+        order, with one message a pass, or with a `noise_seed` that it may know.
         """
         plan = self._transcript
         if plan is None or self._sampling != "balls_in_bins":
@@ -462,8 +470,7 @@ def check_is_linear(optimizer: Any, args: TrainingArguments, schedule: Any = Non
     """Refuse what does not add messages up, with the way out.
 
     Raises:
-        NotImplementedError: With an optimizer that is no SGD, or a schedule that follows
-            evaluation.
+        NotImplementedError: If the optimizer is no SGD, or the schedule follows evaluation.
 
     Example:
         >>> check_is_linear(torch.optim.Adam(model.parameters()), TrainingArguments("out"))

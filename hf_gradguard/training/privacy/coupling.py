@@ -1,12 +1,14 @@
-"""What couples rows before the model: (ε, δ) is of a sum in which each row has one bounded term.
+"""Checks whether rows are coupled before the model sees them.
 
-A collator that mixes rows, or subtracts the batch's mean, lets one row change what all others add,
-and no clipping of samples bounds that. So what a row becomes beside others is compared with what it
-becomes without them, at the start of a training and now and then at any time of it.
+(ε, δ) holds for a sum in which each row has one bounded term. A collator that mixes rows, or
+subtracts the batch's mean, lets one row change the terms of all others, and no clipping of samples
+bounds that. So a row's tensors beside other rows are compared with its tensors without them, at the
+start of a training and from time to time.
 
-A collator may draw (masks of a language model). Then one row alone has other draws than in a batch.
-So the others are exchanged instead: copies of one row take their place, under the same draws. Where
-the generators end in the same state, draws were the same, and a difference is the others' doing.
+A collator may draw random numbers, as for the masks of a language model. Then a row alone has other
+draws than in a batch. So the other rows are exchanged instead: copies of one row take their place,
+under the same draws. If the generators end in the same state, the draws were the same, and the
+other rows cause any difference.
 """
 
 from __future__ import annotations
@@ -31,21 +33,21 @@ from .fingerprint import seed_all
 logger = logging.get_logger(__name__)
 
 EARLY_BATCHES, LATER_INTERVAL = 4, 100
-"""Batches that are looked at: so many at first, then one in so many."""
-_STATES = 4  # of the generators, under each of which a collator that draws is looked at
-_HITS = 2  # states under which it must show others: in one, unlike draws may end alike
-_REPEATS = 3  # before anything is refused
+"""The number of batches that are checked at first, and the interval of those that are later."""
+_STATES = 4  # a collator that draws is checked under so many states of the generators
+_HITS = 2  # rows must be coupled under so many states: in one, other draws may end in the same
+_REPEATS = 3  # the batch is made again so often before anything is refused
 
 
 class CouplingCheck:
-    """Looks whether rows are coupled by how they are read and collated.
+    """A check whether rows are coupled by how they are read and collated.
 
-    Nothing changes for the training: all generators are put back, and a copy of the collator is
-    tried, so that what it counts or draws by itself stays.
+    Nothing changes for the training. All generators are put back. A copy of the collator is tried,
+    so that its own counts and draws stay as they are.
 
     Args:
         data: The training data.
-        collate: What makes a batch of rows.
+        collate: The collator, which makes a batch of rows.
 
     Example:
         >>> rows = [{"x": torch.tensor([1.0])}, {"x": torch.tensor([5.0])}]
@@ -62,10 +64,13 @@ class CouplingCheck:
         self._batches = 0
 
     def __call__(self, numbers: list[int]) -> None:
-        """Look at a batch of these rows, if it is due.
+        """Check a batch of rows, if one is due.
+
+        Args:
+            numbers: The numbers of the batch's rows in the data set.
 
         Raises:
-            NotImplementedError: If another row changes what one of them becomes.
+            NotImplementedError: If another row changes the tensors of one of them.
         """
         distinct = list(dict.fromkeys(numbers))
         if len(distinct) < 2:
@@ -81,21 +86,21 @@ class CouplingCheck:
         start = self._batches % len(numbers)
         for number in dict.fromkeys([numbers[start], numbers[start - 1], longest]):
             others = [n for n in numbers if n != number]
-            # In front: where rows draw one after the other, its draws are the same. At the end: a
-            # collator may add something of the rows before.
+            # In front, its draws are the same if rows draw one after the other. At the end, a
+            # collator may have added something of the rows before.
             for place, rows in ((0, [number, *others]), (-1, [*others, number])):
                 copies = [n if n == longest else number for n in rows]
                 if name := self._coupled(rows, copies, place):
                     raise refusal("coupled-rows", fault=CHANGES.format(name))
 
     def _coupled(self, rows: list[int], copies: list[int], place: int) -> str:
-        """The entry in which one of some rows is coupled to the others; nothing if none is.
+        """Return the entry in which a row is coupled to the others; an empty text if none is.
 
         Args:
-            rows: Numbers of rows.
-            copies: The same with copies of that row in the place of all others but the longest,
-                which decides how many numbers are drawn.
-            place: Of the row.
+            rows: The numbers of the rows.
+            copies: The same numbers, with copies of that row in the place of all others but the
+                longest, which decides how many numbers are drawn.
+            place: The place of the row.
         """
         hits = []
         for attempt in range(_STATES):
@@ -106,10 +111,10 @@ class CouplingCheck:
             if not draws:
                 alone, _, _ = self._collate_rows([rows[place]], state)
                 name = different(batch, alone, place, len(rows), in_place=False)
-            if not name:  # also of a collator that fills rows up with what others hold
+            if not name:  # a collator may still pad rows with content of other rows
                 exchanged, exchanged_end, _ = self._collate_rows(copies, state)
                 if end != exchanged_end:
-                    continue  # other draws: nothing can be said
+                    continue  # the draws differed, so a difference would show nothing
                 name = different(batch, exchanged, place, len(rows), in_place=True)
             if name and self._is_replayed(rows, state, batch):
                 hits.append(name)
@@ -118,7 +123,7 @@ class CouplingCheck:
         return ""
 
     def _is_replayed(self, rows: list[int], state: DrawState, batch: Mapping[str, Any]) -> bool:
-        """Whether the same rows under the same draws are the same batch again."""
+        """Return whether the same rows under the same draws give the same batch again."""
         for _ in range(_REPEATS):
             replayed, _, _ = self._collate_rows(rows, state)
             if any(
@@ -131,7 +136,7 @@ class CouplingCheck:
     def _collate_rows(
         self, numbers: list[int], state: DrawState
     ) -> tuple[Mapping[str, Any], Any, bool]:
-        """A batch, where the generators ended, and whether anything was drawn."""
+        """Return a batch, the generators' states after it, and whether anything was drawn."""
         state.restore()
         try:
             return collate_watched(copied(self._collate), list(fetched(self._data, numbers)))
@@ -141,8 +146,9 @@ class CouplingCheck:
 
 
 def copied(collate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a collator, which shares its models and tokenizers: what the copy counts or
-    draws by itself stays as it is in the collator.
+    """Return a copy of a collator, which shares its models and tokenizers.
+
+    Counts and draws of the copy leave the collator as it is.
 
     Example:
         >>> copied(list)([1])
@@ -154,7 +160,11 @@ def copied(collate: Callable[..., Any]) -> Callable[..., Any]:
 def collate_watched(
     collate: Callable[..., Mapping[str, Any]], rows: list[Any]
 ) -> tuple[Mapping[str, Any], Any, bool]:
-    """Return a batch, where the generators ended, and whether anything was drawn.
+    """Return a batch, the generators' states after it, and whether anything was drawn.
+
+    Args:
+        collate: The collator.
+        rows: The rows of the batch.
 
     Example:
         >>> collate_watched(lambda rows: {"x": rows}, [1])[::2]
@@ -169,14 +179,16 @@ def collate_watched(
 def different(
     batch: Mapping[str, Any], exchanged: Mapping[str, Any], place: int, rows: int, in_place: bool
 ) -> str:
-    """Return the first entry whose row is another, padding aside; nothing if there is none.
+    """Return the first entry in which a row differs between two batches, apart from padding.
+
+    It is an empty text if there is no such entry.
 
     Args:
-        batch: Of some rows.
-        exchanged: Of the same row beside other rows, or alone.
-        place: Of the row.
-        rows: How many the batch has.
-        in_place: Whether the row has that place in `exchanged`, too, which has as many.
+        batch: A batch with the row.
+        exchanged: A batch with the row beside other rows, or alone.
+        place: The place of the row in `batch`.
+        rows: The number of rows of `batch`.
+        in_place: Whether the row has the same place in `exchanged`, which then has as many rows.
 
     Example:
         >>> different({"x": [1, 2]}, {"x": [3]}, place=1, rows=2, in_place=False)
@@ -204,7 +216,7 @@ def _length(value: Any) -> int:
 
 
 def _alike(row: Any, compared: Any) -> bool:
-    """Whether two are equal where both have entries: where one alone has, it is padded."""
+    """Return whether two rows are equal where both have entries; elsewhere one is padded."""
     if not isinstance(row, Tensor | np.ndarray | list | tuple) or not isinstance(
         compared, type(row)
     ):
@@ -239,7 +251,7 @@ def _cut(tensor: Tensor, shape: list[int], at_end: bool) -> Tensor:
 
 
 def _size(row: Any) -> int:
-    """About how long a collator makes a batch for a row: its largest entry."""
+    """Return the size of a row's largest entry, which tells how long a collator makes a batch."""
     values = row.values() if isinstance(row, Mapping) else [row]
     return max((_numel(value) for value in values), default=0)
 
@@ -251,7 +263,7 @@ def _numel(value: Any) -> int:
 
 
 def _held_objects(collate: Any) -> Iterator[Any]:
-    """A collator and what it holds, three levels deep: wrappers hold collators."""
+    """Yield a collator and what it holds, three levels deep, since wrappers hold collators."""
     level = [collate]
     for _ in range(4):
         yield from level
@@ -264,7 +276,7 @@ def _held_objects(collate: Any) -> Iterator[Any]:
 
 
 def _kept_whole(collate: Any) -> dict[int, Any]:
-    """What a copy of a collator shares with it: models and tokenizers are large."""
+    """Return the objects that a copy of a collator shares with it, which are large, by their id."""
     large = (nn.Module, PreTrainedTokenizerBase)
     return {
         id(held_object): held_object
@@ -274,13 +286,13 @@ def _kept_whole(collate: Any) -> dict[int, Any]:
 
 
 def _states(collate: Any) -> list[Any]:
-    """Of the generators that a collator holds now; it may make one when it is called."""
+    """Return the states of the generators that a collator holds; it may make one when called."""
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     return [_state_of(held) for held in _held_objects(collate) if isinstance(held, kinds)]
 
 
 def _state_of(generator: Any) -> Any:
-    """What is equal where a generator's state is."""
+    """Return a value that is equal for two generators in the same state."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):

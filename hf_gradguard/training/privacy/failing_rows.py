@@ -33,7 +33,7 @@ logger = logging.get_logger(__name__)
 
 
 class ReadableRows(ClientRows):
-    """A data set of which a row that cannot be read is an error in its place.
+    """A data set that gives an error in the place of a row that cannot be read.
 
     Example:
         >>> place = SampledRow(row=0, client=5, share=0.5)
@@ -58,7 +58,7 @@ class ReadableRows(ClientRows):
 
 
 class RowTrial:
-    """Tells which rows a collator treats by themselves, and makes batches of the usual form of.
+    """A trial of rows: a collator must treat each by itself, and make a batch of the usual form.
 
     Whether a row passes is decided by it and by one other row of the data, the anchor, which is the
     same for all: never by what else is in its batch. Else one row could decide whether others add
@@ -68,9 +68,9 @@ class RowTrial:
     many of them is no single row's doing, and raises there.
 
     Args:
-        data: All rows.
-        collate: What makes a batch of rows.
-        config: The model's, which may name the padding.
+        data: The data set of all rows.
+        collate: The function that makes a batch of rows.
+        config: The model's configuration, which may name the padding.
 
     Attributes:
         anchor: A row that passes.
@@ -106,7 +106,7 @@ class RowTrial:
         by itself stays.
 
         Args:
-            rows: As the data set gives them.
+            rows: The rows, as the data set gives them.
             one_by_one: Whether each row is tried, whatever its kind.
         """
         if one_by_one or not self._is_stock:
@@ -128,7 +128,7 @@ class RowTrial:
         """Tell whether a row passes.
 
         Args:
-            row: As the data set gives it.
+            row: The row, as the data set gives it.
             collate: A copy of the collator.
         """
         try:
@@ -209,8 +209,9 @@ _STOCK = (DataCollatorWithPadding, DefaultDataCollator)
 
 
 def kind_of(entry: Any) -> Hashable:
-    """Return what a collator may tell rows apart by, but for their values: names, types, shapes and
-    lengths, of what a row holds too.
+    """Return what a collator may tell rows apart by, but for their values.
+
+    These are names, types, shapes and lengths, of what a row holds too.
 
     Example:
         >>> kind_of({"label": 1, "input_ids": [3, 4]}) == kind_of({"label": 0, "input_ids": [5, 6]})
@@ -229,12 +230,13 @@ def kind_of(entry: Any) -> Hashable:
 
 
 def form_of(batch: Mapping[str, Any], config: Any = None) -> dict[str, Any]:
-    """Return what batches of single rows have in common: names, types and shapes, but for the
-    lengths of texts, which a mask or the padding's id tells apart from their padding.
+    """Return what batches of single rows have in common: names, types and shapes.
+
+    Lengths of texts are left out, which a mask or the padding's id tells apart from their padding.
 
     Args:
-        batch: Of one row.
-        config: The model's.
+        batch: The batch of one row.
+        config: The model's configuration.
 
     Example:
         >>> ids = torch.zeros(1, 7, dtype=torch.int64)
@@ -256,8 +258,9 @@ def form_of(batch: Mapping[str, Any], config: Any = None) -> dict[str, Any]:
 
 
 def is_of_classes(name: str, entry: Any) -> bool:
-    """Tell whether an entry is labels of as many classes, whose number does not follow a text's
-    length.
+    """Tell whether an entry is labels of as many classes.
+
+    Their number does not follow a text's length.
 
     Example:
         >>> is_of_classes("labels", torch.zeros(1, 3)), is_of_classes("x", torch.zeros(1, 3))
@@ -279,11 +282,12 @@ def _other_form(usual: dict[str, Any], forms: list[dict[str, Any]]) -> str:
 
 @dataclass
 class PassingCollator(ClientCollator):
-    """Collates the rows that pass a trial. A client without any has the trial's anchor, for its
-    shapes, which counts for nothing.
+    """A collator of the rows that pass a trial.
+
+    A client without any has the trial's anchor, for its shapes, which counts for nothing.
 
     Args:
-        trial: Of single rows.
+        trial: The trial of single rows.
     """
 
     trial: RowTrial | None = None

@@ -158,16 +158,19 @@ class PrivateRows(TrainerCallback):
             client.defense = client.defense.planned(plan)
 
     def _messages_of_sum(self, args: TrainingArguments) -> float:
-        """√n of the n messages that noise is of, if it is of their sum: a rank can take its own out
-        of it.
+        """Return √n of the n messages that share their noise, if noise is stated for their sum.
+
+        A rank's own messages do not count, since it can subtract them from the sum.
         """
         if setting(args, "noise_for") != "sum":
             return 1.0
         return math.sqrt(len(self.rows_of_clients) - len(self.rows_of_clients) // self._ranks)
 
     def _rounding(self, args: TrainingArguments, model: nn.Module) -> float:
-        """How much further than C a row moves a sum of messages that ranks round before they add
-        them up, relative to C. A message by itself is rounded after its noise, which costs nothing.
+        """Return how much further than C a row moves a sum of rounded messages, relative to C.
+
+        Ranks round messages before they add them up. A message by itself is rounded after its
+        noise, which costs nothing.
         """
         if setting(args, "noise_for") != "sum":
             return 0.0
@@ -180,8 +183,10 @@ class PrivateRows(TrainerCallback):
         return rounding_of_sum(args, model, self._ranks, deviation) / unit
 
     def _count_as_others(self, device: torch.device) -> None:
-        """Ranks share as many messages, but a kill may leave one of them with a record more. The
-        account is of settings alone, so ranks may see each other's.
+        """Count the messages that any rank has counted.
+
+        All ranks share equally many, but a kill may leave one of them with a record more. The
+        account follows from settings alone, so ranks may see each other's.
         """
         rows = self.account.state_dict()["messages"]
         length = int(gather(torch.tensor([len(rows)], device=device)).max())
@@ -379,8 +384,8 @@ class AttemptsPassingRows:
             *arguments: Further arguments.
 
         Raises:
-            Exception: As it was raised for all rows, if no row is found for which it is not, or if
-                it is for none by itself.
+            Exception: If an error is raised for every row, or for no row by itself. It is the error
+                that was raised for all rows.
         """
         try:
             self._check(module, client.batch)
@@ -410,8 +415,9 @@ class AttemptsPassingRows:
     def _passing(
         self, module: nn.Module, client: ClientBatch, loss_fn: LossFunction
     ) -> ClientBatch | None:
-        """Return the client with the rows that pass by themselves; `None` if that changes nothing,
-        or no row is known that passes.
+        """Return the client with only the rows that pass by themselves.
+
+        It is `None` if that changes nothing, or if no row is known that passes.
         """
         count = count_rows(client.batch)
 

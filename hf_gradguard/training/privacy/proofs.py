@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ...defenses import Chain, Defense
 from ...defenses.dp import DPSGD, OptimalDPSGD
+from ...gradient_map.domain import declared_domain
 from ..config import setting
 
 logger = logging.get_logger(__name__)
@@ -42,21 +44,28 @@ def chained_defenses(defense: Defense) -> Iterator[Defense]:
         yield defense
 
 
-def log_protection(defense: Defense) -> None:
+def log_protection(defense: Defense, model: nn.Module) -> None:
     """Log what was recovered behind each defense of a chain, a line each and once a process.
 
     It also logs what `dp_sgd` without `per_sample` protects, where its name promises more.
 
+    Args:
+        defense: The defense.
+        model: The model that is trained. A line is of texts or of images alone where the model
+            says which it takes.
+
     Example:
-        >>> log_protection(make_defense("dp_sgd", scale=0.1))
+        >>> log_protection(make_defense("dp_sgd", scale=0.1), model)
     """
     from ...defenses.measured import recovered_behind
 
+    kind = declared_domain(model)
     for link in chained_defenses(defense):
         if is_client_level(link):
             logger.warning_once(CLIENT_LEVEL.format(link.name))
-        if link.name != "none" and (recovered := recovered_behind(link)):
-            logger.warning_once(f"Known of {link.name}: {recovered}. Stronger attacks find more.")
+        if link.name != "none" and (recovered := recovered_behind(link, kind)):
+            more = "" if is_proved(link) else " Stronger attacks find more."
+            logger.warning_once(f"Behind {link.name}: {recovered}.{more}")
 
 
 def is_client_level(defense: Defense) -> bool:
