@@ -95,8 +95,9 @@ def split_pairs(inputs: Mapping[str, Any], separator: int) -> tuple[dict[str, Te
     """Return the ids and masks of both texts of each pair, as if each stood by itself.
 
     Args:
-        inputs: As for `pair_features`.
-        separator: As for `pair_features`.
+        inputs: The `input_ids` and the `attention_mask` of both texts together, padded on the
+            right.
+        separator: The token that stands between them, once or twice.
 
     Example:
         >>> ids = torch.tensor([[2, 7, 8, 3, 9, 3]])  # of [CLS] a film [SEP] plot [SEP]
