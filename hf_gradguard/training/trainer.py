@@ -68,15 +68,14 @@ class GradGuardTrainer(GradGuardMixin):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return batches as in `Trainer`, of rows that the model prepares if it does so."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
+        if not isinstance(eval_dataset, str):
             eval_dataset = _prepared(self.model, eval_dataset, self.processing_class)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Return batches as in `Trainer`, of rows that the model prepares if it does so."""
-        return super().get_test_dataloader(
-            _prepared(self.model, test_dataset, self.processing_class)
-        )
+        test_dataset = _prepared(self.model, test_dataset, self.processing_class)
+        return super().get_test_dataloader(test_dataset)
 
 
 def _prepare_rows(arguments: dict[str, Any]) -> None:
@@ -87,21 +86,18 @@ def _prepare_rows(arguments: dict[str, Any]) -> None:
     args, processing_class = arguments["args"], arguments.get("processing_class")
     model.to(args.device)
     for name in ("train_dataset", "eval_dataset"):
-        if arguments.get(name) is not None:
-            # the other ranks of a machine find in a cache what the first one has made
-            with args.main_process_first(desc=f"features of {name}"):
-                arguments[name] = _prepared(model, arguments[name], processing_class)
+        # the other ranks of a machine find in a cache what the first one has made
+        with args.main_process_first(desc=f"features of {name}"):
+            arguments[name] = _prepared(model, arguments.get(name), processing_class)
     if arguments.get("data_collator") is None:
         arguments["data_collator"] = getattr(model, "data_collator", None)
 
 
 def _prepared(model: Any, dataset: Any, processing_class: Any) -> Any:
-    if not hasattr(model, "prepare_dataset"):
+    if dataset is None or not hasattr(model, "prepare_dataset"):
         return dataset
     if isinstance(dataset, dict):
-        return {
-            name: model.prepare_dataset(rows, processing_class) for name, rows in dataset.items()
-        }
+        return {name: _prepared(model, rows, processing_class) for name, rows in dataset.items()}
     return model.prepare_dataset(dataset, processing_class)
 
 
