@@ -1317,21 +1317,13 @@ PRIVACY = (
         "a defense without per_sample.",
     ),
     Rule(
-        "rows-of-other-lengths",
-        None,
-        "dp_sgd with per_sample=True where {name!r} has rows of {shape} and of {known_shape}, and "
-        "no attention_mask says what of them is padding: a row that is filled up to the longest of "
-        "its batch follows that one, and no clipping bounds it.",
-        "Pad all rows to one length (padding='max_length'), or pass an attention_mask, "
-        "`(rows, length)`.",
-    ),
-    Rule(
         "rows-of-several-forms",
         None,
         "dp_sgd with per_sample=True where rows become batches of several forms: {name!r} is "
-        "missing for some, or of another type or shape, so that one row decides what a batch of "
-        "others becomes.",
-        "Give all rows the same columns and types.",
+        "missing for some, of another type or shape, or of another length ({form} and {usual}) "
+        "without an attention_mask. So one row decides what a batch of others becomes.",
+        "Give all rows the same columns and types, and pad them to one length "
+        "(padding='max_length'), or pass an attention_mask, `(rows, length)`.",
     ),
     Rule(
         "correlated-from-first-rows",

@@ -774,7 +774,7 @@ def _trial_of(*rows: dict[str, torch.Tensor]) -> None:
     RowTrial([*rows] * 8, lambda batch: {n: torch.stack([r[n] for r in batch]) for n in batch[0]})
 
 
-@case("rows-of-other-lengths")
+@case("rows-of-several-forms")
 def _sounds_of_two_lengths() -> None:
     _trial_of({"input_values": torch.zeros(400)}, {"input_values": torch.zeros(300)})
 

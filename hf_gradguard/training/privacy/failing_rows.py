@@ -273,11 +273,7 @@ def _other_form(usual: dict[str, Any], forms: list[dict[str, Any]]) -> Unsupport
     """Return the refusal that names the entry in which rows differ."""
     form = next(form for form in forms if form != usual)
     name = next(n for n in {**usual, **form} if usual.get(n) != form.get(n))
-    entry, usual_entry = form.get(name), usual.get(name)
-    if entry and usual_entry and entry[0] == usual_entry[0] and len(entry) == 2:
-        shape, known_shape = (entry[1] or ())[1:], (usual_entry[1] or ())[1:]
-        return refusal("rows-of-other-lengths", name=name, shape=shape, known_shape=known_shape)
-    return refusal("rows-of-several-forms", name=name)
+    return refusal("rows-of-several-forms", name=name, form=form.get(name), usual=usual.get(name))
 
 
 @dataclass
