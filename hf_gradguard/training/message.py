@@ -192,10 +192,8 @@ def _take(batch: dict[str, Any], index: Tensor, rows: int) -> dict[str, Any]:
         holds_several = isinstance(value, list | tuple) or _dim(value) > 0
         length = len(value) if holds_several else 1
         if holds_several and length == rows:
-            chosen = (
-                value[index] if isinstance(value, Tensor) else [value[k] for k in index.tolist()]
-            )
-            taken[key] = chosen
+            is_tensor = isinstance(value, Tensor)
+            taken[key] = value[index] if is_tensor else [value[k] for k in index.tolist()]
         elif length == 1:
             taken[key] = value
         else:

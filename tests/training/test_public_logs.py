@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as some
 from transformers import TrainerCallback, trainer_callback
 from transformers.integrations import integration_utils
 
+from hf_gradguard.training import logs
 from hf_gradguard.training.logs import (
     LEAST_MESSAGES,
     MESSAGES,
@@ -24,6 +27,7 @@ from hf_gradguard.training.logs import (
     PooledLogs,
     PrivateMetrics,
     is_console,
+    uploads_console,
     without_rows,
 )
 
@@ -108,6 +112,32 @@ def test_consoles_are_known_by_name(name: str) -> None:
 def test_trackers_are_among_what_is_looked_at() -> None:
     assert len(callbacks()) > len(integration_utils.INTEGRATION_TO_CALLBACK)
     assert trackers_and_flow() <= callbacks().keys()
+
+
+def test_no_figure_that_claims_a_proof_is_logged_where_the_noise_is_known() -> None:
+    """Every name of a log by which somebody reads an ε off, whichever the code has: ε itself, and
+    the multiplier of noise, from which it is computed.
+    """
+    source = Path(logs.__file__).parent
+    text = "\n".join(path.read_text("utf-8") for path in source.rglob("*.py"))
+    claims = set(re.findall(r'"(defense/\w*(?:epsilon|multiplier)\w*)"', text))
+    assert len(claims) > 2
+    figures = dict.fromkeys(claims, 1.0) | {"defense/noise_scale": 1.0}
+    known, secret = (
+        LogPolicy(1, is_noise_known=known).measured(figures) for known in (True, False)
+    )
+    assert known == {"defense/noise_scale": 1.0}
+    assert secret == figures
+
+
+@pytest.mark.parametrize("name", sorted(kind for kind in callbacks() if kind.endswith("Callback")))
+def test_trackers_that_upload_what_is_printed_are_known(name: str) -> None:
+    """Of Transformers' own integrations, these five capture the console of a run by themselves, as
+    their documentation says; the others send what is logged.
+    """
+    capture = {"Wandb", "Comet", "ClearML", "Neptune", "SwanLab"}
+    uploads = name.removesuffix("Callback") in capture
+    assert bool(uploads_console([type(name, (TrainerCallback,), {})()])) == uploads
 
 
 def trackers_and_flow() -> set[str]:
