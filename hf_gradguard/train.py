@@ -249,15 +249,15 @@ def _check_head(settings: TrainSettings, flags: Mapping[str, Any]) -> None:
 def _head_arguments(head_settings: HeadSettings, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the training arguments and settings of `dp_sgd` that were given."""
     names = {field.name for field in fields(GradGuardConfig) if field.init}
-    given = {name: value for name, value in flags.items() if name in names}
-    is_undefended = given.pop("defense", None) == "none"
-    mechanism = dict(given.pop("defense_kwargs", None) or {})
+    arguments = {name: value for name, value in flags.items() if name in names}
+    is_undefended = arguments.pop("defense", None) == "none"
+    mechanism = dict(arguments.pop("defense_kwargs", None) or {})
     for name in ("noise_multiplier", "target_epsilon", "delta", "clip", "sampling"):
         if (value := getattr(head_settings, name)) is not None:
             mechanism[name] = value
     if is_undefended:
         mechanism["noise_multiplier"] = 0
-    return {name: value for name, value in given.items() if name != "output_dir"} | mechanism
+    return {name: value for name, value in arguments.items() if name != "output_dir"} | mechanism
 
 
 def _head_rows(labeled: Labeled, classes: Mapping[str, int]) -> Dataset:

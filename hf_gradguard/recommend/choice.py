@@ -98,11 +98,11 @@ def choose(
     """
     if len(outcomes) < 2 or outcomes[0].defense != "none":
         raise ValueError("A choice needs the undefended outcome first, and a defense beside it.")
-    plain, *others = outcomes
+    plain, *protected = outcomes
     shown = Evidence(
         plain=plain,
-        heads=[outcome for outcome in others if outcome.proof is not None],
-        measured=[outcome for outcome in others if outcome.proof is None],
+        heads=[outcome for outcome in protected if outcome.proof is not None],
+        measured=[outcome for outcome in protected if outcome.proof is None],
         budget=budget, chance=chance, score=score, untrained=untrained, elsewhere=elsewhere or {},
     )  # fmt: skip
     head, (defense, words) = _choose_head(shown), _choose_measured(shown)

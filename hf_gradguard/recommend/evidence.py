@@ -1,4 +1,4 @@
-"""What trials showed of a row: its accuracy, and what was proved, recovered or recognized."""
+"""The outcomes of trials: a row's accuracy, and what was proved, recovered or recognized."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class Proof:
         epsilon: ε at `delta`.
         delta: δ.
         encoder: The name of the frozen encoder below the head.
+        rows: The number of rows that the head was trained on.
 
     Example:
-        >>> proof = Proof(noise_multiplier=1.5, epsilon=2.6, delta=1e-5, encoder="my-model")
+        >>> proof = Proof(1.5, epsilon=2.6, delta=1e-5, encoder="my-model", rows=1600)
         >>> round(proof.members, 3), round(proof.pairs, 2)
         (0.048, 0.75)
     """
@@ -40,6 +41,7 @@ class Proof:
     epsilon: float
     delta: float
     encoder: str
+    rows: int
 
     @property
     def members(self) -> float:
@@ -48,7 +50,7 @@ class Proof:
 
     @property
     def pairs(self) -> float:
-        """How often at most anybody tells which of two samples a row holds; chance is half."""
+        """The largest rate at which anybody tells which of two samples a row is; 0.5 is chance."""
         # Another sample in a row's place moves the sum by 2C at most.
         return NormalDist().cdf(1 / of_rounded_sums(self.noise_multiplier))
 
@@ -101,7 +103,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All outcomes of trials, and what they are judged by.
+    """The outcomes of all trials, and the measures that judge them.
 
     Args:
         plain: The outcome of the undefended whole model.

@@ -18,6 +18,8 @@ from .evidence import (
     shown_leak,
 )
 
+_MORE_ROWS = "It learns most from more rows (--rows, --steps)."
+
 
 def of_head(head: Outcome, shown: Evidence) -> list[str]:
     """Return paragraphs that recommend a head by proof, with its price and what is proved."""
@@ -60,9 +62,9 @@ def of_measured(chosen: Outcome, shown: Evidence) -> list[str]:
 
 def of_nothing(words: Sequence[str], shown: Evidence) -> list[str]:
     """Return paragraphs that recommend nothing, and say why."""
-    reason, *others = words
+    reason, *hints = words
     heads = of_nearest_head(shown)
-    return [f"Nothing is recommended: {reason}", *heads, _unprotected(shown), *others]
+    return [f"Nothing is recommended: {reason}", *heads, _unprotected(shown), *hints]
 
 
 def of_nearest_head(shown: Evidence) -> list[str]:
@@ -72,22 +74,25 @@ def of_nearest_head(shown: Evidence) -> list[str]:
     nearest = min(shown.heads, key=lambda head: head.lost.mean)
     proof = nearest.proof
     assert proof is not None
-    named = f"A linear head on {proof.encoder}, by proof (ε = {proof.epsilon:.2g}),"
+    named = (
+        f"A linear head on {proof.encoder}, by proof (ε = {proof.epsilon:.2g}), trained on "
+        f"{proof.rows:,} rows,"
+    )
     if not has_learned(nearest, shown.untrained):
         count = len(nearest.accuracy_by_sample)
-        return [f"{named} learned nothing that {count} samples show: give it more rows (--steps)."]
-    return [f"{named} loses {points(nearest.lost)}. {_allow(nearest)}"]
+        return [f"{named} learned nothing that {count} samples show. {_MORE_ROWS}"]
+    return [f"{named} {price(nearest.lost)}. {_MORE_ROWS} {_allow(nearest)}"]
 
 
 def untaught(shown: Evidence) -> str:
     """Return why nothing is chosen where the undefended training taught nothing."""
     assert shown.untrained is not None
-    before = 100 * float(np.mean(shown.untrained))
+    untrained = 100 * float(np.mean(shown.untrained))
     return (
         f"undefended training taught nothing that {len(shown.untrained)} samples show (accuracy "
-        f"{before:.1f} % before, {100 * shown.plain.accuracy.mean:.1f} % after), so no price was "
-        "measured. Train longer (--steps), at other rates (--learning_rate), or begin with a model "
-        "that does not know the task."
+        f"{untrained:.1f} % before, {100 * shown.plain.accuracy.mean:.1f} % after), so no price "
+        "was measured. Train longer (--steps), at other rates (--learning_rate), or begin with a "
+        "model that does not know the task."
     )
 
 

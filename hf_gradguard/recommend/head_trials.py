@@ -72,8 +72,8 @@ def heads_to_try(
     base = without_adapters(model)
     loaded = str(getattr(base.config, "name_or_path", "") or "")
     # Adapters' folder names no encoder, but the model below them does.
-    own = loaded if base is not model or source is None else source.model
-    return {own or "the model": base, **{name: name for name in encoders if name != own}}
+    name = loaded if base is not model or source is None else source.model
+    return {name or "the model": base, **{other: other for other in encoders if other != name}}
 
 
 class HeadTrials:
@@ -84,7 +84,8 @@ class HeadTrials:
         processing_class: The tokenizer or image processor of those that are no names.
         num_labels: The number of classes.
         public: Public samples, or their file or folder.
-        split: The split of the data.
+        split: The split of the data. Samples that choose others' rates are trained on: a head's
+            rate is not chosen.
         settings: The settings of all trials. A head is trained on as many samples as the others:
             `steps` messages of `batch_size`, or one pass if there are fewer rows.
         folder: The folder of cells.
@@ -107,12 +108,16 @@ class HeadTrials:
         pace: Pace,
     ) -> None:
         self.encoders = {_LABEL.format(_short(name)): name for name in encoders}
-        self._modules = {_LABEL.format(_short(name)): one for name, one in encoders.items()}
+        self._modules = dict(zip(self.encoders, encoders.values(), strict=True))
         self._processing_class, self._num_labels = processing_class, num_labels
-        self._public, self._split, self._settings = public, split, settings
+        self._public, self._settings = public, settings
         self._cells, self._pace = Cells(folder / "cells"), pace
         size = settings.batch_size
-        self.rows = min(len(split.training), settings.steps * size) // size * size
+        self._samples = {
+            "training": [*split.training, *split.choosing], "judging": split.judging
+        }  # fmt: skip
+        count = len(self._samples["training"])
+        self.rows = min(count, settings.steps * size) // size * size
         self._heads, self._keys = dict[str, PrivateHead](), dict[str, str]()
         self._prepared = dict[tuple[str, str], Any]()
         self._training_seconds = dict[str, float]()
@@ -154,8 +159,9 @@ class HeadTrials:
         """
         cell = self._trained(label, self._settings.seed)
         proof = Proof(
-            cell["noise_multiplier"], cell["epsilon"], cell["delta"], self.encoders[label]
-        )
+            cell["noise_multiplier"], cell["epsilon"], cell["delta"], self.encoders[label],
+            self.rows,
+        )  # fmt: skip
         lost = np.array(plain_accuracies) - np.array(accuracies)
         return Outcome(
             label, cell["learning_rate"], accuracy_over_seeds(accuracies),
@@ -196,11 +202,15 @@ class HeadTrials:
             encoder, self._public, self._num_labels, num_rows=self.rows,
             processing_class=processing_class, max_length=self._settings.max_length,
         )  # fmt: skip
-        split, settings = self._split, self._settings
-        sizes = self.rows, settings.batch_size, len(split.training), self._num_labels
-        samples = [*split.training, *split.judging]
-        names = [str(label) for _, label in samples]
-        self._keys[label] = digest(head, sizes, names, code_digest(GradGuardTrainer, PrivateHead))
+        sizes = self.rows, self._settings.batch_size, self._num_labels
+        code = code_digest(GradGuardTrainer, PrivateHead)
+        # A text is hashed as it is, an image by its pixels.
+        samples = [
+            (sample if isinstance(sample, str) else np.asarray(sample), class_id)
+            for use in self._samples.values()
+            for sample, class_id in use
+        ]
+        self._keys[label] = digest(head, sizes, samples, code)
         self._heads[label] = head
         return head
 
@@ -210,7 +220,7 @@ class HeadTrials:
         Raises:
             OutOfTime: If they do not fit.
         """
-        count = len(self._split.training) + len(self._split.judging)
+        count = sum(map(len, self._samples.values()))
         count += len(packaged_sentences()) if self._public is None else MOST_PUBLIC
         if not self._pace.fits(self.seconds_per_parameter * _size(encoder) * count):
             raise OutOfTime
@@ -222,14 +232,14 @@ class HeadTrials:
         training, judging = self._rows(label, head, "training"), self._rows(label, head, "judging")
         began = time.monotonic()
         nn.init.zeros_(head.head.weight)
-        drawn = np.random.default_rng(seed).permutation(len(training))[: self.rows]
+        numbers = np.random.default_rng(seed).permutation(len(training))[: self.rows]
         with tempfile.TemporaryDirectory() as folder:
             args = head.training_arguments(
                 folder, num_rows=self.rows, seed=seed,
                 per_device_train_batch_size=self._settings.batch_size,
                 logging_strategy="no", disable_tqdm=True, use_cpu=head.device.type == "cpu",
             )  # fmt: skip
-            trainer = GradGuardTrainer(head, args, train_dataset=training.select(drawn))
+            trainer = GradGuardTrainer(head, args, train_dataset=training.select(numbers))
             trainer.remove_callback(PrinterCallback)
             trainer.is_trial = True
             trainer.train()
@@ -247,13 +257,13 @@ class HeadTrials:
             "delta": args.defense_kwargs["delta"], "clip": args.defense_kwargs["clip"],
         }  # fmt: skip
 
-    def _rows(self, label: str, head: PrivateHead, part: str) -> Any:
+    def _rows(self, label: str, head: PrivateHead, use: str) -> Any:
         """Return rows of features and labels of training or judging samples, made once."""
-        if (label, part) not in self._prepared:
-            samples = getattr(self._split, part)
+        if (label, use) not in self._prepared:
+            samples = self._samples[use]
             rows = [{_column(head): sample, "labels": y} for sample, y in samples]
-            self._prepared[label, part] = head.prepare_dataset(rows)
-        return self._prepared[label, part]
+            self._prepared[label, use] = head.prepare_dataset(rows)
+        return self._prepared[label, use]
 
 
 def _column(head: PrivateHead) -> str:

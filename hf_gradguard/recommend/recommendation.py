@@ -420,12 +420,12 @@ class _Comparison:
         return f" (before training {self._leaky[label].attack} {self.score.verb} {leak})"
 
     def _say(self, outcome: Outcome) -> None:
-        said = f"{outcome.defense}: accuracy {percent(outcome.accuracy)}"
+        fact = f"{outcome.defense}: accuracy {percent(outcome.accuracy)}"
         if outcome.proof is not None:
-            self.say(f"{said}, by proof (ε = {outcome.proof.epsilon:.2g})")
+            self.say(f"{fact}, by proof (ε = {outcome.proof.epsilon:.2g})")
             return
         leak = self.score.format_estimate(shown_leak(outcome, self.score))
-        self.say(f"{said}, {outcome.attack} {self.score.verb} {leak}")
+        self.say(f"{fact}, {outcome.attack} {self.score.verb} {leak}")
 
     def judge(
         self, plain: Outcome, last: list[Outcome], heads: Sequence[Outcome] = ()
@@ -491,8 +491,8 @@ class _Comparison:
 
     def _judging(self, outcome: Outcome, seed: int | None) -> list[float]:
         if outcome.proof is not None:
-            first = self._settings.seed
-            return self._heads.judging(outcome.defense, first if seed is None else seed)
+            chosen_seed = self._settings.seed if seed is None else seed
+            return self._heads.judging(outcome.defense, chosen_seed)
         defense = self._defenses[outcome.defense]
         return self._trials.judging(outcome.defense, defense, outcome.learning_rate, seed)
 

@@ -72,7 +72,7 @@ class Heads:
         return ([1.0] * 4 + [0.0]) * 40
 
     def outcome_of(self, label: str, accuracies: Any, plain: Any) -> Outcome:
-        proof = Proof(1.5, 2.7, 1e-5, self.encoders[label])
+        proof = Proof(1.5, 2.7, 1e-5, self.encoders[label], 1600)
         lost = mean_over_seeds(np.array(plain) - np.array(accuracies), are_fractions=True)
         return Outcome(
             label, 10.0, accuracy_over_seeds(accuracies), lost, None, proof=proof,
