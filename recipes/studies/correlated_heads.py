@@ -181,7 +181,7 @@ class HeadTask(FeaturesTask):
     def made(self, name: str) -> dict[str, Tensor]:
         """The same, by the encoder, sentences of a length together."""
         texts, labels = self.sentences(name)
-        order = sorted(range(len(texts)), key=lambda row: len("".join(texts[row])))  # or pairs
+        order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
         features = self.full_head.features_of([texts[row] for row in order])
         return {"features": features[torch.tensor(order).argsort()], "labels": labels}
 

@@ -7,6 +7,7 @@ import random
 import re
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from .lib.text import load_tokenizer
 from .patch_features import PatchFeatures
 
 Article = list[list[str]]  # sentences by paragraph
+TAB = "\t"  # between the texts of a pair
 
 
 def articles_of(path: str | Path, longest: int = 30) -> list[Article]:
@@ -48,12 +50,15 @@ class HalfTask(HeadTask):
         encoder = AutoModel.from_pretrained(
             self._name, trust_remote_code=False, dtype=torch.bfloat16
         ).to(DEVICE)
-        tokenizer = load_tokenizer(self._name)
         public, _ = self.sentences("public")
         return private_head(
-            encoder, public, 2, directions=self.DIRECTIONS, processing_class=tokenizer,
+            encoder, public, 2, directions=self.DIRECTIONS, processing_class=self.tokenizer(),
             max_length=self.LENGTH,
         )  # fmt: skip
+
+    def tokenizer(self) -> Any:
+        """Make the encoder's inputs of texts."""
+        return load_tokenizer(self._name)
 
 
 class RateTask(HalfTask):
@@ -120,6 +125,22 @@ class Articles(RateTask):
         return [text for article in articles for text in chain(*article)]
 
 
+class TogetherTokenizer:
+    """Both texts of a pair as one input, whose tokens attend to each other.
+
+    Args:
+        name: The encoder's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tokenizer = load_tokenizer(name)
+        self.model_max_length: int = self._tokenizer.model_max_length
+
+    def __call__(self, pairs: list[str], **settings: Any) -> Any:
+        first, second = zip(*(pair.split(TAB) for pair in pairs), strict=True)
+        return self._tokenizer(list(first), list(second), **settings)
+
+
 class Pairs(RateTask):
     """Whether two sentences are neighbors in a paragraph, or the second is of another article.
 
@@ -134,6 +155,13 @@ class Pairs(RateTask):
 
     def public_rows(self) -> list:
         return self._pairs("valid")[0]
+
+    def sentences(self, name: str) -> tuple[list, Tensor]:
+        pairs, labels = super().sentences(name)
+        return [TAB.join(pair) for pair in pairs], labels
+
+    def tokenizer(self) -> Any:
+        return TogetherTokenizer(self._name)
 
     def _pairs(self, name: str) -> tuple[list, list[int]]:
         articles = articles_of(self._wikitext / f"{name}.txt", self.LONGEST)

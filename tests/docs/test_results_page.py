@@ -140,6 +140,7 @@ def test_linked_sections_are_there(page):
 def test_runs_are_chosen_by_output_or_by_what_they_mention():
     assert [run.output for run in results.named(["sst2"])] == ["sst2"]
     assert [run.output for run in results.named(["--tiny_imagenet"])] == [
+        "default_rates",
         "frontier_elsewhere",
         "learning_rates",
     ]
