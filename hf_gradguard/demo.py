@@ -118,7 +118,7 @@ def run_demo(model: str | None, output: str, steps: int, attacked: int, seed: in
         metrics={label: correct[label] / len(held_out) for label in DEFENSES},
         word_pairs=1, estimators="none", seed=seed, reference=False, output=output,
     )  # fmt: skip
-    guesses = [_guess(new, row, listed) for row in shared]
+    guesses = [guess_sentence(new, row, listed) for row in shared]
     summary = summarize(result)
     print(_table(summary, correct, len(held_out), seconds))
     print(_LEGEND.format(held_out=len(held_out), attacked=attacked, listed=len(listed)))
@@ -182,10 +182,15 @@ def _train_head(head: PrivateHead, rows: list[Row], held_out: list[Row], seed: i
     return float((logits.argmax(-1) == torch.tensor([y for _, y in held_out])).sum())
 
 
-def _guess(head: PrivateHead, shared: Row, listed: Sequence[Row]) -> str:
+def guess_sentence(head: PrivateHead, shared: Row, listed: Sequence[Row]) -> str:
     """Return the listed sentence whose gradient is nearest to what is shared of one sentence.
 
     That is the likeliest one. The server knows the label, as it does in the other attacks.
+
+    Args:
+        head: A head that is not trained yet.
+        shared: The sentence and its label, alone in a message of `dp_sgd` per sample.
+        listed: Sentences, of which one is shared.
     """
     label = torch.tensor([shared[1]])
     defense = make_defense("dp_sgd", per_sample=True, clip=CLIP, noise_multiplier=NOISE_MULTIPLIER)
@@ -200,13 +205,12 @@ def _guess(head: PrivateHead, shared: Row, listed: Sequence[Row]) -> str:
     return listed[distances.index(min(distances))][0]
 
 
-def _bounds() -> tuple[str, str]:
-    """Return what is proved of sentences that differ in a word, and of a list of sentences.
+def pairs_bound() -> float:
+    """Return the most often that any attacker names which of two sentences a head was trained on.
 
     A row moves what is sent by at most the clipping bound, another in its place by twice as much.
     """
-    pairs = NormalDist().cdf(1 / NOISE_MULTIPLIER)
-    return f"≤ {pairs:.0%}, proved", f"≤ {membership_power(NOISE_MULTIPLIER):.0%}, proved"
+    return NormalDist().cdf(1 / NOISE_MULTIPLIER)
 
 
 def _table(
@@ -218,7 +222,17 @@ def _table(
         interval = binomtest(round(correct[label]), count).proportion_ci(method="wilson")
         accuracy = f"{correct[label] / count:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
         if label == HEAD:
-            rows.append((label, accuracy, "–", *_bounds(), f"{seconds[label]:.0f}"))
+            members = f"≤ {membership_power(NOISE_MULTIPLIER):.0%}, proved"
+            rows.append(
+                (
+                    label,
+                    accuracy,
+                    "–",
+                    f"≤ {pairs_bound():.0%}, proved",
+                    members,
+                    f"{seconds[label]:.0f}",
+                )
+            )
             continue
         recovered = strongest[label].scores[summary.main_score.name].mean
         pairs = summary.distinguishability[label]

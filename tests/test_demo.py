@@ -84,4 +84,4 @@ def test_without_noise_the_head_would_name_each_sentence(
     head = private_head(str(encoder), public, 2, directions=demo.DIRECTIONS)
     monkeypatch.setattr(demo, "NOISE_MULTIPLIER", 1e-3)
     for row in training[:3]:
-        assert demo._guess(head, row, [*held_out[:16], row]) == row[0]
+        assert demo.guess_sentence(head, row, [*held_out[:16], row]) == row[0]

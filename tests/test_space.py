@@ -29,6 +29,7 @@ def leak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.setattr(module, "packaged_encoder", lambda: str(encoder))
     monkeypatch.setattr(module, "PAIRS", 2)
     module.encoder.cache_clear()
+    module.head.cache_clear()
     return module
 
 
@@ -36,12 +37,13 @@ def test_every_word_is_read_unprotected_and_none_behind_noise(leak: ModuleType) 
     shown = leak.reconstruct(f"  {SENTENCE} ", NOISE)
     assert shown.words["none"] == [(word, leak.AT_PLACE) for word in SENTENCE.split()]
     assert shown.recovered["none"] == 1
-    assert shown.told_apart["none"] == (2, 2)
+    assert shown.distinguished["none"] == (2, 2)
     assert len(shown.words[NOISE]) == len(SENTENCE.split())
     assert shown.recovered[NOISE] < 0.5
+    assert shown.guess in {SENTENCE, *(text for text, _ in leak.LISTED)}
     right = [verdict for _, verdict in shown.words[NOISE] if verdict != leak.WRONG]
     assert len(right) <= len(SENTENCE.split()) / 2
-    assert shown.told_apart[NOISE][1] == 2
+    assert shown.distinguished[NOISE][1] == 2
 
 
 def test_a_word_elsewhere_in_the_sentence_is_not_at_its_place(leak: ModuleType) -> None:
@@ -100,6 +102,7 @@ def test_the_page_in_a_browser(leak: ModuleType) -> None:
             page.get_by_text("optimal_noise:relative_scale=50").wait_for(timeout=60_000)
             shown = page.inner_text("body")
             assert "100%" in shown
+            assert "by proof: no attacker says which of two sentences" in shown
             assert leak.price("optimal_noise:relative_scale=50") in shown
             wide = page.evaluate("document.documentElement.scrollWidth")
             assert wide <= 390

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gradio as gr
-from leak import AT_PLACE, ELSEWHERE, LONGEST, WRONG, choices, price, reconstruct
+from leak import AT_PLACE, ELSEWHERE, LISTED, LONGEST, WRONG, choices, price, reconstruct
+
+from hf_gradguard.demo import pairs_bound
 
 COLORS = {AT_PLACE: "#ffb86b", ELSEWHERE: "#ffe08a", WRONG: "#d7dee8"}  # below dark text
 UNPROTECTED = "none"
@@ -25,8 +27,8 @@ SITE = "https://hf-gradguard.github.io/hf-gradguard"
 NOTES = f"""A quick attack that finds no word proves nothing: a slower one
 [reconstructed words]({SITE}/findings/attacks_text/#a-search-by-likelihood) behind noise of 20
 times the gradient.
-**Words told apart** asks what no search decides: which of two sentences that differ in one word is
-the message of? Half is chance. Only differential privacy is
+**Words distinguished** asks what no search decides: which of two sentences that differ in one word
+is the message of? Half is chance. Only differential privacy is
 [proved]({SITE}/differential_privacy/) against every attacker. Nothing that you write is stored."""
 
 EXAMPLE = "my favourite chair is comfortable and well made."
@@ -41,11 +43,17 @@ def look(sentence: str, name: str, strength: str):
         raise gr.Error(str(error), print_exception=False) from error
     rows = "".join(
         f"- **{shown}**: {leak.recovered[label]:.0%} of the words reconstructed, "
-        f"{leak.told_apart[label][0]:g} of {leak.told_apart[label][1]} words told apart{cost}\n"
+        "{:g} of {} words distinguished".format(*leak.distinguished[label])
+        + f"{cost}\n"
         for label, shown, cost in (
             (UNPROTECTED, "Unprotected", "."),
             (defense, defense, f". It costs {price(defense)}."),
         )
+    )
+    rows += (
+        "- **A linear head, by proof**: no attacker says which of two sentences was shared in more "
+        f"than {pairs_bound():.0%} of cases; half is chance. From a list of {len(LISTED) + 1} "
+        f"sentences the server guesses: *{leak.guess}* [What that costs]({SITE}/head/).\n"
     )
     return leak.words[UNPROTECTED], leak.words[defense], rows
 

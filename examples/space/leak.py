@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from hf_gradguard.audit import audit, summarize
-from hf_gradguard.demo import packaged_encoder
+from hf_gradguard.demo import DIRECTIONS, guess_sentence, packaged_encoder, sentences
+from hf_gradguard.heads import PrivateHead, private_head
 from hf_gradguard.models import classifier_head, load_model
 
 PRICES: dict[str, list[float]] = json.loads(
@@ -26,6 +27,8 @@ docs/findings/text.md.
 AT_PLACE, ELSEWHERE, WRONG = "at its place", "elsewhere in the sentence", "not in the sentence"
 
 PAIRS, LONGEST = 2, 200
+LISTED = sentences("dev")[:19]
+"""Sentences among which a server looks for the one that is shared, behind a head by proof."""
 
 Words = list[tuple[str, str | None]]
 
@@ -37,13 +40,15 @@ class Leak:
     Args:
         words: By label of a defense, each reconstructed word and whether it is right.
         recovered: By label, the share of the sentence's words (token F1) that were reconstructed.
-        told_apart: By label, of how many pairs of sentences that differ in one word the message
+        distinguished: By label, of how many pairs of sentences that differ in one word the message
             tells which one it is of, and the number of pairs.
+        guess: The listed sentence that a server takes it for, behind a head by proof.
     """
 
     words: dict[str, Words]
     recovered: dict[str, float]
-    told_apart: dict[str, tuple[float, int]]
+    distinguished: dict[str, tuple[float, int]]
+    guess: str
 
 
 def choices() -> dict[str, list[str]]:
@@ -69,6 +74,13 @@ def encoder() -> tuple[torch.nn.Module, Any]:
     """MiniLM with a new head for two classes, and its tokenizer."""
     torch.manual_seed(0)
     return load_model(packaged_encoder(), "text-classification", classifier_head(["bad", "good"]))
+
+
+@cache
+def head() -> PrivateHead:
+    """A head on MiniLM that is not trained yet, with directions of public sentences."""
+    name = packaged_encoder()
+    return private_head(name, [text for text, _ in sentences("train")], 2, directions=DIRECTIONS)
 
 
 def reconstruct(sentence: str, defense: str, label: int = 1) -> Leak:
@@ -106,8 +118,9 @@ def reconstruct(sentence: str, defense: str, label: int = 1) -> Leak:
         if f1 >= recovered.get(name, 0.0):
             words[name], recovered[name] = list(_judged(tokenizer, cell["ids"][0], sent)), f1
     pairs = {name: found for name, found in summary.distinguishability.items() if found}
-    told_apart = {name: (found.correct, found.pairs) for name, found in pairs.items()}
-    return Leak(words, recovered, told_apart)
+    distinguished = {name: (found.correct, found.pairs) for name, found in pairs.items()}
+    guess = guess_sentence(head(), (sentence, label), [*LISTED, (sentence, label)])
+    return Leak(words, recovered, distinguished, guess)
 
 
 def _judged(tokenizer: Any, ids: list[int], sent: list[int]) -> Iterator[tuple[str, str | None]]:

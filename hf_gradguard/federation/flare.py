@@ -255,7 +255,10 @@ class GradGuardUnpackFilter(DXOFilter):
         FloatingPointError: If an entry is not finite.
 
     Example:
-        >>> recipe.add_server_input_filter(GradGuardUnpackFilter(), tasks=["train"])
+        >>> unpacking = GradGuardUnpackFilter()  # recipe.add_server_input_filter(unpacking)
+        >>> dxo = DXO(DataKind.WEIGHT_DIFF, data={"w": torch.ones(2)})  # which is not packed
+        >>> unpacking.process_dxo(dxo, Shareable(), FLContext()).data
+        {'w': tensor([1., 1.])}
     """
 
     def __init__(self) -> None:

@@ -21,6 +21,8 @@ class PrivateHeadConfig(PreTrainedConfig):
         encoder_config: The encoder's own configuration.
         save_encoder: Whether `save_pretrained` writes the encoder's weights, too. Otherwise
             `from_pretrained` loads it from `encoder`.
+        pairs: Whether a sample is a pair of texts.
+        sep_token_id: The token between the texts of a pair.
         num_features: The number of features that the encoder gives for a sample or a token.
         directions: The number of public directions onto which features are cut.
         constant: The feature in a bias's place. All features together have norm 1.
@@ -42,6 +44,8 @@ class PrivateHeadConfig(PreTrainedConfig):
     encoder_revision: str | None = None
     encoder_config: dict[str, Any] | None = None
     save_encoder: bool = True
+    pairs: bool = False
+    sep_token_id: int | None = None
     num_features: int = 1
     directions: int = 1400
     constant: float = CONSTANT

@@ -67,6 +67,57 @@ def token_features(encoder: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     return torch.cat([_precise(block) for block in of_tokens], 2)
 
 
+def pair_features(encoder: nn.Module, inputs: Mapping[str, Any], separator: int) -> Tensor:
+    """Return features of pairs of texts, `(B, width)`: how far those of both differ, and agree.
+
+    They are the absolute differences and the products of the features that each text has by itself.
+    On neighboring sentences they tell far more than features of both texts in one pass.
+
+    Args:
+        encoder: A model of Transformers that takes texts.
+        inputs: The `input_ids` and the `attention_mask` of both texts together, padded on the
+            right.
+        separator: The token that stands between them, once or twice.
+
+    Example:
+        >>> ids = torch.tensor([[2, 7, 8, 3, 9, 3]])  # of [CLS] a film [SEP] plot [SEP]
+        >>> inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        >>> pair_features(model.base_model, inputs, 3).ndim
+        2
+    """
+    features, others_features = (
+        layer_features(encoder, text) for text in split_pairs(inputs, separator)
+    )
+    return torch.cat([(features - others_features).abs(), features * others_features], 1)
+
+
+def split_pairs(inputs: Mapping[str, Any], separator: int) -> tuple[dict[str, Tensor], ...]:
+    """Return the ids and masks of both texts of each pair, as if each stood by itself.
+
+    Args:
+        inputs: The `input_ids` and the `attention_mask` of both texts together, padded on the
+            right.
+        separator: The token that stands between them, once or twice.
+
+    Example:
+        >>> ids = torch.tensor([[2, 7, 8, 3, 9, 3]])  # of [CLS] a film [SEP] plot [SEP]
+        >>> inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        >>> [text["input_ids"][text["attention_mask"] > 0] for text in split_pairs(inputs, 3)]
+        [tensor([2, 7, 8, 3]), tensor([2, 9, 3])]
+    """
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    places, most = torch.arange(ids.shape[1], device=ids.device)[None], ids.shape[1] - 1
+    end = (ids == separator).int().argmax(1, keepdim=True)
+    start = (end + 1).clamp(max=most)
+    start = start + (ids.gather(1, start) == separator).int()  # RoBERTa has two of them
+    sources = (start + places - 1).where(places > 0, 0)  # the first token begins every text
+    seconds_mask = (sources < mask.sum(1, keepdim=True)).to(mask)
+    return (
+        {"input_ids": ids, "attention_mask": (places <= end).to(mask)},
+        {"input_ids": ids.gather(1, sources.clamp(max=most)), "attention_mask": seconds_mask},
+    )
+
+
 def _states(encoder: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the hidden states of all layers, and the activations inside them."""
     with _activations_of(encoder) as activations:

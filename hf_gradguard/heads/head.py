@@ -36,7 +36,7 @@ from ..models import ModelError, explain_missing_model
 from ..training.exchange.start import check_agreed
 from .arguments import training_arguments
 from .configuration import PrivateHeadConfig
-from .features import layer_features, token_features
+from .features import layer_features, pair_features, token_features
 from .processing import load_processing_class, processed
 from .rows import BATCH, prepared
 
@@ -434,6 +434,9 @@ class PrivateHead(PreTrainedModel):
         if not hasattr(self.encoder, "config"):
             features: Tensor = self.encoder(*inputs.values())
             return features.flatten(1)
+        if self.config.pairs:
+            assert self.config.sep_token_id is not None  # private_head saw to it
+            return pair_features(self.encoder, inputs, self.config.sep_token_id)
         return layer_features(self.encoder, inputs)
 
     def public_features(self, **inputs: Any) -> Tensor:

@@ -54,6 +54,7 @@ def private_head(
     *,
     labels: Sequence[str] | None = None,
     task: str | None = None,
+    pairs: bool = False,
     problem_type: str | None = None,
     label_range: tuple[float, float] | None = None,
     directions: int | None = None,
@@ -78,8 +79,10 @@ def private_head(
             sentences. Default: the 560 sentences that come with this package, for texts.
         num_labels: The number of classes or numbers. Default: 2, or as many as `labels`.
         labels: The names of the classes.
-        task: `"text-classification"` (also of pairs), `"image-classification"` or
+        task: `"text-classification"`, `"image-classification"` or
             `"token-classification"`. Default: one of the first two, by the encoder.
+        pairs: Whether a row is a pair of texts. The encoder reads each by itself. Public texts are
+            paired with those that follow, unless they are pairs.
         problem_type: The problem type of Transformers: `"single_label_classification"`,
             `"multi_label_classification"` or `"regression"`. Default: the first, or the last for
             one label.
@@ -119,12 +122,15 @@ def private_head(
     if (HEADS[task].takes_images, is_known) == (not takes_images, True):
         raise ValueError(f"{task} is no task for {type(module).__name__}: take another encoder.")
     samples, description = public_samples(public, takes_images)
+    if pairs:
+        samples = _paired(samples)
     if len(samples) < 3:
         raise ValueError(f"public has {len(samples)} samples, and whitening takes three or more.")
     if save_encoder is None:  # a model that is loaded may not be as its name has it
         save_encoder = isinstance(encoder, nn.Module) or not _is_hub_name(name)
     config = PrivateHeadConfig(
         task=task,
+        pairs=pairs,
         encoder=name if _is_hub_name(name) or not save_encoder else _last_part(name),
         encoder_revision=_commit(name, revision),
         encoder_config=_settings(module.config) if is_known else None,
@@ -134,6 +140,8 @@ def private_head(
         **_labels(num_labels, labels, problem_type, label_range),
     )  # fmt: skip
     head = HEADS[task](config, module, processing_class)
+    if pairs:
+        config.sep_token_id = _separator(head)
     head.to(_device(encoder) if device is None else device)
     _check_repeatable(head, samples[:2])
     features = _features_of_public(head, samples)
@@ -145,6 +153,29 @@ def private_head(
     if not is_open:
         warn_of_few(head.config.directions, most)
     return head
+
+
+def _paired(samples: Sequence[Any]) -> list[tuple[str, str]]:
+    """Return pairs of texts: of neighbors, and of texts that are far from each other."""
+    if isinstance(samples[0], tuple):
+        return list(samples)
+    half = len(samples) // 2
+    far = list(zip(samples[::2], [*samples[half::2], *samples[:half:2]], strict=False))
+    return [*zip(samples[::2], samples[1::2], strict=False), *far]
+
+
+def _separator(head: PrivateHead) -> int:
+    """Return the token that a tokenizer puts between the texts of a pair, and at its end."""
+    tokenizer = head.processing_class
+    separator = getattr(tokenizer, "sep_token_id", None)
+    if head.task == "text-classification" and separator is not None:
+        single, pair = tokenizer("a")["input_ids"], tokenizer("a", "a")["input_ids"]
+        if pair[: len(single)] == single and pair.count(separator) > single.count(separator) > 0:
+            return int(separator)
+    raise ValueError(
+        "pairs= is for text-classification by an encoder whose tokenizer puts a separator after "
+        "each text of a pair. Take another encoder."
+    )
 
 
 def _named_encoder(

@@ -39,13 +39,13 @@ def processed(
         config: The head's configuration.
 
     Raises:
-        ValueError: If some samples are pairs and others are not.
+        ValueError: If samples are pairs and the head is for single texts, or the other way round.
 
     Example:
         >>> config = PrivateHeadConfig(encoder_config={})
-        >>> inputs = processed(tokenizer, ["a film", ("a joke", "the plot")], False, config)
+        >>> inputs = processed(tokenizer, [("a joke", "the plot")], False, config)
         Traceback (most recent call last):
-        ValueError: Either all samples of a batch are pairs, or none is.
+        ValueError: The head is for single texts: see pairs= of private_head.
         >>> processed(tokenizer, ["a film", "a"], False, config)["attention_mask"]
         tensor([[1, 1, 1, 1],
                 [1, 1, 1, 0]])
@@ -58,9 +58,10 @@ def processed(
     settings = {
         "padding": True, "truncation": True, "max_length": longest, "return_tensors": "pt",
     }  # fmt: skip
-    if len({isinstance(sample, tuple) for sample in samples}) > 1:
-        raise ValueError("Either all samples of a batch are pairs, or none is.")
-    if isinstance(samples[0], tuple):
+    if any(isinstance(sample, tuple) != config.pairs for sample in samples):
+        kind = "pairs of texts" if config.pairs else "single texts"
+        raise ValueError(f"The head is for {kind}: see pairs= of private_head.")
+    if config.pairs:
         texts, seconds = zip(*samples, strict=True)
         return processing_class(list(texts), list(seconds), **settings)
     if isinstance(samples[0], str):

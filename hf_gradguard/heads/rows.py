@@ -100,6 +100,11 @@ def _samples(head: Any, dataset: Any, names: Sequence[str]) -> list[Any]:
         kind, usual = "lists of word", WORDS
     else:
         pair = next((pair for pair in PAIRS if set(pair) <= set(names)), None)
+        if (pair is not None) != head.config.pairs:
+            raise ValueError(
+                f"The head is for {'pairs of' if head.config.pairs else 'single'} texts, and the "
+                f"rows have the columns {list(names)}. Set pairs= of private_head, or rename them."
+            )
         if pair is not None:
             return list(zip(*(_column(dataset, name) for name in pair), strict=True))
     if (name := _usual_name(usual, names)) is None:

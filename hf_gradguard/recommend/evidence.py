@@ -1,4 +1,4 @@
-"""Outcomes of trials: accuracy, and what was proved, recovered or recognized."""
+"""The outcomes of trials: a row's accuracy, and what was proved, recovered or recognized."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Proof:
 
     @property
     def pairs(self) -> float:
-        """The largest rate at which anybody tells two samples for a row apart; chance is half."""
+        """The largest rate at which anybody tells which of two samples a row is; 0.5 is chance."""
         # Another sample in a row's place moves the sum by 2C at most.
         return NormalDist().cdf(1 / of_rounded_sums(self.noise_multiplier))
 
@@ -103,7 +103,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The outcomes of all trials, and what they are judged by.
+    """The outcomes of all trials, and the measures that judge them.
 
     Args:
         plain: The outcome of the undefended whole model.

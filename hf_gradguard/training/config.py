@@ -83,9 +83,9 @@ class GradGuardConfig(TrainingArguments):
             ranks.
         secure_aggregation_keys: The folder with this rank's Ed25519 key, `rankR.pem`, and every
             rank's public one, `rankR.pub`. Without it ranks trust whoever answers, with a warning.
-        noise_for: Whose noise a defense's `scale` states. With `"message"` it is each message's.
-            With `"sum"`, which needs `secure_aggregation`, it is that of the sum of the n messages
-            that are exchanged at a time. Each message then has 1/√n of it.
+        noise_for: The message or sum whose noise a defense's `scale` states. With `"message"` it is
+            each message's. With `"sum"`, which needs `secure_aggregation`, it is that of the sum of
+            the n messages that are exchanged at a time. Each message then has 1/√n of it.
         scale_learning_rate: Whether to multiply `learning_rate` by √(1 + r²), where r is how large
             noise is beside the gradient in the mean of a step's messages. By default it is off,
             since no factor suits all tasks (docs/findings/rates.md).

@@ -81,12 +81,6 @@ class RandomStreams:
                 "Leave it out wherever the data matters."
             )
 
-    @classmethod
-    def of_arguments(cls, args: TrainingArguments, rank: int) -> RandomStreams:
-        """Return the streams that training arguments ask for."""
-        seed, private = setting(args, "noise_seed"), setting(args, "private_dropout")
-        return cls(seed, rank, private)
-
     def next_message(self, step: int) -> tuple[Stream, Stream, Stream | None]:
         """Return the streams of the next message of an optimizer step.
 
@@ -195,13 +189,14 @@ def _take(batch: dict[str, Any], index: Tensor, rows: int) -> dict[str, Any]:
     """Some rows of a batch; what holds for all of them stays whole."""
     taken = {}
     for key, value in batch.items():
-        length = len(value) if isinstance(value, list | tuple) or _dim(value) else 1
-        if length == rows:
+        holds_several = isinstance(value, list | tuple) or _dim(value) > 0
+        length = len(value) if holds_several else 1
+        if holds_several and length == rows:
             chosen = (
                 value[index] if isinstance(value, Tensor) else [value[k] for k in index.tolist()]
             )
             taken[key] = chosen
-        elif length == 1 or not isinstance(value, Tensor | list | tuple):
+        elif length == 1:
             taken[key] = value
         else:
             raise refusal("entries-of-no-row", name=key, entries=length, rows=rows)

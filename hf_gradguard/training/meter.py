@@ -146,11 +146,6 @@ class LeakageMeter:
         due, self._stop_due = self._stop_due, False
         return due
 
-    @property
-    def measures_any(self) -> bool:
-        """Whether any messages are measured."""
-        return bool(self._logging_steps) or self._binding
-
     def logs(self, step: int) -> bool:
         """Return whether the figures of a step are logged, given the number of finished steps."""
         return bool(self._logging_steps) and (step + 1) % self._logging_steps == 0

@@ -149,10 +149,10 @@ class GradGuardMixin(Trainer):
     Attributes:
         ledger: The ledger of the gradients that may be exchanged and trained on.
         shared_messages: The counts of the messages that this rank has shared, checkpoints included.
-        private_rows: What draws the rows of `dp_sgd` with `per_sample`, and counts the messages
-            that ε is of; `None` for other defenses.
-        is_trial: Whether this process stands for one client of many, and its rates are what is
-            tried: then nothing is said of either.
+        private_rows: The object that draws the rows of per-sample `dp_sgd`, and counts the messages
+            that ε covers; `None` for other defenses.
+        is_trial: Whether this process stands for one client of many in a trial of rates. Then no
+            notice about clients and rates is logged.
         asks_for_input: Whether anything asks for the continuous input of a batch.
         counts_items: Whether ranks add up the labels of a step.
         next_pass_counts: Whether the next pass with gradients counts for what a loss holds; the
@@ -163,8 +163,7 @@ class GradGuardMixin(Trainer):
         NotImplementedError: If the set-up cannot be protected (see `refusals.py`).
 
     Example:
-        >>> from transformers import Seq2SeqTrainer
-        >>> class Protected(GradGuardMixin, Seq2SeqTrainer):
+        >>> class Protected(GradGuardMixin, Trainer):
         ...     pass
     """
 
@@ -316,7 +315,8 @@ class GradGuardMixin(Trainer):
             write = self.account_file.write
             self._meter = LeakageMeter(self.args, defense, self._accountant, write)
         self.asks_for_input = defense.facts.needs_input or measured.measures
-        streams = RandomStreams.of_arguments(self.args, self.accelerator.process_index)
+        seed, is_private = setting(self.args, "noise_seed"), setting(self.args, "private_dropout")
+        streams = RandomStreams(seed, self.accelerator.process_index, is_private)
         shared = self._share_input_embeddings, self._withhold
         self._messages = self._message_maker(streams, self._meter, self.ledger, *shared)
         self._attempt: Any = (self.private_rows and AttemptsPassingRows(self)) or operator.call

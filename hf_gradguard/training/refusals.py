@@ -1317,6 +1317,15 @@ PRIVACY = (
         "a defense without per_sample.",
     ),
     Rule(
+        "rows-of-several-forms",
+        None,
+        "dp_sgd with per_sample=True where rows become batches of several forms: {name!r} is "
+        "missing for some, of another type or shape, or of another length ({form} and {usual}) "
+        "without an attention_mask. So one row decides what a batch of others becomes.",
+        "Give all rows the same columns and types, and pad them to one length "
+        "(padding='max_length'), or pass an attention_mask, `(rows, length)`.",
+    ),
+    Rule(
         "correlated-from-first-rows",
         None,
         "dp_sgd with correlated=True and ignore_data_skip, under which a resumed run begins with "

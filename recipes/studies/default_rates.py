@@ -3,12 +3,14 @@ others.
 """
 
 import functools
-import math
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from hf_gradguard.heads import default_learning_rate
 
 from ..study import Study
 from . import frontier_clients as clients
@@ -24,7 +26,6 @@ GRID = tuple(1.25 * 2**power for power in range(10))  # of messages of 16
 CLIP, SIGMA, SHARE = 0.3, 1.5, 16
 SEARCH_SEEDS, SEEDS = 3, range(10, 15)  # of searches; of trainings that are judged
 KINDS = ("best rate", "rule")
-PART, LEAST_SIGMA = 0.8, 0.3  # of the rule
 
 
 class Condition(NamedTuple):
@@ -50,6 +51,11 @@ class Condition(NamedTuple):
     def is_judged(self) -> bool:
         """Whether the rule's loss is measured there."""
         return self.clip == CLIP and self.share == SHARE
+
+    @property
+    def lowest(self) -> float:
+        """The grid's lowest rate."""
+        return GRID[0] * self.batch / 16 * (1 if self.correlated else 1 / 8)
 
     def text(self) -> str:
         """As tables show it."""
@@ -143,8 +149,8 @@ class DefaultRates(Study):
             for condition in [QUICK] if self.quick else plan.conditions():
                 row, common = f"{name}, {condition.text()}", self.common(name, plan, condition)
                 searched = common | {"seeds": SEARCH_SEEDS}
-                if condition.batch != 16:
-                    searched["lowest"] = GRID[0] * condition.batch / 16
+                if condition.lowest != GRID[0]:
+                    searched["lowest"] = condition.lowest
                 cells[row, tables.RATES] = searched
                 if (cell := self.marked(searched)) not in results:
                     continue
@@ -252,12 +258,8 @@ def best_rate(figures: dict) -> float:
 
 
 def rule(condition: Condition) -> float:
-    """Return the rate that nobody searched for.
-
-    It leaves noise of nearly one deviation in the last weights: correlated noise adds up to 1.1
-    times that of one message, whatever their number is, independent noise to the root of a third
-    of them.
-    """
-    sigma = max(condition.noise_multiplier, LEAST_SIGMA)
-    rate = PART * condition.batch / (condition.clip * sigma)
-    return rate if condition.correlated else rate * 1.1 / math.sqrt(condition.steps / 3)
+    """Return the rate that nobody searched for, also where samples are clipped without noise."""
+    return default_learning_rate(
+        condition.batch, condition.noise_multiplier or sys.float_info.min, condition.clip,
+        independent_messages=None if condition.correlated else condition.steps,
+    )  # fmt: skip

@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertModel,
+    BertTokenizer,
     TrainerCallback,
     ViTImageProcessor,
 )
@@ -33,8 +34,10 @@ from hf_gradguard.heads import (
     PrivateHead,
     PrivateHeadConfig,
     PrivateHeadForSequenceClassification,
+    layer_features,
     private_head,
 )
+from hf_gradguard.heads.features import split_pairs
 
 PUBLIC = ["a good film", "a bad film", "the plot is slow", "it is a joke", "very warm", "dull"]
 TEXTS = ["a fine film", "the plot is long and dull"]
@@ -44,14 +47,19 @@ def make_head(folder: Path, **settings: Any) -> PrivateHead:
     """A head with weights that are not zero, on an encoder in a folder."""
     names = example_names("model tokenizer")
     names["model"].base_model.save_pretrained(folder)
-    names["tokenizer"].save_pretrained(folder)
+    paired_tokenizer().save_pretrained(folder)
     head = private_head(str(folder), PUBLIC, **settings)
     nn.init.normal_(head.head.weight)
     return head
 
 
+def paired_tokenizer() -> BertTokenizer:
+    """The examples' words, with a separator after each text of a pair."""
+    return BertTokenizer(vocab=example_names("tokenizer")["tokenizer"].get_vocab())
+
+
 def inputs_of(texts: list[str]) -> dict[str, torch.Tensor]:
-    tokenizer = example_names("tokenizer")["tokenizer"]
+    tokenizer = paired_tokenizer()
     return dict(tokenizer(texts, padding=True, return_tensors="pt"))
 
 
@@ -254,13 +262,37 @@ def test_numbers_lose_their_squared_error_in_units_of_their_scale() -> None:
     torch.testing.assert_close(output.loss, loss)
 
 
-def test_pairs_are_read_together(tmp_path: Path) -> None:
-    head = make_head(tmp_path / "encoder")
-    first, second = TEXTS
-    joined = head.processing_class([first], [second], return_tensors="pt")
-    torch.testing.assert_close(head.features_of([(first, second)]), head.encode(**joined))
-    with pytest.raises(ValueError, match="pairs"):
-        head.features_of([(first, second), first])
+def test_texts_of_a_pair_are_read_one_by_one(tmp_path: Path) -> None:
+    """Also where a pipeline gives them in one: by their differences and products."""
+    head = make_head(tmp_path / "encoder", pairs=True)
+    pairs = [("a fine film", "the plot is long and dull"), ("the plot is slow and warm", "a joke")]
+    texts = [
+        layer_features(head.encoder, inputs_of(list(side))) for side in zip(*pairs, strict=True)
+    ]
+    raw = torch.cat([(texts[0] - texts[1]).abs(), texts[0] * texts[1]], 1)
+    directed = F.normalize(head.directions(raw)) * (1 - 0.3**2) ** 0.5
+    features = head.features_of(pairs)
+    torch.testing.assert_close(features[:, :-1], directed)
+    joined = head.processing_class(*map(list, zip(*pairs, strict=True)), padding=True,
+                                   return_tensors="pt")  # fmt: skip
+    torch.testing.assert_close(head(**joined).logits, head(features=features).logits)
+    with pytest.raises(ValueError, match="pairs of texts"):
+        head.features_of(["a film"])
+    with pytest.raises(ValueError, match="single texts"):
+        make_head(tmp_path / "encoder").features_of(pairs)
+    names = example_names("model tokenizer")
+    with pytest.raises(ValueError, match="separator"):
+        private_head(names["model"], PUBLIC, pairs=True, processing_class=names["tokenizer"])
+
+
+def test_a_separator_may_stand_twice() -> None:
+    """As in RoBERTa: <s> 5 6 </s></s> 7 </s>, and padding."""
+    inputs = {
+        "input_ids": torch.tensor([[0, 5, 6, 2, 2, 7, 2, 1]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]]),
+    }
+    texts = [text["input_ids"][text["attention_mask"].bool()] for text in split_pairs(inputs, 2)]
+    assert [ids.tolist() for ids in texts] == [[0, 5, 6, 2], [0, 7, 2]]
 
 
 def test_directions_follow_the_number_of_rows(tmp_path: Path) -> None:

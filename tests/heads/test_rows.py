@@ -12,6 +12,7 @@ import torch
 from datasets import ClassLabel, Dataset, Features, Value
 from examples import example_names
 from torch import Tensor, nn
+from transformers import BertTokenizer
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.gradient_map import GradientMap
@@ -105,11 +106,16 @@ def test_a_cache_of_texts_has_neither_texts_nor_other_names(cache: Path) -> None
     [("sentence1", "sentence2"), ("question", "sentence"), ("premise", "hypothesis")],
 )
 def test_pairs_are_found_by_their_columns(first: str, second: str) -> None:
-    head = make_head()
+    tokenizer = BertTokenizer(vocab=example_names("tokenizer")["tokenizer"].get_vocab())
+    head = make_head(pairs=True, processing_class=tokenizer)
     pairs = list(zip(TEXTS[:2], TEXTS[2:], strict=True))
     rows = [{"idx": 0, second: b, first: a, "label": 1} for a, b in pairs]
     prepared = head.prepare_dataset(Dataset.from_list(rows))
     torch.testing.assert_close(prepared[:]["features"], head.features_of(pairs))
+    with pytest.raises(ValueError, match="single texts"):
+        make_head().prepare_dataset(rows)
+    with pytest.raises(ValueError, match="pairs of texts"):
+        head.prepare_dataset(rows_of())
 
 
 def test_labels_by_name_by_class_and_several() -> None:

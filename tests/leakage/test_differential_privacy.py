@@ -17,7 +17,13 @@ from hf_gradguard.leakage import (
     gaussian_epsilon,
     membership_power,
 )
-from hf_gradguard.leakage.differential_privacy import of_rounded_sums
+from hf_gradguard.leakage.differential_privacy import (
+    NO_PROTECTION,
+    TOLERANCE,
+    least_noise,
+    of_rounded_sums,
+    protection_note,
+)
 
 
 def composed(accountant: dp_accounting.PrivacyAccountant, *runs: tuple[float, float, int]) -> float:
@@ -98,6 +104,53 @@ def test_calibration_counts_what_was_shared() -> None:
     assert 3.9 < account.epsilon(1e-5) <= 4
     with pytest.raises(ValueError, match="is spent"):
         dp_sgd_noise_multiplier(2.0, 1e-5, 0.1, 20, account)
+
+
+@pytest.mark.parametrize(("left", "is_spent"), [(0.005, True), (0.02, False)])
+def test_the_last_hundredth_of_a_target_is_spent(left: float, is_spent: bool) -> None:
+    """Noise for it grows without bounds: 2 % of ε = 2 left take more than twice the noise of all of
+    it for as many messages, and half a percent would take four times.
+    """
+    account = PrivacyAccount({(4.0, 1.0): 4})
+    target = account.epsilon(1e-5) / (1 - left)
+    if is_spent:
+        with pytest.raises(ValueError, match="is spent"):
+            dp_sgd_noise_multiplier(target, 1e-5, 1.0, 4, account)
+    else:
+        multiplier = dp_sgd_noise_multiplier(target, 1e-5, 1.0, 4, account)
+        assert multiplier > 2 * 4.0
+        account.add(multiplier, 1.0, 4)
+        assert account.epsilon(1e-5) <= target
+
+
+@pytest.mark.parametrize("target", [0.3, 1.0, 2.0, 5.0, 9.0])
+def test_calibrated_noise_is_the_least_to_a_thousandth(target: float) -> None:
+    """More noise than that would cost accuracy for nothing; less would break the target."""
+    multiplier = dp_sgd_noise_multiplier(target, 1e-5, 1.0, 10)
+    assert dp_sgd_epsilon(multiplier, 1.0, 10, 1e-5) <= target
+    assert dp_sgd_epsilon(multiplier / 1.0015, 1.0, 10, 1e-5) > target
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("start", [1e-3, 1.0, 300.0])
+def test_the_least_noise_of_a_known_curve(power: float, start: float) -> None:
+    """Of ε = σ^-p the least σ is target^(-1/p)."""
+    found = least_noise(lambda sigma: sigma**-power, 0.7, start, TOLERANCE)
+    least = 0.7 ** (-1 / power)
+    assert least <= found <= least * 1.001
+    assert found**-power >= 0.7 * 0.995
+
+
+def test_an_epsilon_is_called_no_protection_where_what_is_said_of_it_begins_to_hold() -> None:
+    """The text says what share of members a test finds at 1 % false alarms: 1 - 0.99 e^-ε at most.
+    At the threshold that is true, and at one less it is not.
+    """
+    assert protection_note(NO_PROTECTION) == ""
+    text = protection_note(NO_PROTECTION * 1.0001)
+    assert f"above {NO_PROTECTION:g}" in text
+    share = float(text.partition("find ")[2].partition(" %")[0]) / 100
+    assert "at 1 % FPR" in text.replace("\n", " ")
+    assert 1 - 0.99 * math.exp(-(NO_PROTECTION - 1)) < share <= 1 - 0.99 * math.exp(-NO_PROTECTION)
 
 
 def test_what_was_counted_is_restored_and_never_forgotten() -> None:

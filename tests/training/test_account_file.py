@@ -224,3 +224,20 @@ def test_a_file_server_whose_clock_is_another(
     for _ in range(2):
         account.write({"messages": 1})
     assert account.is_untouched()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows tells no time of change")
+def test_a_file_that_is_written_again_where_it_was_is_not_untouched(tmp_path: Path) -> None:
+    """With the same content, in the same place, half a second later: only its time of change says
+    that somebody put a backup back. Clocks of files tick every few milliseconds.
+    """
+    account = AccountFile(tmp_path, rank=0)
+    account.write({"messages": 1})
+    assert account.is_untouched()
+    time.sleep(0.5)
+    file = tmp_path / FILE
+    content, place = file.read_bytes(), file.stat().st_ino
+    with file.open("r+b") as opened:
+        opened.write(content)
+    assert (file.read_bytes(), file.stat().st_ino) == (content, place)
+    assert not account.is_untouched()

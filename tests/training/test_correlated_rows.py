@@ -9,6 +9,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -475,3 +476,19 @@ def test_other_rows_are_refused(tmp_path: Path) -> None:
     rows._batch_at = lambda place: batch_at(place + 1)  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="rows"):
         trained.train()
+
+
+@pytest.mark.parametrize(("excess", "is_refused"), [(0.0, False), (5e-4, False), (2e-3, True)])
+def test_a_branch_may_exceed_its_target_by_rounding_alone(
+    excess: float, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise is found to a thousandth, and so is ε: more than that is spent, and not rounded."""
+    rows = object.__new__(CorrelatedRows)
+    rows.defense = private(noise_multiplier=None, target_epsilon=3.0)
+    monkeypatch.setattr(rows, "_epsilon_with", lambda *_: 3.0 * (1 + excess), raising=False)
+    plan = SimpleNamespace(noise_multiplier=1.0)
+    if is_refused:
+        with pytest.raises(ValueError, match="would be exceeded"):
+            rows._branch_off(plan, 2)
+    else:
+        rows._branch_off(plan, 2)

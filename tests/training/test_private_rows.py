@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_task, refuses
+from scipy.stats import poisson
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses import Defense, chain
 from hf_gradguard.defenses.dp import DPSGD
+from hf_gradguard.gradient_map.layers import ROW_ROUNDING
 from hf_gradguard.gradient_map.per_sample.clipping import SampleMap
 from hf_gradguard.leakage import FisherAccountant, PrivacyAccount, dp_sgd_epsilon
 from hf_gradguard.training.clients.batches import DUMMY, PoissonSampler
@@ -469,6 +471,16 @@ def test_client_level_noise_says_so_first(
     text = card(t).replace("\n", " ")
     assert f"`{name}` is client-level noise" in text
     assert "no (ε, δ) of a row follows" in text
+
+
+@pytest.mark.parametrize("batch_size", [0.5, 1, 4, 30, 256, 4096, 1e5])
+def test_rounding_is_counted_for_as_many_rows_as_are_ever_drawn(batch_size: float) -> None:
+    """Rows that are drawn one by one are no more spread than a Poisson number of them, which is
+    above what is counted with a probability below 1e-15, which is nothing beside any δ.
+    """
+    counted = rounding_of_rows(batch_size) / ROW_ROUNDING
+    assert poisson.sf(math.floor(counted), batch_size) < 1e-15
+    assert counted <= batch_size + 10 * math.sqrt(batch_size) + 50  # and hardly more
 
 
 def test_what_epsilon_covers_is_said_before_it(

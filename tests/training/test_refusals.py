@@ -55,6 +55,7 @@ from hf_gradguard.training.guards.hooks import (
 from hf_gradguard.training.message import KeptState, LossWeights, Normalization, clients_in
 from hf_gradguard.training.privacy.correlated_rows import check_is_linear
 from hf_gradguard.training.privacy.coupling import CouplingCheck
+from hf_gradguard.training.privacy.failing_rows import RowTrial
 from hf_gradguard.training.privacy.labels import LabelKey, protect_labels
 from hf_gradguard.training.refusals import (
     RULES,
@@ -767,6 +768,20 @@ def _rows_less_their_mean() -> None:
         return {"x": x - x.mean(0)}
 
     CouplingCheck(rows, centered)([0, 1])
+
+
+def _trial_of(*rows: dict[str, torch.Tensor]) -> None:
+    RowTrial([*rows] * 8, lambda batch: {n: torch.stack([r[n] for r in batch]) for n in batch[0]})
+
+
+@case("rows-of-several-forms")
+def _sounds_of_two_lengths() -> None:
+    _trial_of({"input_values": torch.zeros(400)}, {"input_values": torch.zeros(300)})
+
+
+@case("rows-of-several-forms")
+def _rows_of_which_some_have_a_column_more() -> None:
+    _trial_of({"x": torch.zeros(3)}, {"x": torch.zeros(3), "score": torch.zeros(())})
 
 
 @case("correlated-from-first-rows")

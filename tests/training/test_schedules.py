@@ -64,6 +64,17 @@ def test_settings_of_a_schedule_count(name: str, settings: dict[str, Any], falls
     assert falls_to_zero(scheduler(name, **settings), STEPS) == falls
 
 
+@pytest.mark.parametrize("cycles", [10, 50, 100])
+def test_a_rise_between_few_steps_is_seen(cycles: int) -> None:
+    """Rates that rise again at each restart look constant from one restart to the next."""
+    steps = 1000
+    restarts = {"num_cycles": cycles}
+    made = get_scheduler(
+        "cosine_with_restarts", optimizer(), 0, steps, scheduler_specific_kwargs=restarts
+    )
+    assert not falls_to_zero(made, steps)
+
+
 def noise_in_last_weights(rates: np.ndarray[Any, Any], is_falling: bool) -> float:
     """The standard deviation of Σ η_t (C⁻¹ z)_t, times C's sensitivity: by hand."""
     steps = len(rates)

@@ -319,19 +319,13 @@ class PlainRows(Dataset):
         return list(fetched(self.data, rows))
 
 
-class NumberedRows(Dataset):
+class NumberedRows(PlainRows):
     """A data set whose rows know their number.
 
     Example:
         >>> NumberedRows(["zero", "one"])[1]
         ('one', 1)
     """
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
 
     def __getitem__(self, row: int) -> tuple[Any, int]:
         return self.data[row], row

@@ -22,10 +22,10 @@ from transformers import DataCollatorWithPadding, DefaultDataCollator, default_d
 from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import logging
 
-from ...gradient_map.per_sample.clipping import OTHER_LENGTHS, real_tokens, row_shapes
+from ...gradient_map.per_sample.clipping import real_tokens, row_shapes
 from ...gradient_map.replay import draws_restored
 from ..clients.batches import DUMMY, ClientCollator, ClientRows, SampledRow, WholeCollator
-from ..refusals import refusal
+from ..refusals import UnsupportedError, refusal
 from .coupling import ALONE, CHANGES, collate_watched, copied, different
 from .private_rows import log_failure
 
@@ -176,7 +176,7 @@ class RowTrial:
         self._form = max(forms, key=forms.count)
         usual = [row for row, form in zip(rows, forms, strict=True) if form == self._form]
         if len(usual) < USUAL * len(rows):
-            raise NotImplementedError(_other_form(self._form, forms))
+            raise _other_form(self._form, forms)
         self.anchor = usual[0]
         self._anchor_alone = collate([copy.copy(self.anchor)])
         faults: list[Exception] = []
@@ -269,15 +269,11 @@ def is_of_classes(name: str, entry: Any) -> bool:
     return name.endswith("labels") and torch.as_tensor(entry).is_floating_point()
 
 
-def _other_form(usual: dict[str, Any], forms: list[dict[str, Any]]) -> str:
-    """Say in which entry rows differ."""
+def _other_form(usual: dict[str, Any], forms: list[dict[str, Any]]) -> UnsupportedError:
+    """Return the refusal that names the entry in which rows differ."""
     form = next(form for form in forms if form != usual)
     name = next(n for n in {**usual, **form} if usual.get(n) != form.get(n))
-    entry, usual_entry = form.get(name), usual.get(name)
-    if entry and usual_entry and entry[0] == usual_entry[0] and len(entry) == 2:
-        shapes = (entry[1] or ())[1:], (usual_entry[1] or ())[1:]
-        return OTHER_LENGTHS.format(name=name, shape=shapes[0], known_shape=shapes[1])
-    return _FORMS.format(name)
+    return refusal("rows-of-several-forms", name=name, form=form.get(name), usual=usual.get(name))
 
 
 @dataclass
@@ -322,11 +318,6 @@ LOOKED_AT = 64
 USUAL = 0.75
 """The part of the rows looked at that must pass. Those that do not add nothing."""
 _NONE = "No row of the first {} that were looked at can be collated."
-_FORMS = (
-    "GradGuardTrainer does not support dp_sgd with per_sample=True where rows become batches of "
-    "several forms: {!r} is missing for some, or of another type or shape, so that one row decides "
-    "what a batch of others becomes. Give all rows the same columns and types."
-)
 _ODD = (
     "A row adds nothing to its messages, for {}: what a row is beside others must not change them, "
     "and a training that stopped would tell that the row is there. Only this process is told."

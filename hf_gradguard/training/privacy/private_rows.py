@@ -306,7 +306,7 @@ def rounding_of_rows(batch_size: float) -> float:
 
     A row adds what it adds whatever stands beside it, but for the last bits: kernels, and the order
     in which rows are summed up, are chosen by how many there are. Of rows that are drawn one by one
-    more than are counted here come with a probability below 1e-16.
+    more than are counted here come with a probability below 1e-15.
 
     Args:
         batch_size: The mean number of rows of a message.
