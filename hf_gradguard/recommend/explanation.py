@@ -99,6 +99,8 @@ def untaught(shown: Evidence) -> str:
 def of_none(affordable: list[Outcome], private: list[Outcome], shown: Evidence) -> list[str]:
     """Return why no measured defense is chosen, and which of them come nearest."""
     score, limit = shown.score, shown.score.format(shown.chance + shown.score.clear_margin)
+    if not shown.measured:
+        return ["no head by proof keeps the budget, and no measured defense was tried."]
     paragraphs = [
         f"no defense tried keeps accuracy within {100 * shown.budget:g} points of the undefended "
         f"{percent(shown.plain.accuracy)} and is shown to leave a server at most {limit}."

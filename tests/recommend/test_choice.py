@@ -235,7 +235,7 @@ def test_a_head_that_costs_too_much_is_named_with_what_to_allow() -> None:
     assert choose(tried, 0.04, 0.05).chosen is tried[1]
     nothing = choose(tried[:3], 0.02, 0.05)
     assert nothing.chosen is None
-    assert nothing.words.startswith("Nothing is recommended: ")
+    assert nothing.words.startswith("Nothing is recommended: no head by proof keeps the budget, ")
     assert last in nothing.words
 
 
