@@ -136,6 +136,8 @@ def main(argv: list[str] | None = None) -> int:
             f"gradguard {name}", command.summary, f"gradguard {name} {command.example}", *settings
         )
         values = parser.values(flags)  # of which help is one, before anything heavy is imported
+        if "model" in values:
+            importlib.import_module(".heads", __package__)  # so that a saved head is a model, too
         _load(command.run)(values)
     except KeyboardInterrupt:
         _end(130, name, "interrupted.")

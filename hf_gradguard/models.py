@@ -206,16 +206,21 @@ class Task:
         )
 
 
+PRIVATE_HEAD = "gradguard_head"
+"""The type of a private head, which Transformers knows once `hf_gradguard.heads` is imported."""
+
 TASKS = {
     task.name: task
     for task in (
         Task(
             "text-classification", "AutoModelForSequenceClassification",
-            MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, peft="SEQ_CLS",
+            MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+            | {PRIVATE_HEAD: "PrivateHeadForSequenceClassification"}, peft="SEQ_CLS",
         ),
         Task(
             "image-classification", "AutoModelForImageClassification",
-            MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+            MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+            | {PRIVATE_HEAD: "PrivateHeadForImageClassification"},
         ),
         Task(
             "text-generation", "AutoModelForCausalLM", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -223,7 +228,8 @@ TASKS = {
         ),
         Task(
             "token-classification", "AutoModelForTokenClassification",
-            MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, peft="TOKEN_CLS",
+            MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+            | {PRIVATE_HEAD: "PrivateHeadForTokenClassification"}, peft="TOKEN_CLS",
         ),
         Task(
             "text2text-generation", "AutoModelForSeq2SeqLM",
@@ -400,7 +406,7 @@ def _load(name: str, task: Task, **head: Any) -> tuple[nn.Module, Any]:
     with explain_missing_model(name):
         model = load_weights(task.auto_class, name, head)
     processing_class = _processing(name, task)
-    if task.name == "text-classification" and model.config.pad_token_id is None:
+    if task.name == "text-classification" and getattr(model.config, "pad_token_id", 0) is None:
         model.config.pad_token_id = processing_class.pad_token_id  # a decoder's head looks for it
     return model, processing_class
 

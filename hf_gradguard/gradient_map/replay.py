@@ -104,7 +104,7 @@ class PassState:
         skipped: frozenset[str] = frozenset(),
     ) -> None:
         self._owners, self._generators = list(owners), dict[Any, Any]()
-        self._skipped = skipped | _MODULES_OWN
+        self._skipped = skipped | _NO_STATE
         self._values = [self._copied(owner) for owner in self._owners]
         self._variables = [v for function in functions for v in variables_of(function)]
         self._noted = [self._note(variable.value()) for variable in self._variables]
@@ -305,6 +305,11 @@ VARIABLE_SET = (
     "one of the object that is called."
 )
 _MODULES_OWN = frozenset(vars(nn.Module()))
+_NO_STATE = _MODULES_OWN | {"_output_capturing_hooks_installed"}
+"""Attributes that are not put back. By the last one Transformers notes that it has registered the
+hooks which collect hidden states. The hooks stay, so the note has to stay: else the next pass
+registers them again, and each state is collected twice.
+"""
 _LARGEST = 1 << 20
 _LONGEST = 1 << 16
 """Entries of a tensor, and of a list, that is copied for a pass: what is larger counts nothing."""
@@ -703,7 +708,7 @@ def _owners(model: nn.Module, only_buffers: bool) -> Iterator[tuple[str, Mutable
             continue
         yield prefix, vars(module)
         for attribute, value in vars(module).items():
-            if attribute in _MODULES_OWN or not _is_plain(value):
+            if attribute in _NO_STATE or not _is_plain(value):
                 continue
             if not any(value is known_object for known_object in objects):
                 objects.append(value)
@@ -718,7 +723,7 @@ def _methods_of_users(model: nn.Module) -> Iterator[Any]:
         kinds.update(
             type(value)
             for attribute, value in vars(module).items()
-            if attribute not in _MODULES_OWN and _is_plain(value)
+            if attribute not in _NO_STATE and _is_plain(value)
         )
     for kind in kinds:
         if _library(kind) not in _LIBRARIES:
@@ -741,10 +746,10 @@ class _Owner:
 
     def __init__(self, prefix: str, mapping: MutableMapping[str, Any]) -> None:
         self.prefix, self._mapping = prefix, mapping
-        self.notes = {n: _noted(v) for n, v in mapping.items() if n not in _MODULES_OWN}
+        self.notes = {n: _noted(v) for n, v in mapping.items() if n not in _NO_STATE}
 
     def restore(self, spared: Container[str]) -> Iterator[str]:
-        present = [name for name in self._mapping if name not in _MODULES_OWN]
+        present = [name for name in self._mapping if name not in _NO_STATE]
         for name in [n for n in present if n not in self.notes]:
             if self.prefix + name not in spared:
                 del self._mapping[name]

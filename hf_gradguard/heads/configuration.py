@@ -7,6 +7,8 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from ..models import PRIVATE_HEAD
+
 CONSTANT = 0.3  # chosen on held-out sentences of SST-2
 
 
@@ -37,7 +39,7 @@ class PrivateHeadConfig(PreTrainedConfig):
         (300, 3)
     """
 
-    model_type = "gradguard_head"
+    model_type = PRIVATE_HEAD
 
     task: str = "text-classification"
     encoder: str = ""

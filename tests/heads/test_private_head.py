@@ -385,3 +385,18 @@ def test_a_training_is_resumed(tmp_path: Path, save_encoder: bool) -> None:
     assert torch.equal(uninterrupted.head.weight, resumed.head.weight)
     names = load_file(checkpoint / "model.safetensors").keys()
     assert any(name.startswith("encoder.") for name in names) == save_encoder
+
+
+@pytest.mark.long
+def test_a_saved_head_is_audited_by_the_command(tmp_path: Path) -> None:
+    """In a process that imports nothing else of the package: the server recognizes each text."""
+    head = make_head(tmp_path / "encoder", labels=["bad", "good"])
+    head.save_pretrained(tmp_path / "head")
+    rows = [f"{text}\t{name}" for text in (*TEXTS, *PUBLIC) for name in ("bad",)]
+    (tmp_path / "rows.tsv").write_text("\n".join(["text\tlabel", *rows]))
+    command = [sys.executable, "-m", "hf_gradguard", "audit", "--model", str(tmp_path / "head")]
+    command += ["--dataset", str(tmp_path / "rows.tsv"), "--samples", "2", "--estimators", "none"]
+    command += ["--output", str(tmp_path / "out"), "--device", "cpu"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "recognizes 100 %" in run.stdout
