@@ -28,9 +28,8 @@ def test_passes_of_a_map_collect_the_same_states() -> None:
     model, batch = make_task("bert")
     counts: list[int] = []
     gmap = GradientMap(model, batch, loss_fn=collected(counts))
-    first, again = gmap.gradient(), gmap.gradient_at(gmap.input)
-    for name, entries in first.items():
-        torch.testing.assert_close(again[name], entries)
+    gmap.gradient()
+    gmap.gradient_at(gmap.input.detach() + 1e-3)
     assert len(counts) >= 2
     assert set(counts) == {model.config.num_hidden_layers + 1}
 
