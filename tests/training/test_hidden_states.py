@@ -29,7 +29,9 @@ def test_passes_of_a_map_collect_the_same_states() -> None:
     counts: list[int] = []
     gmap = GradientMap(model, batch, loss_fn=collected(counts))
     gmap.gradient()
-    gmap.gradient_at(gmap.input.detach() + 1e-3)
+    for _ in range(2):
+        with gmap.replay.run():
+            gmap.evaluate(gmap.input.detach() + 1e-3)
     assert len(counts) >= 2
     assert set(counts) == {model.config.num_hidden_layers + 1}
 
