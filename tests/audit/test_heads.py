@@ -216,7 +216,7 @@ def test_the_command_takes_adapters_of_a_language_model(
     arguments = ["--model", folder, "--dataset", tmp_path / "texts.csv", "--samples", 1]
     arguments += ["--decoys", 4, "--output", tmp_path / "out"]
     assert main(["audit", *map(str, arguments)]) == 0
-    assert "| `none` |" in capsys.readouterr().out
+    assert "\nnone     100 %" in capsys.readouterr().out
     result = json.loads((tmp_path / "out" / "audit.json").read_text())
     assert result["settings"]["task"] == "text-generation"
     scores = {cell["attack"]: cell.get("scores") for cell in result["cells"]}

@@ -97,6 +97,8 @@ def read(
         (folder / "recommend.md").write_text("done")
 
     monkeypatch.setattr("hf_gradguard.audit.command.audit", audit)
+    monkeypatch.setattr("hf_gradguard.audit.command.summarize", lambda _: None)
+    monkeypatch.setattr("hf_gradguard.audit.command.terminal_summary", lambda *_: "done")
     monkeypatch.setattr("hf_gradguard.recommend.recommendation.recommend", audit)
     monkeypatch.setattr("hf_gradguard.train.load_model", lambda *_: pytest.fail("it was read"))
     monkeypatch.chdir(tmp_path)

@@ -20,6 +20,8 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import shlex
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -28,6 +30,7 @@ import pytest
 
 import hf_gradguard
 from hf_gradguard import demo
+from hf_gradguard.cli import main
 from tests.helpers import save_encoder, word_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,6 +90,27 @@ def test_page_runs(
         compiled = compile("\n" * line + code, str(page), "exec")
         if reason is None:
             exec(compiled, vars(module))
+
+
+def test_commands_of_the_readme_run(
+    tmp_path: Path, site_packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order in which they stand, with a tiny model and the packaged sentences as data."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(site_packages / demo.ENCODER / "model", tmp_path / "my-model")
+    rows = [f"{text}\t{label}" for text, label in demo.sentences("train")]
+    (tmp_path / "train.tsv").write_text("\n".join(["sentence\tlabel", *rows]))
+    shell = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    lines = "".join(shell).replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines]
+    ours = [command[1:] for command in commands if command[0] == "gradguard"]
+    assert [command[0] for command in commands if command[0] != "gradguard"] == ["pip"]
+    assert [command[0] for command in ours] == ["demo", "recommend", "train", "train", "audit"]
+    for command in ours[1:]:  # tests/test_demo.py runs the demo
+        assert main(command) == 0
+    for written in ("recommend/train.yaml", "recommend/recommend.html", "audit/report.html"):
+        assert (tmp_path / "runs" / written).exists()
+    assert (tmp_path / "runs/head/model.safetensors").exists()
 
 
 def test_blocks_are_found() -> None:

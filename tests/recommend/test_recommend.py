@@ -443,7 +443,7 @@ def test_too_few_samples_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="no_such"):
         recommend(model, tokenizer, TEXTS, output=tmp_path, no_such=3)
     with pytest.raises(ValueError, match="nothing to choose from"):
-        recommend(model, tokenizer, TEXTS, "none", output=tmp_path)
+        recommend(model, tokenizer, TEXTS, "none", output=tmp_path, heads=False)
 
 
 def test_the_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
