@@ -9,7 +9,6 @@ from torch.nn.functional import cosine_similarity
 
 from hf_gradguard import GradGuardTrainer, GradientMap
 from hf_gradguard.defenses import Message
-from hf_gradguard.defenses.base import State
 from hf_gradguard.training.message import Client
 
 from ..study import Study
@@ -132,16 +131,17 @@ class Sums:
         self.shared, self.gradient = torch.zeros(()), torch.zeros(())
 
     def watch(self, client: Client) -> None:
-        apply = client.defense.apply
+        sums, kind = self, type(client.defense)
 
-        def watched(gmap: GradientMap, *rest: Any) -> tuple[Message, State]:
-            message, state = apply(gmap, *rest)
-            self.shared = self.shared + flat(message)
-            self.gradient = self.gradient + flat(gmap.undefended.gradient())
-            return message, state
+        class Watched(kind):  # type: ignore[misc, valid-type]
+            def __call__(self, gmap: GradientMap, *rest: Any, **named: Any) -> Message:
+                message: Message = super().__call__(gmap, *rest, **named)
+                sums.shared = sums.shared + flat(message)
+                sums.gradient = sums.gradient + flat(gmap.undefended.gradient())
+                return message
 
         client.defense = client.defense.with_state({})
-        client.defense.apply = watched  # type: ignore[method-assign]
+        client.defense.__class__ = Watched
 
     @property
     def cosine(self) -> float:
