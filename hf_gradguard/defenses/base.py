@@ -138,8 +138,13 @@ class Defense:
         """Reset the facts of a class that declares none.
 
         What its base declares holds for the base's own `protect`.
+
+        Raises:
+            TypeError: If the class overrides `apply`, which a Trainer would not call.
         """
         super().__init_subclass__(**kwargs)
+        if "apply" in vars(cls):
+            raise TypeError(f"{cls.__name__} overrides apply: override protect, which it calls.")
         if "facts" in vars(cls):
             return
 

@@ -156,3 +156,9 @@ def test_clients_are_not_known_by_their_addresses() -> None:
                     if isinstance(key, ast.Call) and ast.unparse(key.func) == "id":
                         found.add(str(path.relative_to(PACKAGE)))
     assert found == set(MEMOS)
+
+
+def test_a_class_cannot_replace_apply() -> None:
+    """A Trainer calls `protect` by way of its own copy: what stands in `apply` would never run."""
+    with pytest.raises(TypeError, match="overrides apply: override protect"):
+        type("Mine", (Defense,), {"name": "mine", "apply": lambda self, *_: None})
