@@ -107,6 +107,7 @@ def test_a_trainer_is_made_and_trained_on_a_short_walk(tmp_path: Path) -> None:
     assert len(training.names) <= FILES_OF_A_TRAINING, sorted(training.names)
 
 
+@pytest.mark.long
 def test_an_audit_is_a_short_walk(tmp_path: Path) -> None:
     names, files = example_names("model tokenizer samples"), Files()
     audited = names["model"], names["tokenizer"], names["samples"]

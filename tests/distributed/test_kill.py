@@ -41,6 +41,7 @@ def killed_run(
     return report
 
 
+@pytest.mark.long
 def test_killed_on_one_rank(tmp_path: Path) -> None:
     report = killed_run(tmp_path, ranks=1, inside=2, outside=1, seed=0, steps=10)
     assert len(report["complete"]) == 3

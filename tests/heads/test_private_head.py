@@ -151,6 +151,7 @@ def test_pipeline_of_texts(tmp_path: Path) -> None:
     assert [answer["score"] for answer in found] == pytest.approx(scores.values.tolist(), rel=1e-4)
 
 
+@pytest.mark.long
 def test_pipeline_of_words(tmp_path: Path) -> None:
     head = make_head(tmp_path / "encoder", labels=["A", "B"], task="token-classification")
     head.save_pretrained(tmp_path / "head")
@@ -181,6 +182,7 @@ def _picture(pixels: torch.Tensor) -> Image.Image:
     return Image.fromarray((255 * pixels).byte().permute(1, 2, 0).squeeze(-1).numpy())
 
 
+@pytest.mark.long
 def test_pipeline_of_images(tmp_path: Path) -> None:
     head = image_head(labels=["cat", "dog"])
     head.save_pretrained(tmp_path / "head")

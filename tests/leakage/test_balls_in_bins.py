@@ -123,6 +123,7 @@ def test_another_library_agrees(
     assert ours == pytest.approx(expected, rel=0.015)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("bins", "sigma", "exact"), [(100, 1.0, 0.6234), (1000, 0.6, 1.3900)])
 def test_independent_noise_is_random_allocation(bins: int, sigma: float, exact: float) -> None:
     """Exact by privacy loss distributions (Feldman and Shenfeld, 2026; Opake 0.16.1)."""
