@@ -238,7 +238,9 @@ def _check_head(settings: TrainSettings, flags: Mapping[str, Any]) -> None:
                 "of both out."
             )
     task = find_head(settings.model, settings.task).task
-    if task.name not in HEADS:
+    if task.name == "fill-mask" and settings.task is None:
+        settings.task = "text-classification"  # a masked language model is an encoder
+    elif task.name not in HEADS:
         raise ValueError(
             f"--head classifies, and {settings.model} is for {task.name}. Give --task "
             "text-classification to put a head on its encoder, or leave --head out and train it "

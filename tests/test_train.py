@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
     GPT2Config,
@@ -44,12 +45,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     wide = BertConfig(vocab_size=len(tokenizer), initializer_range=0.3, **SIZES)
     BertModel(wide).save_pretrained(folder / "encoder")
+    BertForMaskedLM(wide).save_pretrained(folder / "masked")
     names = {"id2label": {0: "good", 1: "bad"}, "label2id": {"good": 0, "bad": 1}}
     config = BertConfig(vocab_size=len(tokenizer), **SIZES, **names)
     BertForSequenceClassification(config).save_pretrained(folder / "named")
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "pad_token_id": 0}
     GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder / "gpt2")
-    for name in ("encoder", "named", "gpt2"):
+    for name in ("encoder", "masked", "named", "gpt2"):
         tokenizer.save_pretrained(folder / name)
     image_config = ViTConfig(image_size=8, patch_size=4, **SIZES)
     ViTForImageClassification(image_config).save_pretrained(folder / "images")
@@ -190,6 +192,18 @@ def test_a_head_by_proof_from_a_file_of_flags(
     assert f"{metrics['epsilon']:.3g}" in card
     head = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert head.config.label2id == {"bad": 0, "good": 1}
+
+
+def test_a_head_on_the_encoder_of_a_masked_language_model(
+    models: Path, table: Path, public: Path, tmp_path: Path
+) -> None:
+    """As all-mpnet-base-v2 and most pretrained encoders are saved: no flag says the task."""
+    flags = ["--encoder", str(models / "masked"), "--dataset", str(table), "--use_cpu"]
+    flags += ["--public", str(public), "--output", str(tmp_path / "out")]
+    assert main(["train", "--head", *flags, "--per_device_train_batch_size", "4"]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["task"] == (
+        "text-classification"
+    )
 
 
 @pytest.mark.long
