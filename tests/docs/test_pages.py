@@ -105,6 +105,7 @@ def test_commands_of_the_readme_run(
     shutil.copytree(site_packages / demo.ENCODER / "model", tmp_path / "my-model")
     rows = [f"{text}\t{label}" for text, label in demo.sentences("train")]
     (tmp_path / "train.tsv").write_text("\n".join(["sentence\tlabel", *rows]))
+    (tmp_path / "public.txt").write_text("\n".join(text for text, _ in demo.sentences("dev")))
     shell = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     lines = "".join(shell).replace("\\\n", " ").splitlines()
     commands = [shlex.split(line, comments=True) for line in lines]
