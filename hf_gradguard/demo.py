@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import resources, util
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from .heads import PrivateHead, private_head
 from .heads.arguments import CLIP, NOISE_MULTIPLIER
 from .leakage import membership_power
 from .models import classifier_head, load_model
+from .recommend.evidence import pairs_bound
 from .recommend.trial_settings import TrialSettings
 from .recommend.trials import sample_accuracies, train
 from .training.trainer import GradGuardTrainer
@@ -205,14 +205,6 @@ def guess_sentence(head: PrivateHead, shared: Row, listed: Sequence[Row]) -> str
     return listed[distances.index(min(distances))][0]
 
 
-def pairs_bound() -> float:
-    """Return the most often that any attacker names which of two sentences a head was trained on.
-
-    A row moves what is sent by at most the clipping bound, another in its place by twice as much.
-    """
-    return NormalDist().cdf(1 / NOISE_MULTIPLIER)
-
-
 def _table(
     summary: Summary, correct: Mapping[str, float], count: int, seconds: Mapping[str, float]
 ) -> str:
@@ -228,7 +220,7 @@ def _table(
                     label,
                     accuracy,
                     "–",
-                    f"≤ {pairs_bound():.0%}, proved",
+                    f"≤ {pairs_bound(NOISE_MULTIPLIER):.0%}, proved",
                     members,
                     f"{seconds[label]:.0f}",
                 )

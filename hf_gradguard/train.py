@@ -180,10 +180,11 @@ def _run_head(
     """Train a linear head on a frozen encoder, and save it, its card and `metrics.json`."""
     settings.model = head_settings.encoder or settings.model
     _check_head(settings, flags)
+    task = _head_for(settings)
     state = PartialState(cpu=bool(flags.get("use_cpu")))
     check_ranks(state, settings.num_ranks)
     seed = int(flags.get("seed", GradGuardConfig.seed))
-    task, new_head, splits = _read_data(settings, seed, state)
+    _, new_head, splits = _read_data(settings, seed, state, task)
     classes, names = new_head["label2id"], list(new_head["label2id"])
     rows = {name: _head_rows(labeled, classes) for name, labeled in splits.items()}
     with state.main_process_first():
@@ -237,15 +238,20 @@ def _check_head(settings: TrainSettings, flags: Mapping[str, Any]) -> None:
                 f"--head trains nothing below the head, so --{name} has nothing to do: leave one "
                 "of both out."
             )
-    task = find_head(settings.model, settings.task).task
-    if task.name == "fill-mask" and settings.task is None:
-        settings.task = "text-classification"  # a masked language model is an encoder
-    elif task.name not in HEADS:
+
+
+def _head_for(settings: TrainSettings) -> Head:
+    """Return the head to put on an encoder, by `--task` or what the encoder was saved for."""
+    head = find_head(settings.model, settings.task)
+    if head.task.name == "fill-mask" and settings.task is None:
+        return find_head(settings.model, "text-classification")  # such a model is an encoder
+    if head.task.name not in HEADS:
         raise ValueError(
-            f"--head classifies, and {settings.model} is for {task.name}. Give --task "
+            f"--head classifies, and {settings.model} is for {head.task.name}. Give --task "
             "text-classification to put a head on its encoder, or leave --head out and train it "
             "under --defense dp_sgd."
         )
+    return head
 
 
 def _head_arguments(head_settings: HeadSettings, flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,14 +355,15 @@ def check_ranks(state: PartialState, expected: int | None) -> None:
 
 
 def _read_data(
-    settings: TrainSettings, seed: int, state: PartialState
+    settings: TrainSettings, seed: int, state: PartialState, head: Head | None = None
 ) -> tuple[Head, dict[str, Any], dict[str, Labeled]]:
     """Return the model's head, settings of a head for the data's classes, and the splits.
 
-    The splits are `train` and `validation`.
+    The splits are `train` and `validation`. A head that is given is taken.
     """
     is_new = settings.from_scratch is not None
-    head = Head(_new_task(settings), False, "class") if is_new else None
+    if is_new:
+        head = Head(_new_task(settings), False, "class")
     head = head or find_head(settings.model, settings.task)
     if is_new and head.task.own_labels:
         head = replace(head, labels=None)

@@ -10,6 +10,7 @@ no pytest.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -448,6 +449,15 @@ def save_encoder(folder: Path, tokenizer: PreTrainedTokenizerFast, hidden_size: 
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def save_demo_encoder(folder: Path) -> Path:
+    """Saves a tiny encoder of the demo's words, which stands in the place of MiniLM."""
+    from hf_gradguard.demo import sentences  # not where no test asks: it imports audits
+
+    rows = sentences("train") + sentences("dev")
+    words = sorted({word for text, _ in rows for word in re.findall(r"\w+|[^\w\s]", text)})
+    return save_encoder(folder, word_tokenizer(words), 48)
 
 
 def write_images(folder: Path, count: int, mode: str = "RGB") -> Path:

@@ -10,14 +10,12 @@ import pytest
 from hf_gradguard import demo
 from hf_gradguard.cli import main
 from hf_gradguard.heads import private_head
-from tests.helpers import save_encoder, word_tokenizer
+from tests.helpers import save_demo_encoder
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rows = demo.sentences("train") + demo.sentences("dev")
-    words = sorted({word for text, _ in rows for word in re.findall(r"\w+|[^\w\s]", text)})
-    return save_encoder(tmp_path_factory.mktemp("encoder"), word_tokenizer(words), 48)
+    return save_demo_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.mark.long

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gradio as gr
 from leak import AT_PLACE, ELSEWHERE, LISTED, LONGEST, WRONG, choices, price, reconstruct
 
-from hf_gradguard.demo import pairs_bound
+from hf_gradguard.heads.arguments import NOISE_MULTIPLIER
+from hf_gradguard.recommend.evidence import pairs_bound
 
 COLORS = {AT_PLACE: "#ffb86b", ELSEWHERE: "#ffe08a", WRONG: "#d7dee8"}  # below dark text
 UNPROTECTED = "none"
@@ -52,8 +53,9 @@ def look(sentence: str, name: str, strength: str):
     )
     rows += (
         "- **A linear head, by proof**: no attacker says which of two sentences was shared in more "
-        f"than {pairs_bound():.0%} of cases; half is chance. From a list of {len(LISTED) + 1} "
-        f"sentences the server guesses: *{leak.guess}* [What that costs]({SITE}/head/).\n"
+        f"than {pairs_bound(NOISE_MULTIPLIER):.0%} of cases; half is chance. From a list of "
+        f"{len(LISTED) + 1} sentences the server guesses: *{leak.guess}* "
+        f"[What that costs]({SITE}/head/).\n"
     )
     return leak.words[UNPROTECTED], leak.words[defense], rows
 

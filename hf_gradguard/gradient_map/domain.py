@@ -209,8 +209,7 @@ def domain_of_batch(batch: Mapping[str, Any]) -> Domain:
 
 def domain_of_model(model: nn.Module) -> Domain:
     """Return the domain of a model's main input: images if it is `pixel_values`."""
-    named = getattr(model, "main_input_name", TEXT.key)
-    return IMAGE if named == IMAGE.key else TEXT
+    return IMAGE if declared_domain(model) == IMAGE.name else TEXT
 
 
 def declared_domain(model: nn.Module) -> str | None:

@@ -51,8 +51,22 @@ class Proof:
     @property
     def pairs(self) -> float:
         """The largest rate at which anybody tells which of two samples a row is; 0.5 is chance."""
-        # Another sample in a row's place moves the sum by 2C at most.
-        return NormalDist().cdf(1 / of_rounded_sums(self.noise_multiplier))
+        return pairs_bound(self.noise_multiplier)
+
+
+def pairs_bound(noise_multiplier: float) -> float:
+    """Return the largest rate at which anybody tells which of two samples a row is.
+
+    Another sample in a row's place moves the sum by 2C at most. Chance is 0.5.
+
+    Args:
+        noise_multiplier: σ of all messages together, relative to what a row adds to them.
+
+    Example:
+        >>> round(pairs_bound(1.5), 2)
+        0.75
+    """
+    return NormalDist().cdf(1 / of_rounded_sums(noise_multiplier))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_gradguard import demo
-from tests.helpers import save_encoder, word_tokenizer
+from tests.helpers import save_demo_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
@@ -21,9 +21,7 @@ def test_a_notebook_runs(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a tiny encoder of the demo's words in the place of MiniLM."""
-    rows = demo.sentences("train") + demo.sentences("dev")
-    words = sorted({word for text, _ in rows for word in re.findall(r"\w+|[^\w\s]", text)})
-    encoder = save_encoder(tmp_path / "encoder", word_tokenizer(words), 48)
+    encoder = save_demo_encoder(tmp_path / "encoder")
     monkeypatch.setattr(demo, "packaged_encoder", lambda: str(encoder))
     monkeypatch.chdir(tmp_path)
     notebook = json.loads(file.read_text(encoding="utf-8"))

@@ -32,7 +32,7 @@ import pytest
 import hf_gradguard
 from hf_gradguard import demo
 from hf_gradguard.cli import main
-from tests.helpers import save_encoder, word_tokenizer
+from tests.helpers import save_demo_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOBS = ("README.md", "docs/*.md", "docs/findings/*.md", "model_cards/*/README.md")
@@ -70,9 +70,7 @@ def site_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     package = folder / demo.ENCODER
     package.mkdir()
     (package / "__init__.py").touch()
-    rows = demo.sentences("train") + demo.sentences("dev")
-    words = sorted({word for text, _ in rows for word in re.findall(r"\w+|[^\w\s]", text)})
-    save_encoder(package / "model", word_tokenizer(words), 48)
+    save_demo_encoder(package / "model")
     return folder
 
 
