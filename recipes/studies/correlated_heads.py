@@ -393,6 +393,20 @@ class Texts(RateStudy):
         write_table(self.output, header, rows)
 
 
+class TextsOfMPNet(Texts):
+    """The same for a stronger encoder: all-mpnet-base-v2.
+
+    Conditions and figures: docs/findings/heads.md.
+    """
+
+    ROWS = [
+        Row(1590, [*ONE_AND_A_HALF, SECRET]),
+        Row(400, [*ONE_AND_A_HALF, SECRET], directions=400),
+        Row(200, [NONE, CORRELATED], directions=200),
+        Row(4209, [NONE, CORRELATED]),
+    ]
+
+
 class Choice(Texts):
     """What the settings of such heads were chosen by: simulated trainings on SST-2, judged on whole
     sentences that are held out with all of their phrases.

@@ -3,6 +3,7 @@ bodies have: the price of protection is counted from it. And what is left of it,
 proof.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from peft import LoraConfig, TaskType, get_peft_model
@@ -18,8 +19,6 @@ from .frontier_rows import BATCH, GRID, RATES_SEED
 from .lib.tables import write_table
 from .rate_search import RateStudy, cells_by_rate
 
-LENGTHS = (200, 1590, 4209)  # messages
-LONGEST_SEARCH = 1590  # the rate of longer ones is searched at that length
 RATES = (1.25e-5, 2.5e-5, *GRID)
 SHARE = 0.98  # of the accuracy: what protection should keep
 
@@ -31,17 +30,19 @@ class WholeModels(RateStudy):
     """
 
     ARGUMENTS: dict[str, Any] = clients.TEXT_FLAGS | {"--models": "folder that keeps trainings"}
-    SEEDS = 1
+    SEEDS: Mapping[int, int] = {200: 1, 1590: 1, 4209: 1}  # by the number of messages
+    LONGEST_SEARCH = 1590  # the rate of longer ones is searched at that length
+    MIDDLE_RATE = GRID[1]
 
     def cells(self) -> dict:
         """Rates first, then what takes the best of them."""
         cells: dict = {}
-        for steps in (2,) if self.quick else LENGTHS:
+        for steps, seeds in ({2: 1} if self.quick else self.SEEDS).items():
             place = f"{steps:,} messages of {BATCH}"
-            place += f", rates of {LONGEST_SEARCH:,}" * (steps > LONGEST_SEARCH)
-            common = self._trained(min(steps, LONGEST_SEARCH)) | {"seed": RATES_SEED}
-            search = self.search(common, RATES, GRID[1])
-            cells |= self.rated_cells(place, search, self._trained(steps), range(self.SEEDS))
+            place += f", rates of {self.LONGEST_SEARCH:,}" * (steps > self.LONGEST_SEARCH)
+            common = self._trained(min(steps, self.LONGEST_SEARCH)) | {"seed": RATES_SEED}
+            search = self.search(common, RATES, self.MIDDLE_RATE)
+            cells |= self.rated_cells(place, search, self._trained(steps), range(seeds))
         return cells
 
     def _trained(self, steps: int) -> dict:
@@ -63,6 +64,16 @@ class WholeModels(RateStudy):
             rows.append([place, tried[place], tables.accuracy_text(runs), kept])
         header = ["whole model, undefended", "rates (held out)", "accuracy"]
         write_table(self.output, [*header, f"{SHARE:.0%} of it"], rows)
+
+
+class WholeMPNet(WholeModels):
+    """The same for a stronger encoder: all-mpnet-base-v2.
+
+    Conditions and figures: docs/findings/heads.md.
+    """
+
+    SEEDS = {400: 3, 1590: 1}
+    LONGEST_SEARCH, MIDDLE_RATE = 400, GRID[0]
 
 
 class Part(NamedTuple):
