@@ -60,6 +60,7 @@ class Run(NamedTuple):
 
 
 TEXT = "--model $MODEL --data_dir $SST2"
+MPNET = "--model $MPNET --data_dir $SST2"
 MODEL, TOKENIZER, STORED = "--model $MODEL", "--tokenizer $MODEL", "--models $MODELS"
 LOSSLESS, WIKI, CARDS = "$CIFAR10_LOSSLESS", "$DATA/wikitext2", "--cards model_cards"
 CIFAR10 = f"--cifar10 {LOSSLESS}"
@@ -140,6 +141,13 @@ RUNS = [
     ),
     Run("whole_models", "whole_models:WholeModels", f"{TEXT} {STORED}", 2),
     Run("correlated_models", "whole_models:Parts", TEXT, 2.5),
+    Run(
+        "correlated_heads_mpnet",
+        "correlated_heads:TextsOfMPNet",
+        f"{MPNET} --public {WIKI}/train.txt --models $MODELS/mpnet",
+        1,
+    ),
+    Run("whole_models_mpnet", "whole_models:WholeMPNet", f"{MPNET} --models $MODELS/mpnet", 2.5),
     Run(
         "correlated_bodies",
         "correlated_bodies:Bodies",
