@@ -167,6 +167,12 @@ RUNS = [
         0.3,
     ),
     Run(
+        "correlated_heads_efficientnet",
+        "correlated_heads:ImagesByEfficientNet",
+        f"{TRAINED} --public $TINY_IMAGENET --network $EFFICIENTNET {STORED}",
+        1.5,
+    ),
+    Run(
         "default_rates",
         "default_rates:DefaultRates",
         f"{TEXT} {STORED} {TRAINED} --wikitext {WIKI} {ELSEWHERE} {CIFAR10}",

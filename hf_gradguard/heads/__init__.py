@@ -5,6 +5,7 @@ Both are trained by differentially private gradients of few samples a message.
 
 from .arguments import default_learning_rate
 from .body import SketchedBody, sketched_body
+from .choice import choose_encoder
 from .configuration import PrivateHeadConfig
 from .features import half_whitened as half_whitened
 from .features import layer_features as layer_features
@@ -25,6 +26,7 @@ __all__ = [
     "PrivateHeadForSequenceClassification",
     "PrivateHeadForTokenClassification",
     "SketchedBody",
+    "choose_encoder",
     "default_learning_rate",
     "private_head",
     "sketched_body",

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel
+from transformers.utils import logging
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.defenses.correlated import make_factor
@@ -32,6 +33,7 @@ from hf_gradguard.leakage import (
 from ..study import Study
 from . import frontier_clients as clients
 from . import frontier_tables as tables
+from .efficientnet_features import Standardized, block_means, load_network
 from .frontier_heads import FeaturesTask, Rows
 from .frontier_rows import DELTA, RATES_SEED
 from .lib.device import DEVICE
@@ -298,6 +300,48 @@ class ImagesTask(HeadTask):
         return order[: self.HELD_OUT], order[self.HELD_OUT :]
 
 
+class EfficientNetTask(ImagesTask):
+    """The same, by features of all blocks of EfficientNet-Lite0.
+
+    Args:
+        network: The folder of its packages.
+        train: A parquet file of images to train on.
+        test: The same, to judge on.
+        folder: Keeps features.
+        public: An npz of public images.
+    """
+
+    PUBLIC, DIRECTIONS = 2000, 1400
+
+    def __init__(self, network: str, train: str, test: str, folder: str, public: str) -> None:
+        super().__init__(train, test, folder, public)
+        self.folder = Path(folder) / "correlated-efficientnet-heads"
+        self._folder_of_network = network
+
+    @functools.cached_property
+    def network(self) -> nn.Module:
+        return load_network(self._folder_of_network).to(DEVICE)
+
+    @functools.cached_property
+    def full_head(self) -> PrivateHead:
+        """On features that the network made: the head's encoder only standardizes them."""
+        public = self.means(public_images(self._public, self.PUBLIC))
+        return private_head(
+            Standardized(public), public, 10, directions=self.DIRECTIONS,
+            task="image-classification",
+        )  # fmt: skip
+
+    def means(self, pixels: Tensor) -> Tensor:
+        """Features of images in [0, 1] or in bytes, `(N, width)`."""
+        scale = 1 if pixels.is_floating_point() else 255
+        parts = logging.tqdm(pixels.split(64), desc="images")
+        return torch.cat([block_means(self.network, part.to(DEVICE) / scale) for part in parts])
+
+    def made(self, name: str) -> dict[str, Tensor]:
+        pixels, labels = images_at(self._files[name], name)
+        return {"features": self.full_head.features_of(self.means(pixels)), "labels": labels}
+
+
 # of `HeadSettings`, by a cell
 GIVEN = ("clip", "noise_multiplier", "correlated", "momentum", "falling_rate")
 
@@ -460,6 +504,25 @@ class Images(Texts):
     def load(self) -> None:
         args = self.args
         self.task = ImagesTask(args.train, args.test, args.models, args.public)
+
+
+class ImagesByEfficientNet(Images):
+    """The same by a network that was trained on ImageNet: EfficientNet-Lite0 at 224 pixels.
+
+    Conditions and figures: docs/findings/heads.md.
+    """
+
+    ARGUMENTS = Images.ARGUMENTS | {"--network": "folder of the packages of EfficientNet-Lite0"}
+    ROWS = [
+        Row(750, [*ONE_AND_A_HALF, SECRET], 64, 1400), Row(365, [NONE, CORRELATED], 64, 1400)
+    ]  # fmt: skip
+    FEATURES = "EfficientNet-Lite0"
+
+    def load(self) -> None:
+        args = self.args
+        self.task = EfficientNetTask(
+            args.network, args.train, args.test, args.models, args.public
+        )  # fmt: skip
 
 
 def _seed_order(place: tuple[str, ...]) -> tuple[bool, str]:
