@@ -33,7 +33,7 @@ from hf_gradguard.leakage import (
 from ..study import Study
 from . import frontier_clients as clients
 from . import frontier_tables as tables
-from .efficientnet_features import Standardized, block_means, load_network
+from .efficientnet_features import EfficientNetMeans, Standardized, load_network
 from .frontier_heads import FeaturesTask, Rows
 from .frontier_rows import DELTA, RATES_SEED
 from .lib.device import DEVICE
@@ -52,6 +52,7 @@ from .patch_features import PatchFeatures
 from .rate_search import RateStudy
 
 CLIP, BATCH, SEEDS = 0.3, 16, 5
+BATCH_SIZE = 64  # of images whose features are made at once
 GRID = tuple(0.625 * 2**power for power in range(10))
 PLANNED = {"correlated": True, "falling_rate": True}  # as a Trainer does by its schedule
 ORDERS, TRAININGS = 2, 4  # of samples, and in each of them, when a rate is chosen
@@ -316,30 +317,23 @@ class EfficientNetTask(ImagesTask):
     def __init__(self, network: str, train: str, test: str, folder: str, public: str) -> None:
         super().__init__(train, test, folder, public)
         self.folder = Path(folder) / "correlated-efficientnet-heads"
-        self._folder_of_network = network
-
-    @functools.cached_property
-    def network(self) -> nn.Module:
-        return load_network(self._folder_of_network).to(DEVICE)
+        self._network = network
 
     @functools.cached_property
     def full_head(self) -> PrivateHead:
-        """On features that the network made: the head's encoder only standardizes them."""
-        public = self.means(public_images(self._public, self.PUBLIC))
+        public = public_images(self._public, self.PUBLIC)
+        network = EfficientNetMeans(load_network(self._network)).to(DEVICE)
+        means = torch.cat([network(part) for part in public.to(DEVICE).split(BATCH_SIZE)])
+        encoder = nn.Sequential(network, Standardized(means))
         return private_head(
-            Standardized(public), public, 10, directions=self.DIRECTIONS,
-            task="image-classification",
-        )  # fmt: skip
-
-    def means(self, pixels: Tensor) -> Tensor:
-        """Features of images in [0, 1] or in bytes, `(N, width)`."""
-        scale = 1 if pixels.is_floating_point() else 255
-        parts = logging.tqdm(pixels.split(64), desc="images")
-        return torch.cat([block_means(self.network, part.to(DEVICE) / scale) for part in parts])
+            encoder, public, 10, directions=self.DIRECTIONS, task="image-classification"
+        )
 
     def made(self, name: str) -> dict[str, Tensor]:
         pixels, labels = images_at(self._files[name], name)
-        return {"features": self.full_head.features_of(self.means(pixels)), "labels": labels}
+        parts = logging.tqdm(pixels.split(BATCH_SIZE), desc=f"images to {name}")
+        features = [self.full_head.features_of(part.float() / 255) for part in parts]
+        return {"features": torch.cat(features), "labels": labels}
 
 
 # of `HeadSettings`, by a cell

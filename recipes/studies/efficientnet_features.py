@@ -40,23 +40,30 @@ def load_network(folder: str | Path) -> nn.Module:
     return network.to(torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-@torch.no_grad()
-def block_means(network: Any, pixels: Tensor) -> Tensor:
+class EfficientNetMeans(nn.Module):
     """Means over places of what every block returns, and the last layer: `(N, 3088)`.
 
     Args:
         network: As `load_network` returns it.
-        pixels: Images `(N, 3, H, W)` in [0, 1], which are enlarged.
     """
-    images = F.interpolate(pixels, (SIDE, SIDE), mode="bicubic", antialias=True)
-    images = ((images - MIDDLE) / SCALE).to(torch.bfloat16, memory_format=torch.channels_last)
-    means = list[Tensor]()
-    layer = network._swish(network._bn0(network._conv_stem(images)))
-    for block in network._blocks:
-        layer = block(layer)
-        means.append(layer.float().mean((2, 3)))
-    last = network._swish(network._bn1(network._conv_head(layer)))
-    return torch.cat([*means, last.float().mean((2, 3))], 1)
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network.requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Of images `(N, 3, H, W)` in [0, 1], which are enlarged."""
+        network: Any = self.network
+        images = F.interpolate(pixels, (SIDE, SIDE), mode="bicubic", antialias=True)
+        images = ((images - MIDDLE) / SCALE).to(torch.bfloat16, memory_format=torch.channels_last)
+        means = list[Tensor]()
+        layer = network._swish(network._bn0(network._conv_stem(images)))
+        for block in network._blocks:
+            layer = block(layer)
+            means.append(layer.float().mean((2, 3)))
+        last = network._swish(network._bn1(network._conv_head(layer)))
+        return torch.cat([*means, last.float().mean((2, 3))], 1)
 
 
 class Standardized(nn.Module):
