@@ -178,6 +178,13 @@ RUNS = [
         f"{TEXT} {STORED} {TRAINED} --wikitext {WIKI} {ELSEWHERE} {CIFAR10}",
         1,
     ),
+    Run(
+        "encoder_choice",
+        "encoder_choice:EncoderChoice",
+        f"{TEXT} --mpnet $MPNET --network $EFFICIENTNET {STORED} {TRAINED} --wikitext {WIKI} "
+        f"{ELSEWHERE}",
+        0.7,
+    ),
     Run("frontier_images", "frontier_images:Images", FRONTIER, 1),
     Run(
         "frontier_image_heads", "frontier_heads:Images", f"{FRONTIER} --public $TINY_IMAGENET", 1.5
