@@ -99,12 +99,12 @@ class ClientGuard(Guard):
             return
         stored = self.stored(folder, self._client) if folder else None
         if STATE in records:
-            stored = _later(tensors_of(records[STATE]), stored, folder)
+            stored = later_state(tensors_of(records[STATE]), stored, folder)
         if stored is not None:
             self.defense.load_state_dict(stored)
 
 
-def _later(in_context: Tensors, in_folder: Tensors | None, folder: str) -> Tensors:
+def later_state(in_context: Tensors, in_folder: Tensors | None, folder: str) -> Tensors:
     """Return the later one of two stored states of a node.
 
     With correlated noise the folder is ahead after a context was restored. The messages between
