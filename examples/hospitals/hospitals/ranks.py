@@ -1,4 +1,4 @@
-r"""The same without Flower: each site starts one process of `accelerate launch`, on its own machine.
+r"""The same without Flower: each site starts one process of `accelerate launch` on its machine.
 
     accelerate launch --num_machines 3 --num_processes 3 --machine_rank 0 \
         --main_process_ip 10.0.0.1 --main_process_port 29500 \
@@ -29,6 +29,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--noise_multiplier", type=float, default=1.5)
     parser.add_argument("--use_cpu", action="store_true")
     given = parser.parse_args(arguments)
+    if given.noise_multiplier <= 0:
+        parser.error(
+            "--noise_multiplier must be above 0: only behind a proof has a rank fixed rows"
+        )
     state = PartialState(cpu=given.use_cpu)
     rank, sites = state.process_index, state.num_processes
     rows = load_rows(given.data[rank % len(given.data)])
@@ -48,8 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
     trainer = GradGuardTrainer(head, args, train_dataset=own)
     trainer.train()
     folder = given.output if len(given.data) == 1 else f"{given.output}/site-{rank + 1}"
+    trainer.accelerator.end_training()  # among ranks, the first alone would save
     head.save_pretrained(folder)
-    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
