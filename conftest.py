@@ -32,6 +32,7 @@ _WRAPPING = {
         "hf_gradguard/federation/flower.py", "hf_gradguard/heads/flower.py",
         "hf_gradguard/testing/flower.py", "tests/federation/secagg_driver.py",
     ],
+    "numba": ["hf_gradguard/randomness_kernel.py"],
     "nvflare": ["hf_gradguard/federation/flare.py", "tests/federation/flare_trainer.py"],
 }  # fmt: skip
 _DOCUMENTS = [Path(__file__).parent / "tests" / folder for folder in ("docs", "studies")]

@@ -101,6 +101,7 @@ RUNS = [
     Run("speed", "defenses", MODEL, 0.1),
     Run("randomness_speed", "randomness", MODEL, 0.05),
     Run("exact_noise", "exact_noise", MODEL, 0.1),
+    Run("noise_speed", "noise", MODEL, 0.05),
     Run("candidates_speed", "candidates", MODEL, 0.1),
     Run("kinks_speed", "kinks", MODEL, 0.1),
     Run("memory", "memory", MODEL, 0.1),
