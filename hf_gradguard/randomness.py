@@ -495,9 +495,10 @@ _NEARLY: dict[Distribution, Callable[[Tensor, float], tuple[Tensor, ...]]] = {
 }
 _COMPILED_TYPES = torch.float32, torch.float64
 _NUMBERS_OF_FOUR_WORDS: dict[Distribution, int] = {"gaussian": 2, "laplace": 1}
-_NEARNESS = 2.0**-46
+_NEARNESS = 1.5 * 2.0**-46
 """How far numbers may be apart from `_EXACT`'s that are made by functions which err by a unit of
-the last bit at most, as MKL's, SLEEF's and C libraries' do: mostly 9.4 σ times an angle's error.
+the last bit at most, as MKL's, SLEEF's and C libraries' do: 9.4 σ times what an angle, a cosine and
+a radius may be off.
 """
 
 
@@ -523,7 +524,9 @@ class _Sums:
         if loops and values.dtype in _COMPILED_TYPES and (is_each or not deviation.dim()):
             self.adder = self._compiled_adder(loops, noise)
         else:
-            self.adder = self._near_adder if _on_cpu(values.device) else self._exact_adder
+            # Near numbers are made in steps, whose squares must be floats.
+            is_near = _on_cpu(values.device) and 2.0**-400 < fineness < 2.0**400
+            self.adder = self._near_adder if is_near else self._exact_adder
 
     adder: Callable[[], _Take]
     """Makes what adds the noise of a chunk of words to the values from a place on, for one thread.
@@ -635,17 +638,17 @@ def _compiled_loops(noise: Distribution) -> Kernel | None:
     """Return compiled loops, of which some numbers were compared with torch's operations'."""
     if not importlib.util.find_spec("numba"):
         return None
+    (words,) = keystream(bytes(KEY_BYTES), bytes(12), [2**14])
+    expected = torch.cat(_EXACT[noise](words))
+    numbers = torch.empty_like(expected)
     try:
         from .randomness_kernel import compiled_kernel
 
         loops = compiled_kernel(minus_twice_log, quarter_sine, ROOT_HALF)
-    except ImportError as error:  # a Numba that does not go with this NumPy or Python
-        warnings.warn(f"{_WITHOUT_LOOPS} Numba does not load: {error}", stacklevel=2)
+        loops.fill[noise](words.view(torch.int64).numpy(), numbers.numpy())
+    except Exception as error:  # a Numba that does not go with this NumPy, Python or processor
+        warnings.warn(f"{_WITHOUT_LOOPS} Numba failed: {error}", stacklevel=2)
         return None
-    (words,) = keystream(bytes(KEY_BYTES), bytes(12), [2**14])
-    expected = torch.cat(_EXACT[noise](words))
-    numbers = torch.empty_like(expected)
-    loops.fill[noise](words.view(torch.int64).numpy(), numbers.numpy())
     if torch.equal(numbers, expected):
         return loops
     warnings.warn(f"{_WITHOUT_LOOPS} Its loops do not round as torch does here.", stacklevel=2)

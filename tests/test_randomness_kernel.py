@@ -44,12 +44,12 @@ WAYS = {
     "nearly, two threads": (),
 }
 DIGESTS: dict[str, dict[int, str]] = {
-    "gaussian": {100001: "016f10d9119ed9ee"},
-    "laplace": {100001: "c908909e89e0d851"},
-    "each its own": {100001: "cbbf8a1900a14049"},
-    "from tiny to large": {100001: "d54bf2abc7443ea9"},
-    "float64": {100001: "c6196d7e28dce310"},
-    "normal": {100001: "3e5685f8fcf0cedd"},
+    "gaussian": {100_001: "016f10d9119ed9ee", 10_000_000: "e62988eff326f16a"},
+    "laplace": {100_001: "c908909e89e0d851", 10_000_000: "7a3f07f43e431680"},
+    "each its own": {100_001: "cbbf8a1900a14049", 10_000_000: "a37f88b4c04e6bff"},
+    "from tiny to large": {100_001: "d54bf2abc7443ea9", 10_000_000: "d019b8c8dd694bdd"},
+    "float64": {100_001: "c6196d7e28dce310", 10_000_000: "93b5d5317a6e3403"},
+    "normal": {100_001: "3e5685f8fcf0cedd", 10_000_000: "9a9b19a02285872a"},
 }
 
 
@@ -151,6 +151,20 @@ def test_sizes_strides_and_what_is_not_finite(
         assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("size", [1e-290, 1e-30, 1e30, 1e290])
+def test_noise_of_any_size_is_there(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is squared on the way."""
+    values = Stream(bytes(32)).uniform((500,), dtype=torch.float64) * size
+    stds = torch.tensor(size, dtype=torch.float64), values + size
+    draws = [lambda s=s: Stream(KEY).noisy(values, s, 500) for s in stds]
+    with drawn_by("exactly", monkeypatch):
+        expected = [draw() for draw in draws]
+    with drawn_by("nearly", monkeypatch):
+        for draw, one in zip(draws, expected, strict=True):
+            assert torch.equal(draw(), one)
+            assert 0.5 < float((one - values).abs().mean() / size) < 2
+
+
 EDGES = [0, 1, -1, 2**62, -(2**62), 2**63 - 1, -(2**63), 2**61, 3 * 2**61, 2**52 + 1]
 """Words of the largest and the smallest radius, and of angles at which a sine turns."""
 
@@ -249,7 +263,7 @@ def test_loops_that_round_otherwise_are_not_used(
     def compiled_kernel(log: Callable, sine: Callable, root: int) -> randomness_kernel.Kernel:
         if broken:
             raise ImportError("Numba needs NumPy 1.0 or less")
-        return genuine(log, lambda turns: sine(turns) * 1.0000000000000002, root)
+        return genuine(log, _nearly_sine, root)
 
     genuine = randomness_kernel.compiled_kernel
     monkeypatch.setattr(randomness_kernel, "compiled_kernel", compiled_kernel)
@@ -257,6 +271,10 @@ def test_loops_that_round_otherwise_are_not_used(
     with drawn_by("compiled", monkeypatch), pytest.warns(UserWarning, match="a third of the speed"):
         found = drawn_kinds(100_001)["gaussian"](Stream(KEY))
     assert digest(found) == DIGESTS["gaussian"][100_001]
+
+
+def _nearly_sine(turns: float) -> float:
+    return 1.5 * turns
 
 
 def _draw_in_a_fork(queue: multiprocessing.Queue, stream: Stream, fixed: Stream) -> None:

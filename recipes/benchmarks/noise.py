@@ -1,10 +1,10 @@
-"""What a number of exact noise costs, in nanoseconds of one thread: by compiled loops and by torch's
-operations, which draw the same, beside torch.randn, which anybody can compute backward, and beside
-what other libraries draw that nobody can predict.
+"""What a number of exact noise costs, in nanoseconds of one thread: by compiled loops and by
+torch's operations, which draw the same, beside torch.randn, which anybody can compute backward, and
+beside what other libraries draw that nobody can predict.
 
 Numbers are as many as the model has without its words' table, in tensors of 2²⁰ or less, and are
-added to a message's values on its grid; libraries' numbers are drawn alone. All take turns. Compiling
-is timed once: its second and later ones in a process cost nothing.
+added to a message's values on its grid; libraries' numbers are drawn alone. All take turns. The
+loops are compiled before, once, and timed.
 
 randomgen and OpenDP are no dependencies: `pip install --no-deps randomgen opendp deprecated wrapt`
 into an environment of your own; `--without_others` leaves their rows out.
