@@ -36,7 +36,7 @@ from .rate_search import RateStudy
 from .rate_tasks import SomePhrases
 
 CLIENTS, ROWS, ASKED, DROPOUT, LEAST = 1000, 26, 50, 0.1, 0.8
-CLIP, SIGMA, LOCAL_STEPS, LOCAL_RATE, SEEDS = 2.0, 1.5, 5, 5.0, 3
+CLIP, SIGMA, LOCAL_STEPS, LOCAL_RATE, SEEDS = 2.0, 1.5, 5, 5.0, 5
 SKEW = 0.1  # α of Dirichlet's distribution
 GRID = tuple(0.0625 * 2**power for power in range(11))
 POOLED_GRID = tuple(0.625 * 2**power for power in range(8))
@@ -56,14 +56,14 @@ POOLED, SECURE = "all rows in one place", "shares of the clients under SecAgg+"
 EVERYBODY, DRAWN = "all clients, a message found by its node", "all clients, as released"
 SECURELY = "all clients under SecAgg+, 15 neighbors"
 SIZES = {
-    EVERYBODY: (10, 100, 1000, 10_000), DRAWN: (10, 100, 1000, 3000), SECURELY: (20, 100, 500),
+    EVERYBODY: (10, 100, 1000, 10_000), DRAWN: (10, 100, 1000), SECURELY: (20, 60, 180),
 }  # fmt: skip
 STAGES = {
     "setup": "before its keys", "share_keys": "before it shares them",
     "collect_masked_vectors": "before its masked update", "unmask": "before the masks are removed",
 }  # fmt: skip
 FLOWER = "Flower's DifferentialPrivacyClientSideFixedClipping"
-GROWTH, STAGE = "growth", "stage"
+ENGINE, GROWTH, STAGE, LYING = "engine", "growth", "stage", "lying"
 
 
 class Averaging(NamedTuple):
@@ -179,20 +179,24 @@ class ManyClients(RateStudy):
         for protection in TITLES:
             search = self._search(protection)
             row, seeds = TITLES[protection], range(1 if self.quick else SEEDS)
-            cells |= self.rated_cells(row, search, self._trained(protection), seeds)
+            simulated = {"simulated": True, "protection": protection} | SETTINGS
+            cells |= self.rated_cells(row, search, simulated, seeds)
             rate = self.best(search)
             for seed in seeds if rate is not None and protection in SKEWED else ():
-                trained = self._trained(protection, alpha=SKEW)
                 place = f"{row}, skewed", tables.ACCURACY, str(seed)
-                cells[place] = {**trained, "learning_rate": rate, "seed": seed}
-            if protection == SHARES and rate is not None and not self.quick:
-                secure = self._trained(protection, secure=True) | {"learning_rate": rate}
-                cells[SECURE, tables.ACCURACY, "0"] = secure | {"seed": 0}
+                cells[place] = {**simulated, "alpha": SKEW, "learning_rate": rate, "seed": seed}
+            if rate is not None and not self.quick:
+                trained = {"learning_rate": rate, "seed": 0}
+                cells[row, ENGINE, "0"] = self._trained(protection) | trained
+                if protection == SHARES:
+                    secure = self._trained(protection, secure=True)
+                    cells[SECURE, ENGINE, "0"] = secure | trained
         common = {"pooled": True, "steps": POOLED_MESSAGES, "batch": POOLED_BATCH}
         search = self.search(common | {"seed": RATES_SEED}, POOLED_GRID, 10.0)
         cells |= self.rated_cells(POOLED, search, common, range(1 if self.quick else SEEDS))
         if not self.quick:
             cells |= self._cells_of_the_engine()
+        cells = self.published(cells)
         return dict(sorted(cells.items(), key=lambda cell: cell[0][1] != tables.RATES))
 
     def _search(self, protection: str) -> dict[str, dict]:
@@ -200,16 +204,15 @@ class ManyClients(RateStudy):
         return self.search(common, GRID, MIDDLE[protection])
 
     def _trained(self, protection: str, **other: Any) -> dict:
-        sizes = {"clients": CLIENTS, "rounds": CLIENTS // ASKED}
-        if self.quick:
-            sizes = {"clients": 100, "rounds": 2}
-        return {"engine": True, "protection": protection} | SETTINGS | sizes | other
+        sizes = {"engine": True, "clients": CLIENTS, "rounds": CLIENTS // ASKED}
+        return {"protection": protection} | SETTINGS | sizes | other
 
     def _cells_of_the_engine(self) -> dict:
         cells = {}
         for kind, sizes in SIZES.items():
             for size in sizes:
-                cell = {"engine": True, "clients": size, "asked": size, "rounds": 3, "seed": 0}
+                rounds = 2 if size <= 1000 else 1
+                cell = {"engine": True, "clients": size, "asked": size, "rounds": rounds, "seed": 0}
                 cell |= {"protection": SHARES, "clip": CLIP, "noise_multiplier": SIGMA}
                 cell |= {"learning_rate": 1.0, "by_node": kind != DRAWN}
                 cell |= {"secure": True, "shares": 15} if kind == SECURELY else {}
@@ -220,7 +223,9 @@ class ManyClients(RateStudy):
             cells[STAGE, stage, ""] = cell | {"learning_rate": 1.0, "seed": 0}
         for dropout in (DROPOUT, 0.0):
             cell = self._trained("flower", dropout=dropout) | {"learning_rate": 1.0, "seed": 0}
+            cell["rounds"] = 4
             cells[STAGE, "flower", f"{dropout:g}"] = cell
+        cells[STAGE, LYING, ""] = {"lying": True, "clients": 12, "entries": 2802, "seed": 0}
         return cells
 
     def load(self) -> None:
@@ -233,7 +238,9 @@ class ManyClients(RateStudy):
         if "pooled" in cell:
             return self._pooled(cell)
         if "simulated" in cell:
-            return self._held_out(cell)
+            return self._simulated(cell)
+        if "lying" in cell:
+            return unmasked(cell)
         if (key := json.dumps(cell, sort_keys=True)) not in self._ready:
             self._train_together(cell)
         return self._ready.pop(key)
@@ -246,14 +253,19 @@ class ManyClients(RateStudy):
             return {"held_out": mean_accuracy(weights, judged["features"], judged["labels"])}
         return self._judged(weights[0])
 
-    def _held_out(self, cell: dict) -> dict:
-        rows, judged = self._task.split
-        of, scores = Averaging(cell["protection"], cell["learning_rate"]), []
-        for seed in range(ORDERS):
-            parts = equal_parts(rows["labels"], CLIENTS, ROWS, seed)
-            weights = averaged_head(rows["features"], rows["labels"], parts, of, seed)
-            scores.append(mean_accuracy(weights[None], judged["features"], judged["labels"]))
-        return {"held_out": round(statistics.mean(scores), 5)}
+    def _simulated(self, cell: dict) -> dict:
+        if cell["seed"] != RATES_SEED:
+            return self._judged(self._averaged(cell, cell["seed"]))
+        _, judged = self._task.split
+        heads = torch.stack([self._averaged(cell, seed) for seed in range(ORDERS)])
+        score = mean_accuracy(heads, judged["features"], judged["labels"])
+        return {"held_out": round(score, 5)}
+
+    def _averaged(self, cell: dict, seed: int) -> Tensor:
+        rows, _ = self._task.split
+        of = Averaging(cell["protection"], cell["learning_rate"])
+        parts = equal_parts(rows["labels"], CLIENTS, ROWS, seed, cell.get("alpha", 0.0))
+        return averaged_head(rows["features"], rows["labels"], parts, of, seed)
 
     def _judged(self, weights: Tensor) -> dict:
         rows = self._task.test_rows
@@ -268,10 +280,14 @@ class ManyClients(RateStudy):
             if cell not in results and _engine_of(cell) == _engine_of(first)
         ]
         federations = [self._federation(cell) for cell in together]
+        # Of nothing that is measured: in its one round processes import what they need.
+        first_round = {"asked": min(10, first["clients"]), "rounds": 1, "secure": False}
+        federations = [federations[0] | first_round, *federations]
         folder = Path(self._scratch.name)
         (folder / "settings.json").write_text(json.dumps(federations))
         environment = os.environ | {
             "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1",
+            "RAY_worker_niceness": "0",  # as the server, not 15 behind all other processes
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }  # fmt: skip
         command = [sys.executable, "-m", "recipes.studies.lib.simulated_clients"]
@@ -285,7 +301,7 @@ class ManyClients(RateStudy):
             raise RuntimeError(f"The simulation failed:\n{log.read_text()[-5000:]}")
         with safe_open(folder / "result.safetensors", "pt") as result:
             figures = json.loads(result.metadata()["figures"])
-            for number, cell in enumerate(together):
+            for number, cell in enumerate(together, start=1):
                 judged = self._judged(result.get_tensor(f"{number}.0").T)
                 measured = judged | figures[number] | {"asked": cell["asked"]}
                 self._ready[json.dumps(cell, sort_keys=True)] = measured
@@ -328,14 +344,15 @@ class ManyClients(RateStudy):
                 bounds = [f"{gaussian_epsilon(SIGMA, DELTA):.2f}",
                           f"{gaussian_epsilon(SIGMA / 2, DELTA):.2f}",
                           f"{membership_power(SIGMA):.1%}"]  # fmt: skip
-            cost = [""] * 4
-            if row != POOLED:
-                cost = _cost(runs.values())
+            of_engine = cells.get(ENGINE, {})
+            cost = _cost(of_engine.values()) if of_engine else [""] * 4
             below = "" if row == POOLED else tables.lost(runs, pooled)
-            shown = [row, tried.get(row, ""), tables.accuracy_text(runs), less, below]
+            accuracies = tables.accuracy_text(runs), tables.accuracy_text(of_engine)
+            shown = [row, tried.get(row, ""), *accuracies, less, below]
             rows.append([*shown, *bounds, *cost])
         header = [
-            "", "rates (held out)", "accuracy", "less than none", "less than all in one place",
+            "", "rates (held out)", "accuracy", "accuracy in the engine", "less than none",
+            "less than all in one place",
             "ε of a client", "ε, replaced", "clients found at most", "answers of a round",
             "processor seconds of a round", "bytes down, a client", "bytes up, a client",
         ]  # fmt: skip
@@ -349,6 +366,20 @@ SETTINGS = {
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def unmasked(cell: dict) -> dict:
+    """How far one client's update, as a server that lies unmasks it, is from what the client sent;
+    and how far its others are.
+    """
+    from .lib.lying_server import unmasked_update
+
+    draw = np.random.default_rng(cell["seed"])
+    shape = cell["clients"], cell["entries"]
+    updates = draw.normal(scale=0.1, size=shape).astype(np.float32)
+    found = unmasked_update(updates, victim=0)
+    errors = np.abs(updates - found).max(1)
+    return {"largest_error": float(errors[0]), "others": float(errors[1:].min())}
+
+
 def _engine_of(cell: dict) -> tuple:
     """What cells of one simulation have in common."""
     is_apart = cell.get("asked") == cell.get("clients") or cell.get("secure", False)
@@ -359,7 +390,7 @@ def _engine_of(cell: dict) -> tuple:
 def _cost(runs: Iterable[dict]) -> list[str]:
     runs = list(runs)
     answers = [number for run in runs for number in run["answers"]]
-    seconds = [of for run in runs for of in run["processor_seconds"][1:]]
+    seconds = [of for run in runs for of in run["processor_seconds"]]
     ways = [f"{_bytes(runs[0], way):,.0f}" for way in ("down", "up")]
     return [f"{min(answers)} to {max(answers)}", f"{statistics.median(seconds):.2f}", *ways]
 
@@ -390,9 +421,9 @@ def _report_growth(growth: dict, output: Path) -> None:
     for kind, runs in growth.items():
         sizes = [int(size) for size in runs]
         columns = {
-            "seconds of a round": [statistics.median(r["seconds"][1:]) for r in runs.values()],
+            "seconds of a round": [statistics.median(r["seconds"]) for r in runs.values()],
             "processor seconds of a round": [
-                statistics.median(r["processor_seconds"][1:]) for r in runs.values()
+                statistics.median(r["processor_seconds"]) for r in runs.values()
             ],
             "MB of a round": [sum(r["bytes"].values()) / 1e6 for r in runs.values()],
             "MB at the peak": [r["peak_memory"] / 1e6 for r in runs.values()],
@@ -400,8 +431,9 @@ def _report_growth(growth: dict, output: Path) -> None:
         for place, number in enumerate(runs):
             shown = [f"{values[place]:,.2f}" for values in columns.values()]
             rows.append([kind, f"{int(number):,}", *shown])
-        slopes = [_exponents(sizes, values) for values in columns.values()]
-        rows.append([kind, "exponent (of the last step)", *slopes])
+        if len(sizes) > 1:
+            slopes = [_exponents(sizes, values) for values in columns.values()]
+            rows.append([kind, "exponent (of the last step)", *slopes])
         shown_columns = [name for name in columns if name != "seconds of a round"]
         for axis, name in zip(places, shown_columns, strict=True):
             axis.loglog(sizes, columns[name], marker="o", ms=3, label=kind)
@@ -428,9 +460,17 @@ def _report_stages(stages: dict, output: Path) -> None:
     rows = []
     for stage, runs in stages.items():
         for dropout, run in runs.items():
+            if stage == LYING:
+                errors = f"{run['largest_error']:.1g}", f"{run['others']:.2g}"
+                rows.append(["SecAgg+, the server asks for both shares", "", "", "", *errors])
+                continue
             name = f"SecAgg+, clients drop out {STAGES[stage]}" if stage in STAGES else FLOWER
             if stage not in STAGES:
                 name += f", {float(dropout):.0%} drop out"
             answers = f"{min(run['answers'])} to {max(run['answers'])}"
-            rows.append([name, len(run["used"]), sum(run["used"]), answers])
-    write_table(output, ["", "rounds", "rounds that count", "answers"], rows)
+            rows.append([name, len(run["used"]), sum(run["used"]), answers, "", ""])
+    header = [
+        "", "rounds", "rounds that count", "answers", "one client's update, largest error",
+        "of other clients'",
+    ]  # fmt: skip
+    write_table(output, header, rows)

@@ -152,3 +152,33 @@ def test_a_server_that_lies_unmasks_one_client() -> None:
     found = unmasked_update(updates, victim=2)
     assert np.abs(found - updates[2]).max() <= 2 * RANGE / 2**22 * 1.5  # one step of its grid
     assert min(np.abs(found - updates[n]).max() for n in (0, 1, 3)) > 0.1
+
+
+@pytest.mark.long
+def test_flowers_noise_follows_those_asked_and_its_mean_those_that_answer() -> None:
+    """So noise is too small for the mean where clients are silent; an error stops the round."""
+    pytest.importorskip("flwr")
+    from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
+    from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
+    from flwr.supercore.task_identity import TaskIdentity
+
+    from hf_gradguard.federation.flower import record_of, tensors_of
+
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    strategy = DifferentialPrivacyClientSideFixedClipping(FedAvg(), 1.0, 1.0, 10)
+    strategy.current_arrays = record_of({"0": torch.zeros(20_000)})
+
+    def reply(node: int, is_lost: bool = False) -> Message:
+        asked = Message(RecordDict({"config": ConfigRecord({})}), node, "train")
+        if is_lost:
+            return Message(Error(3, "gone"), reply_to=asked)
+        metrics = MetricRecord({"num-examples": 1})
+        update = record_of({"0": torch.ones(20_000)})
+        return Message(RecordDict({"arrays": update, "metrics": metrics}), reply_to=asked)
+
+    arrays, _ = strategy.aggregate_train(1, [reply(node) for node in range(1, 6)])
+    found = tensors_of(arrays)["0"]
+    assert float(found.mean()) == pytest.approx(1, abs=0.01)  # of five, each with a fifth
+    assert float(found.std()) == pytest.approx(0.1, rel=0.05)  # of ten
+    replies = [reply(node, is_lost=node == 1) for node in range(1, 11)]
+    assert strategy.aggregate_train(2, replies) == (None, None)

@@ -53,6 +53,7 @@ from hf_gradguard.gradient_map.views import PrecomputedGradient
 from hf_gradguard.heads import PrivateHeadConfig, PrivateHeadForSequenceClassification
 
 NAMES = ("0", "1")  # of the head's weight and bias, or of its weight alone: as older clients count
+ACTORS = 4  # processes that run clients; each has one in hand
 UNAVAILABLE = 3  # Flower's code of a node that does not answer
 
 
@@ -281,10 +282,15 @@ class Server:
         if len(self._not_asked) < self.federation.asked:
             self._not_asked = list(nodes)
             random.SystemRandom().shuffle(self._not_asked)
-        self._began = time.perf_counter(), processor_seconds()
+        self._began = [time.perf_counter(), processor_seconds()]
         if self.federation.protection == "flower":  # whose strategy draws itself
             return []
         return [self._not_asked.pop() for _ in range(self.federation.asked)]
+
+    def spent_on_counts(self, clock: float, processor: float) -> None:
+        """Leaves out of the round's time what passed since then."""
+        self._began[0] += time.perf_counter() - clock
+        self._began[1] += processor_seconds() - processor
 
     def step(self, total: Mapping[str, Tensor] | None, answers: int) -> None:
         """Moves the weights by a round's sum. With too few answers nothing of it is used."""
@@ -347,7 +353,9 @@ class CountedGrid(Grid):
 
     def _count(self, way: str, messages: list[Message]) -> None:
         if self._server.counts:
+            began = time.perf_counter(), processor_seconds()
             self._server.traffic[way] += map(bytes_of, messages)
+            self._server.spent_on_counts(*began)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._grid, name)
@@ -628,7 +636,7 @@ def _start_ray(tries: int = 5) -> None:
     for left in reversed(range(tries)):
         try:
             ray.init(
-                num_cpus=2, object_store_memory=2**28, log_to_driver=False,
+                num_cpus=ACTORS, object_store_memory=2**28, log_to_driver=False,
                 include_dashboard=False,
             )  # fmt: skip
             return
