@@ -155,6 +155,24 @@ def test_a_server_that_lies_unmasks_one_client() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("stage", ["setup", "share_keys", "collect_masked_vectors", "unmask", ""])
+def test_which_absence_flowers_secagg_survives(stage: str) -> None:
+    pytest.importorskip("flwr")
+    from recipes.studies.lib.lying_server import mean_without_one
+
+    draw = np.random.default_rng(0)
+    updates = [draw.uniform(-1, 1, (2, 5)).astype(np.float32) for _ in range(5)]
+    mean, errors = mean_without_one(updates, stage)
+    if stage in ("setup", "share_keys"):  # nobody has a share of its key
+        assert mean is None
+        assert errors == ["ClientAppException"] * 4
+        return
+    assert errors == []
+    there = updates[1:] if stage == "collect_masked_vectors" else updates
+    np.testing.assert_allclose(mean, np.mean(there, axis=0), atol=1e-5)
+
+
+@pytest.mark.long
 def test_flowers_noise_follows_those_asked_and_its_mean_those_that_answer() -> None:
     """So noise is too small for the mean where clients are silent; an error stops the round."""
     pytest.importorskip("flwr")

@@ -1,5 +1,6 @@
-"""A server that lies in Flower's SecAgg+: it asks for the shares of a client's seed, as of one that
-answered, and for those of its key, as of one that dropped out. It needs `hf-gradguard[flower]`.
+"""Flower's SecAgg+ where a client drops out, and where the server lies: it asks for the shares of a
+client's seed, as of one that answered, and for those of its key, as of one that dropped out. It
+needs `hf-gradguard[flower]`.
 
 Bonawitz et al. (2017) let clients tell each other, signed, who answered, so that nobody hands out
 both. Flower's mod does not, and hands out both in one message.
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.common import bytes_to_ndarray, ndarrays_to_parameters
@@ -43,12 +44,13 @@ class _Process:
     """A grid whose nodes are all in this process.
 
     Args:
-        app: Of each node.
         updates: What each node sends, by its number.
+        gone: The stage in which the first node drops out.
     """
 
-    def __init__(self, updates: dict[int, np.ndarray]) -> None:
-        self.app, self.updates = ClientApp(mods=[secaggplus_mod]), updates
+    def __init__(self, updates: dict[int, np.ndarray], gone: str = "") -> None:
+        self.app, self.updates, self.gone = ClientApp(mods=[secaggplus_mod]), updates, gone
+        self.errors: list[str] = []
         self.contexts = {node: Context(1, node, {}, RecordDict(), {}) for node in updates}
         self.replies: list[Message] = []
 
@@ -66,11 +68,19 @@ class _Process:
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        self.replies = [
-            self.app(copy.deepcopy(message), self.contexts[message.metadata.dst_node_id])
-            for message in messages
-        ]
+        self.replies = [self._reply(copy.deepcopy(message)) for message in messages]
         return self.replies
+
+    def _reply(self, message: Message) -> Message:
+        node = message.metadata.dst_node_id
+        stage = message.content.config_records[RECORD_KEY_CONFIGS][Key.STAGE]
+        if node == min(self.updates) and stage == self.gone:
+            return Message(Error(3, "gone"), reply_to=message)
+        try:
+            return self.app(message, self.contexts[node])
+        except Exception as error:  # as the engine: the server is told
+            self.errors.append(type(error).__name__)
+            return Message(Error(1, str(error)), reply_to=message)
 
 
 class Lying(SecAggPlusWorkflow):
@@ -136,22 +146,60 @@ def unmasked_update(updates: Sequence[np.ndarray], victim: int) -> np.ndarray:
         updates: Of all clients.
         victim: Which one it is after.
     """
+    workflow = Lying(victim + 1, **_settings(updates))
+    _run(workflow, _Process(dict(enumerate(updates, start=1))))
+    return workflow.update
+
+
+def mean_without_one(
+    updates: Sequence[np.ndarray], stage: str
+) -> tuple[np.ndarray | None, list[str]]:
+    """What the server gets if the first client drops out in a stage, and what others fail with.
+
+    Args:
+        updates: Of all clients.
+        stage: Of SecAgg+, or `""`: nobody drops out.
+    """
+    grid = _Process(dict(enumerate(updates, start=1)), stage)
+    context = _run(SecAggPlusWorkflow(**_settings(updates)), grid)
+    if not context.strategy.counts:
+        return None, grid.errors
+    return context.state.array_records[MAIN_PARAMS_RECORD]["0"].numpy(), grid.errors
+
+
+class _Counting(FedAvg):
+    counts = False
+
+    def aggregate_fit(self, *of: Any) -> Any:
+        self.counts = True
+        return super().aggregate_fit(*of)
+
+
+def _settings(updates: Sequence[np.ndarray]) -> dict[str, Any]:
+    return {
+        "num_shares": 1.0, "reconstruction_threshold": len(updates) - 1, "max_weight": 1.0,
+        "clipping_range": RANGE,
+    }  # fmt: skip
+
+
+def _run(workflow: SecAggPlusWorkflow, grid: Any) -> LegacyContext:
+    """One round."""
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-    grid: Any = _Process(dict(enumerate(updates, start=1)))
     manager = SimpleClientManager()
     for node in grid.updates:
         manager.register(GridClientProxy(node, grid, SimpleNamespace(run_id=1)))  # type: ignore[arg-type]
-    strategy = FedAvg(fraction_fit=1.0, min_fit_clients=len(updates))
+    count = len(grid.updates)
+    strategy = _Counting(
+        fraction_fit=1.0, min_fit_clients=count, min_evaluate_clients=count,
+        min_available_clients=count,
+    )  # fmt: skip
     context = LegacyContext(
         Context(1, 0, {}, RecordDict(), {}), ServerConfig(1), strategy, client_manager=manager
     )
-    context.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({WorkflowKey.CURRENT_ROUND: 1})
-    context.state.array_records[MAIN_PARAMS_RECORD] = parameters_to_arrayrecord(
-        ndarrays_to_parameters([np.zeros_like(updates[0])]), True
-    )
-    workflow = Lying(
-        victim + 1, num_shares=1.0, reconstruction_threshold=len(updates) - 1, max_weight=1.0,
-        clipping_range=RANGE,
-    )  # fmt: skip
+    current = ConfigRecord({WorkflowKey.CURRENT_ROUND: 1})
+    context.state.config_records[MAIN_CONFIGS_RECORD] = current
+    zeros = np.zeros_like(next(iter(grid.updates.values())))
+    start = parameters_to_arrayrecord(ndarrays_to_parameters([zeros]), True)
+    context.state.array_records[MAIN_PARAMS_RECORD] = start
     workflow(grid, context)
-    return workflow.update
+    return context
