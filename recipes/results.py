@@ -140,6 +140,12 @@ RUNS = [
         f"{TEXT} --public {WIKI}/train.txt {STORED}",
         1,
     ),
+    Run(
+        "many_clients",
+        "many_clients:ManyClients",
+        f"{TEXT} --public {WIKI}/train.txt {STORED}",
+        1,
+    ),
     Run("whole_models", "whole_models:WholeModels", f"{TEXT} {STORED}", 2),
     Run("correlated_models", "whole_models:Parts", TEXT, 2.5),
     Run(
