@@ -35,7 +35,18 @@ def of_head(head: Outcome, shown: Evidence) -> list[str]:
         f"alarms, and tells which of two {shown.score.sample}s a row holds in at most "
         f"{100 * proof.pairs:.0f} % of cases (half is chance)."
     )
-    return [answer, meaning, _accuracies(head, shown)]
+    return [answer, meaning, *_recognized(head), _accuracies(head, shown)]
+
+
+def _recognized(head: Outcome) -> list[str]:
+    """Return a paragraph on what the best test found of a head's messages, if it was run."""
+    if head.recognition is None:
+        return []
+    return [
+        f"Measured, and no promise: in one training the best test, by somebody who knows all other "
+        f"rows, found {percent(head.recognition.found, 1)} of the rows, and told "
+        f"{percent(head.recognition.told_apart)} of them apart."
+    ]
 
 
 def beside_head(defense: Outcome | None, words: Sequence[str], shown: Evidence) -> list[str]:

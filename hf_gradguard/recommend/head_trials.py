@@ -6,6 +6,7 @@ Features are made once, and every training takes seconds.
 from __future__ import annotations
 
 import copy
+import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -14,24 +15,31 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets import concatenate_datasets
 from torch import nn
 from transformers import PrinterCallback
 
 from ..audit.cells import Cell, Cells, code_digest, digest
+from ..data.samples import Sample
 from ..flags import SourceSettings
 from ..gradient_map.domain import domain_of_model
 from ..heads import PrivateHead, private_head
-from ..heads.head import load_encoder
-from ..heads.making import MOST_PUBLIC, packaged_sentences
+from ..heads.configuration import PrivateHeadConfig
+from ..heads.head import load_encoder, taken_of
+from ..heads.making import public_samples
+from ..heads.processing import load_processing_class, processed
 from ..models import label_kind, task_of, without_adapters
 from ..training.trainer import GradGuardTrainer
-from .evidence import Outcome, Proof
+from .evidence import Outcome, Proof, Recognition
+from .head_attacks import HeadMessages, HeadRows, RowTest
 from .intervals import accuracy_over_seeds, mean_over_seeds
 from .pace import OutOfTime, Pace
 from .trial_settings import TrialSettings
 from .trials import Split
 
 _LABEL = "head on {}"
+_PART = 320  # samples whose features are made before the time is looked at
+_TIMED = 16  # samples that show how long an encoder takes
 _TRAINED_WITH = "noise_multiplier", "delta", "clip", "directions", "learning_rate"
 
 
@@ -76,6 +84,22 @@ def heads_to_try(
     return {name or "the model": base, **{other: other for other in encoders if other != name}}
 
 
+def public_for(model: nn.Module, public: Any) -> list[Any]:
+    """Return the public samples of heads, at most as many as a head looks at.
+
+    Args:
+        model: The model that is to be trained, which takes texts or images.
+        public: Samples, their file or folder, or `None` for the sentences of this package.
+
+    Raises:
+        ValueError: If there are fewer than three.
+    """
+    samples, description = public_samples(public, domain_of_model(model).name == "image")
+    if len(samples) < 3:
+        raise ValueError(f"--public has {description}: give three or more, preferably thousands.")
+    return list(samples)
+
+
 class HeadTrials:
     """Trainings of heads by proof on one split, stored as cells.
 
@@ -83,7 +107,8 @@ class HeadTrials:
         encoders: Encoders by name, as `heads_to_try` returns them.
         processing_class: The tokenizer or image processor of those that are no names.
         num_labels: The number of classes.
-        public: Public samples, or their file or folder.
+        public: Public samples, as `public_for` returns them.
+        public_file: The file or folder that they are from, which `gradguard train` is told of.
         split: The split of the data. Samples that choose others' rates are trained on: a head's
             rate is not chosen.
         settings: The settings of all trials. A head is trained on as many samples as the others:
@@ -93,7 +118,6 @@ class HeadTrials:
 
     Attributes:
         encoders: The names of encoders, by the label of their head.
-        seconds_per_parameter: How long a model takes to read a sample, by its size; see `observe`.
     """
 
     def __init__(
@@ -101,16 +125,17 @@ class HeadTrials:
         encoders: Mapping[str, str | nn.Module],
         processing_class: Any,
         num_labels: int,
-        public: str | Sequence[Any] | None,
+        public: Sequence[Any],
+        public_file: str | None,
         split: Split,
         settings: TrialSettings,
         folder: Path,
         pace: Pace,
     ) -> None:
-        self.encoders = {_LABEL.format(_short(name)): name for name in encoders}
+        self.encoders = _labels(list(encoders))
         self._modules = dict(zip(self.encoders, encoders.values(), strict=True))
         self._processing_class, self._num_labels = processing_class, num_labels
-        self._public, self._settings = public, settings
+        self._public, self._public_file, self._settings = public, public_file, settings
         self._cells, self._pace = Cells(folder / "cells"), pace
         size = settings.batch_size
         self._samples = {
@@ -121,17 +146,6 @@ class HeadTrials:
         self._heads, self._keys = dict[str, PrivateHead](), dict[str, str]()
         self._prepared = dict[tuple[str, str], Any]()
         self._training_seconds = dict[str, float]()
-        self.seconds_per_parameter = 0.0
-
-    def observe(self, model: nn.Module, seconds: float, samples: int) -> None:
-        """Record how long a model took to read samples, to foretell how long encoders take.
-
-        Args:
-            model: The model.
-            seconds: How long it took.
-            samples: The number of samples.
-        """
-        self.seconds_per_parameter = seconds / samples / max(1, _size(model))
 
     def judging(self, label: str, seed: int) -> list[float]:
         """Return the accuracy of each judging sample after a training.
@@ -152,6 +166,8 @@ class HeadTrials:
     ) -> Outcome:
         """Return the outcome of a head.
 
+        The best test of all messages is run on its first training.
+
         Args:
             label: The label of the head.
             accuracies: The accuracy of each judging sample, for each training.
@@ -168,12 +184,15 @@ class HeadTrials:
             mean_over_seeds(lost, are_fractions=True), None,
             accuracy_by_sample=dict(enumerate(np.mean(accuracies, axis=0).tolist())),
             trainings=np.mean(accuracies, axis=1).tolist(), proof=proof,
+            recognition=Recognition(
+                accuracy_over_seeds([cell["found"]]), accuracy_over_seeds([cell["told_apart"]])
+            ),
         )  # fmt: skip
 
     def flags_of(self, label: str) -> dict[str, Any]:
         """Return the flags by which `gradguard train` trains this head as it was tried."""
         cell = self._trained(label, self._settings.seed)
-        public = {"public": self._public} if isinstance(self._public, str) else {}
+        public = {} if self._public_file is None else {"public": self._public_file}
         return {
             "head": True, "encoder": self.encoders[label], **public,
             **{name: cell[name] for name in _TRAINED_WITH},
@@ -191,19 +210,20 @@ class HeadTrials:
         """Return the head, which is made when it is first asked for."""
         if label in self._heads:
             return self._heads[label]
-        encoder = self._modules[label]
-        processing_class = None
+        encoder, processing_class = self._modules[label], self._processing_class
         if isinstance(encoder, str):
-            encoder = load_encoder(encoder)
+            name, encoder = encoder, load_encoder(encoder)
+            takes_images = domain_of_model(encoder).name == "image"
+            processing_class = load_processing_class(name, takes_images)
         else:  # it must stay as it is, and a head freezes its encoder
-            encoder, processing_class = copy.deepcopy(encoder), self._processing_class
-        self._check_time(encoder)
+            encoder = copy.deepcopy(encoder)
+        self._check_time(encoder, processing_class)
         head = private_head(
             encoder, self._public, self._num_labels, num_rows=self.rows,
             processing_class=processing_class, max_length=self._settings.max_length,
         )  # fmt: skip
         sizes = self.rows, self._settings.batch_size, self._num_labels
-        code = code_digest(GradGuardTrainer, PrivateHead)
+        code = code_digest(GradGuardTrainer, PrivateHead, RowTest)
         # A text is hashed as it is, an image by its pixels.
         samples = [
             (sample if isinstance(sample, str) else np.asarray(sample), class_id)
@@ -214,15 +234,30 @@ class HeadTrials:
         self._heads[label] = head
         return head
 
-    def _check_time(self, encoder: nn.Module) -> None:
+    def _check_time(self, encoder: nn.Module, processing_class: Any) -> None:
         """Raise an error if there is no time for the features of all samples.
+
+        A few samples of about a mean length show how long they take at this encoder.
 
         Raises:
             OutOfTime: If they do not fit.
         """
-        count = sum(map(len, self._samples.values()))
-        count += len(packaged_sentences()) if self._public is None else MOST_PUBLIC
-        if not self._pace.fits(self.seconds_per_parameter * _size(encoder) * count):
+        reader: Any = taken_of(getattr(encoder, "base_model", encoder)).eval()
+        device, seconds = next(reader.parameters()).device, 0.0
+        is_image = domain_of_model(reader).name == "image"
+        config = PrivateHeadConfig(
+            encoder_config=reader.config.to_dict(), max_length=self._settings.max_length
+        )
+        for samples in (self._public, *map(_inputs, self._samples.values())):
+            few = _usual(samples, _TIMED)
+            inputs = processed(processing_class, few, is_image, config)
+            inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+            with torch.no_grad():
+                reader(**inputs)  # the first pass takes longer
+                began = time.monotonic()
+                reader(**inputs)
+            seconds += (time.monotonic() - began) * len(samples) / len(few)
+        if not self._pace.fits(seconds):
             raise OutOfTime
 
     def _train(self, label: str, head: PrivateHead, seed: int) -> Cell:
@@ -239,30 +274,42 @@ class HeadTrials:
                 per_device_train_batch_size=self._settings.batch_size,
                 logging_strategy="no", disable_tqdm=True, use_cpu=head.device.type == "cpu",
             )  # fmt: skip
-            trainer = GradGuardTrainer(head, args, train_dataset=training.select(numbers))
+            rows, seen = training.select(numbers), HeadMessages()
+            trainer = GradGuardTrainer(head, args, train_dataset=rows, callbacks=[seen])
             trainer.remove_callback(PrinterCallback)
             trainer.is_trial = True
             trainer.train()
             private = trainer.private_rows
             assert private is not None
             proved = {"noise_multiplier": private.noise_multiplier, "epsilon": private.epsilon}
+        judged = HeadRows(**judging[:])
         with torch.no_grad():
-            rows = judging[:]
-            features, labels = rows["features"].to(head.device), rows["labels"]
-            predicted = head.eval()(features=features).logits.argmax(-1).cpu()
+            predicted = head.eval()(features=judged.features.to(head.device)).logits.argmax(-1)
+        test = RowTest(seen, private, HeadRows(**rows[:]))
+        recognized = test.recognized(judged, seed)
         self._training_seconds[label] = time.monotonic() - began
         return {
-            "judging": (predicted == labels).double().tolist(), **proved,
+            "judging": (predicted.cpu() == judged.labels).double().tolist(), **proved,
+            **recognized._asdict(),
             "directions": head.config.directions, "learning_rate": args.learning_rate,
             "delta": args.defense_kwargs["delta"], "clip": args.defense_kwargs["clip"],
         }  # fmt: skip
 
     def _rows(self, label: str, head: PrivateHead, use: str) -> Any:
-        """Return rows of features and labels of training or judging samples, made once."""
+        """Return rows of features and labels of training or judging samples, made once.
+
+        Raises:
+            OutOfTime: If they cannot be made in time. What was made is stored.
+        """
         if (label, use) not in self._prepared:
-            samples = self._samples[use]
-            rows = [{_column(head): sample, "labels": y} for sample, y in samples]
-            self._prepared[label, use] = head.prepare_dataset(rows)
+            rows = [{_column(head): sample, "labels": y} for sample, y in self._samples[use]]
+            parts, began = list[Any](), time.monotonic()
+            for start in range(0, len(rows), _PART):
+                seconds = (time.monotonic() - began) * (len(rows) - start) / max(1, start)
+                if start and not self._pace.fits(seconds):
+                    raise OutOfTime
+                parts.append(head.prepare_dataset(rows[start : start + _PART]))
+            self._prepared[label, use] = concatenate_datasets(parts).with_format("torch")
         return self._prepared[label, use]
 
 
@@ -271,10 +318,28 @@ def _column(head: PrivateHead) -> str:
     return "image" if head.takes_images else "text"
 
 
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _inputs(samples: Sequence[Sample]) -> list[Any]:
+    return [sample for sample, _ in samples]
+
+
+def _usual(samples: Sequence[Any], count: int) -> list[Any]:
+    """Return the samples whose length is nearest the mean: padding takes as long as words do."""
+    if not isinstance(samples[0], str):
+        return list(samples[:count])
+    mean = sum(map(len, samples)) / len(samples)
+    return sorted(samples, key=lambda sample: abs(len(sample) - mean))[:count]
+
+
+def _labels(names: Sequence[str]) -> dict[str, str]:
+    """Return encoders' names by the labels of their heads: short, unless two would be alike."""
+    short = list(map(_short, names))
+    return {
+        _LABEL.format(name if short.count(last) > 1 else last): name
+        for name, last in zip(names, short, strict=True)
+    }
 
 
 def _short(name: str) -> str:
     """Return the last part of a folder's path, or a Hub name as it is."""
-    return Path(name).resolve().name if Path(name).is_dir() else name
+    # As it was typed: a link may lead to a folder that is called "model".
+    return os.path.basename(os.path.abspath(name)) if os.path.isdir(name) else name

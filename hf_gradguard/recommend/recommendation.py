@@ -19,7 +19,8 @@ from ..audit.message_loop import FEWEST_MESSAGES
 from ..audit.report.summary import Summary
 from ..audit.report.verdicts import AttackScores, MainScore
 from ..audit.run import Spec, make_defenses
-from ..data.samples import Sample
+from ..data.files import load_rows
+from ..data.samples import Sample, has_class_labels
 from ..defenses import Defense
 from ..defenses.measured import recovered_behind
 from ..flags import SourceSettings, fill
@@ -30,7 +31,7 @@ from ..training.privacy.proofs import chained_defenses
 from .choice import Choice, choose, finalists, promising_first
 from .evidence import Outcome, shown_leak
 from .explanation import percent
-from .head_trials import HeadTrials, heads_to_try, why_no_head
+from .head_trials import HeadTrials, heads_to_try, public_for, why_no_head
 from .intervals import accuracy_over_seeds
 from .outcomes import Server, Stages, is_shown_to_reconstruct, outcome_of
 from .pace import OutOfTime, Pace
@@ -129,7 +130,8 @@ def recommend(
         raise ValueError(f"There is nothing to choose from: name a defense beside none. {no_head}")
     heads = HeadTrials(
         {} if no_head else heads_to_try(model, encoders, source), processing_class,
-        int(getattr(model.config, "num_labels", 2)), public, split, trial_settings, folder, pace,
+        int(getattr(model.config, "num_labels", 2)), [] if no_head else public_for(model, public),
+        public if isinstance(public, str) else None, split, trial_settings, folder, pace,
     )  # fmt: skip
     comparison = _Comparison(calibrated, trials, server, heads, trial_settings, pace)
     screened, judged = comparison.run()
@@ -202,7 +204,7 @@ class _Comparison:
         self._heads = heads
         self._settings, self._pace = settings, pace
         self._stages = dict[str, list[Stages]]()
-        self._omitted = dict[str, str]()  # with why
+        self._omitted, self._refused = dict[str, str](), dict[str, str]()  # with why
         self._leaky = dict[str, AttackScores]()
         self._not_judged = list[str]()
         self._messages = settings.attacked // (2 * settings.message_size)  # of a round
@@ -238,7 +240,6 @@ class _Comparison:
         self.say("the model before training")
         self.untrained = self._trials.untrained()
         self._judging_seconds = time.monotonic() - began
-        self._heads.observe(self._trials.model, self._judging_seconds, len(self.untrained))
         self.say("the speed of each defense, by a few steps")
         self._trials.measure_speed(self._defenses)
         # Both ends of two trainings, and of a finalist's on further messages.
@@ -301,14 +302,15 @@ class _Comparison:
     def screen(self) -> list[Outcome]:
         """Return each row's outcome on one seed, and of half of the messages.
 
-        Heads by proof come right after the undefended model: they take seconds. A defense that
-        leaks too much at the start is never recommended, so it waits until the others were tried.
+        Heads by proof are trained first: they take seconds, and a proof is worth more than another
+        measured defense. A defense that leaks too much at the start is never recommended, so it
+        waits until the others were tried.
 
         Raises:
             OutOfTime: If there is no time for one defense.
         """
         outcomes, plain, waiting = list[Outcome](), list[float](), list(self._defenses)
-        starts = {"none": self._start}
+        starts, heads = {"none": self._start}, self._train_heads()
         while waiting:
             label = waiting.pop(0)
             defense = self._defenses[label]
@@ -346,25 +348,34 @@ class _Comparison:
             for outcome in found:
                 self._say(outcome)
             if label == "none":
-                outcomes += self._try_heads(plain)
+                outcomes += [
+                    self._heads.outcome_of(head, [judged], [plain])
+                    for head, judged in heads.items()
+                ]
         if len(outcomes) < 2:
             raise OutOfTime
         return outcomes
 
-    def _try_heads(self, plain: list[float]) -> list[Outcome]:
-        """Return the outcomes of heads by proof on one seed, as far as there is time."""
-        outcomes = list[Outcome]()
-        self._pace.reserved = 0.0  # a proof is worth more than another measured defense
+    def _train_heads(self) -> dict[str, list[float]]:
+        """Return what heads by proof have right of judging samples, by one training of each.
+
+        Time is left for an undefended training and its attack: without them no head has a price.
+        """
+        trained = dict[str, list[float]]()
+        self._pace.reserved = self._training_seconds("none") + self._shortest_round
         for label in self._heads.encoders:
             self.say(f"{label}: features of all samples once, then training")
             try:
-                accuracies = [self._heads.judging(label, self._settings.seed)]
+                trained[label] = self._heads.judging(label, self._settings.seed)
             except OutOfTime:
                 self._omitted[label] = ""
-                continue
-            outcomes.append(self._heads.outcome_of(label, accuracies, [plain]))
-            self._say(outcomes[-1])
-        return outcomes
+            except (ValueError, OSError) as error:  # of this encoder: others may do
+                self._refused[label] = str(error)
+                self.say(f"{label} cannot be tried: {error}")
+            else:
+                judged = [trained[label]]
+                self._say(self._heads.outcome_of(label, judged, judged))
+        return trained
 
     def _reserve(self, label: str, tried: int, is_attacked: bool) -> None:
         """Reserve time for what comes after the trainings of one more defense.
@@ -526,6 +537,7 @@ class _Comparison:
             if any(len(s.audit.messages) < whole for stages in halves for s in stages.values())
         ]  # fmt: skip
         words = list[str]()
+        refused = [f"Not tried: {label}. {why}" for label, why in self._refused.items()]
         if self._omitted:
             omitted = ", ".join(label + why for label, why in self._omitted.items())
             words.append(f"Not tried, for lack of time (--budget_minutes): {omitted}.")
@@ -538,7 +550,7 @@ class _Comparison:
         if words:
             words.append("The same command continues.")
             logger.warning(" ".join(words))
-        return " ".join(words)
+        return " ".join(refused + words)
 
 
 _FEWER = "Time ended some attacks on {} before all {} messages: their intervals are wider."
@@ -572,6 +584,23 @@ def _write(
     return choice
 
 
+def _task_for(source: SourceSettings) -> str | None:
+    """Return the task that was asked for, or a classifier's where labels need one.
+
+    Most pretrained encoders were saved as masked language models, as `train --head` takes them.
+    """
+    if source.task is not None or find_head(source.model).task.name != "fill-mask":
+        return source.task
+    rows = load_rows(source.dataset, source.split, source.dataset_config)
+    if source.label_column is None and not has_class_labels(rows):
+        return None
+    logger.warning(
+        f"{source.model} was saved as a masked language model, and the data have labels: its "
+        "encoder gets a new classifier. --task fill-mask predicts words instead."
+    )
+    return "text-classification"
+
+
 def run_recommend(flags: Mapping[str, Any]) -> None:
     """Run `gradguard recommend`: print the explanation and the table of a recommendation.
 
@@ -586,6 +615,7 @@ def run_recommend(flags: Mapping[str, Any]) -> None:
     # Refused before a download: an output that cannot be written to, or a misspelt name.
     Cells(Path(settings.output) / "cells")
     check_specs(settings.defense, settings.attack)
+    settings.task = _task_for(settings)
     model, processing_class, samples = load(settings, 1, settings.rows - 1, settings.seed)
     # A Trainer's notices are for who trains: of the chosen defense the page has them.
     with errors_alone(*(f"hf_gradguard.{room}" for room in ("training", "gradient_map"))):

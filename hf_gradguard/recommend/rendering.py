@@ -64,11 +64,14 @@ def _entries(outcome: Outcome, score: MainScore) -> list[str]:
     lost = "–" if outcome.defense == "none" else percent(outcome.lost, digits=1).replace(" %", "")
     accuracy, rate = percent(outcome.accuracy, digits=1), f"{outcome.learning_rate:.2g}"
     if proof is not None:
+        tells = f"tells two {score.sample}s apart in ≤ {100 * proof.pairs:.0f} % by proof"
+        finds = f"≤ {100 * proof.members:.1f} % by proof, at {100 * FALSE_ALARMS:g} % false alarms"
+        if outcome.recognition is not None:
+            tells += f"; measured: {percent(outcome.recognition.told_apart)}"
+            finds += f"; measured: {percent(outcome.recognition.found, digits=1)}"
         return [
             outcome.defense, f"ε = {proof.epsilon:.2g} at δ = {proof.delta:g}", accuracy, lost,
-            f"tells two {score.sample}s apart in ≤ {100 * proof.pairs:.0f} %",
-            f"≤ {100 * proof.members:.1f} % at {100 * FALSE_ALARMS:g} % false alarms",
-            "proof, all messages", rate,
+            tells, finds, "all messages", rate,
         ]  # fmt: skip
     return [
         f"`{outcome.defense}`", "no proof", accuracy, lost,

@@ -11,7 +11,7 @@ import pytest
 from hf_gradguard.audit.report.verdicts import MAIN_SCORES, Estimate
 from hf_gradguard.recommend import Choice, Outcome, Proof, choose
 from hf_gradguard.recommend.choice import finalists
-from hf_gradguard.recommend.evidence import highest_leak
+from hf_gradguard.recommend.evidence import Recognition, highest_leak
 from hf_gradguard.recommend.intervals import accuracy_over_seeds, mean_over_seeds
 from hf_gradguard.recommend.rendering import html_report, markdown_table
 from hf_gradguard.recommend.trial_settings import TrialSettings
@@ -263,7 +263,8 @@ def test_a_head_has_a_row_in_the_table_and_on_the_page() -> None:
     table = markdown_table(choice, score, "gradguard train --config train.yaml")
     assert (
         "| head on E | ε = 2.7 at δ = 1e-05 | 88.0 % [86.0, 90.0] | 2.0 [1.0, 3.0] | tells two "
-        "texts apart in ≤ 75 % | ≤ 4.8 % at 1 % false alarms | proof, all messages | 0.001 |"
+        "texts apart in ≤ 75 % by proof | ≤ 4.8 % by proof, at 1 % false alarms | all messages | "
+        "0.001 |"
     ) in table
     assert "| `a` | no proof | 90.0 %" in table
     page = html_report(choice, 0.05, TrialSettings(), score, "gradguard train --config train.yaml")
@@ -274,6 +275,22 @@ def test_a_head_has_a_row_in_the_table_and_on_the_page() -> None:
     assert "<p>There is no file.</p>" in html_report(
         nothing, 0.05, TrialSettings(), score, "There is no file."
     )
+
+
+def test_what_a_test_found_of_a_head_stands_beside_the_proof() -> None:
+    """As a figure of one training, and never as what is promised."""
+    found = Recognition(Estimate(0.031, 0.023, 0.04), Estimate(0.62, 0.6, 0.64))
+    head = dataclasses.replace(headed("E", 0.02), recognition=found)
+    choice = choose([PLAIN, head], 0.02, 0.05)
+    answer, meaning, measured, *_ = choice.words.split("\n\n")
+    assert "3.1 %" not in answer + meaning
+    assert measured == (
+        "Measured, and no promise: in one training the best test, by somebody who knows all other "
+        "rows, found 3.1 % [2.3, 4.0] of the rows, and told 62 % [60, 64] of them apart."
+    )
+    table = markdown_table(choice, MAIN_SCORES["text"], "")
+    assert "in ≤ 75 % by proof; measured: 62 % [60, 64] | ≤ 4.8 % by proof, at 1 %" in table
+    assert "at 1 % false alarms; measured: 3.1 % [2.3, 4.0] | all messages |" in table
 
 
 def test_attacks_that_recover_nothing_undefended_say_nothing() -> None:
