@@ -222,13 +222,22 @@ def messages_of(outcome: Outcome) -> str:
 
 
 def _accuracies(chosen: Outcome, shown: Evidence) -> str:
-    count, trainings = len(chosen.accuracy_by_sample), f"{len(chosen.trainings)} trainings"
-    if len(chosen.trainings) < 2:
-        trainings = "1 training, so that other seeds may differ by more"
+    count = len(chosen.accuracy_by_sample)
     change = f"{100 * shown.plain.accuracy.mean:.1f} to {100 * chosen.accuracy.mean:.1f} %"
     if shown.untrained is not None:
         change += f"; {100 * float(np.mean(shown.untrained)):.1f} % before training"
-    return f"Accuracy: {change} ({count} samples, {trainings})."
+    return f"Accuracy: {change} ({count} samples, {_trainings(chosen, shown.plain)})."
+
+
+def _trainings(chosen: Outcome, plain: Outcome) -> str:
+    """Return how many trainings an accuracy is a mean of, and what one of them does not show."""
+    undefended, own = max(1, len(plain.trainings)), max(1, len(chosen.trainings))
+    unknown = ", so that other seeds may differ by more"
+    if undefended == own:
+        return f"1 training{unknown}" if own == 1 else f"{own} trainings"
+    if undefended == 1:
+        return f"{own} trainings of the head, and 1 undefended{unknown}"
+    return f"{own} trainings of the head, and {undefended} undefended"
 
 
 def price(lost: Estimate) -> str:

@@ -32,7 +32,7 @@ from ..models import label_kind, task_of, without_adapters
 from ..training.trainer import GradGuardTrainer
 from .evidence import Outcome, Proof, Recognition
 from .head_attacks import HeadMessages, HeadRows, RowTest
-from .intervals import accuracy_over_seeds, mean_over_seeds
+from .intervals import accuracy_over_seeds, lost_over_seeds
 from .pace import OutOfTime, Pace
 from .trial_settings import TrialSettings
 from .trials import Split
@@ -62,7 +62,8 @@ def why_no_head(model: nn.Module, public: Any, settings: TrialSettings) -> str:
     if domain_of_model(model).name == "image" and public is None:
         return (
             "No linear head by proof was tried: for images it needs public ones, which are "
-            "nobody's secret (--public FOLDER)."
+            "nobody's secret. Name a folder or file of them, preferably thousands (--public "
+            "FOLDER). The same command then tries a head, and takes the rest from what it stored."
         )
     return ""
 
@@ -171,17 +172,16 @@ class HeadTrials:
         Args:
             label: The label of the head.
             accuracies: The accuracy of each judging sample, for each training.
-            plain_accuracies: The same of the undefended whole model.
+            plain_accuracies: The same of the undefended whole model, maybe of fewer trainings.
         """
         cell = self._trained(label, self._settings.seed)
         proof = Proof(
             cell["noise_multiplier"], cell["epsilon"], cell["delta"], self.encoders[label],
             self.rows,
         )  # fmt: skip
-        lost = np.array(plain_accuracies) - np.array(accuracies)
         return Outcome(
             label, cell["learning_rate"], accuracy_over_seeds(accuracies),
-            mean_over_seeds(lost, are_fractions=True), None,
+            lost_over_seeds(plain_accuracies, accuracies), None,
             accuracy_by_sample=dict(enumerate(np.mean(accuracies, axis=0).tolist())),
             trainings=np.mean(accuracies, axis=1).tolist(), proof=proof,
             recognition=Recognition(

@@ -141,10 +141,13 @@ def recommend(
     final = {outcome.defense: outcome for outcome in judged}
     outcomes = [final.get(outcome.defense, outcome) for outcome in screened]
     by_tokens = server.modality.labels in ("text", "token")
+    answer, *others = choice.words.split("\n\n")
+    is_asked_for = trial_settings.heads  # else it is no news that there is none
+    paragraphs = [answer, *([no_head] if no_head and is_asked_for else []), *others]
     choice = dataclasses.replace(
-        choice, outcomes=outcomes, words=choice.words + _TOKEN_ACCURACY * by_tokens,
-        untrained=accuracy_over_seeds([untrained]),
-        limits=f"{no_head} {comparison.limits_words()}".strip(),
+        choice, outcomes=outcomes, untrained=accuracy_over_seeds([untrained]),
+        words="\n\n".join(paragraphs) + _TOKEN_ACCURACY * by_tokens,
+        limits=f"{'' if is_asked_for else no_head} {comparison.limits_words()}".strip(),
     )  # fmt: skip
     return _write(choice, flags, heads, guess, trial_settings, folder, score, source)
 
@@ -178,7 +181,7 @@ def _recovered_elsewhere(defense: Defense, model: nn.Module) -> str:
 
 
 class _Comparison:
-    """The comparison: first trials of all rows on one seed, then of finalists and heads on others.
+    """The comparison: heads on all seeds, defenses on one, and finalists on others.
 
     It keeps to the budget of minutes.
 
@@ -205,6 +208,7 @@ class _Comparison:
         self._settings, self._pace = settings, pace
         self._stages = dict[str, list[Stages]]()
         self._omitted, self._refused = dict[str, str](), dict[str, str]()  # with why
+        self._head_accuracies = dict[str, list[list[float]]]()  # of each training
         self._leaky = dict[str, AttackScores]()
         self._not_judged = list[str]()
         self._messages = settings.attacked // (2 * settings.message_size)  # of a round
@@ -223,10 +227,9 @@ class _Comparison:
                 f"more (a training takes about {minutes:.1f} minutes now; fewer --steps take less)."
             ) from None
         last = finalists(screened, self._settings.budget, self.guess, self.score)
-        heads = [outcome for outcome in screened if outcome.proof is not None]
-        if not last and not heads:
+        if not last and not self._head_accuracies:
             return screened, screened
-        judged = self.judge(screened[0], last, heads)
+        judged = self.judge(screened[0], last)
         if not last:  # what was measured explains why nothing of it is chosen
             judged += [outcome for outcome in screened[1:] if outcome.proof is None]
         return screened, judged
@@ -310,7 +313,8 @@ class _Comparison:
             OutOfTime: If there is no time for one defense.
         """
         outcomes, plain, waiting = list[Outcome](), list[float](), list(self._defenses)
-        starts, heads = {"none": self._start}, self._train_heads()
+        starts = {"none": self._start}
+        self._train_heads()
         while waiting:
             label = waiting.pop(0)
             defense = self._defenses[label]
@@ -348,34 +352,39 @@ class _Comparison:
             for outcome in found:
                 self._say(outcome)
             if label == "none":
-                outcomes += [
-                    self._heads.outcome_of(head, [judged], [plain])
-                    for head, judged in heads.items()
-                ]
+                outcomes += self._head_outcomes([plain])
         if len(outcomes) < 2:
             raise OutOfTime
         return outcomes
 
-    def _train_heads(self) -> dict[str, list[float]]:
-        """Return what heads by proof have right of judging samples, by one training of each.
+    def _train_heads(self) -> None:
+        """Train heads by proof, each on as many seeds as there is time for.
 
         Time is left for an undefended training and its attack: without them no head has a price.
         """
-        trained = dict[str, list[float]]()
         self._pace.reserved = self._training_seconds("none") + self._shortest_round
         for label in self._heads.encoders:
-            self.say(f"{label}: features of all samples once, then training")
+            self.say(f"{label}: features of all samples once, then trainings")
+            judged = list[list[float]]()
             try:
-                trained[label] = self._heads.judging(label, self._settings.seed)
+                for seed in (self._settings.seed, *self._trials.final_seeds):
+                    judged.append(self._heads.judging(label, seed))
             except OutOfTime:
-                self._omitted[label] = ""
+                if not judged:
+                    self._omitted[label] = ""
             except (ValueError, OSError) as error:  # of this encoder: others may do
                 self._refused[label] = str(error)
                 self.say(f"{label} cannot be tried: {error}")
-            else:
-                judged = [trained[label]]
+            if judged:
+                self._head_accuracies[label] = judged
                 self._say(self._heads.outcome_of(label, judged, judged))
-        return trained
+
+    def _head_outcomes(self, plain: list[list[float]]) -> list[Outcome]:
+        """Return the outcomes of heads against undefended trainings."""
+        return [
+            self._heads.outcome_of(label, judged, plain)
+            for label, judged in self._head_accuracies.items()
+        ]
 
     def _reserve(self, label: str, tried: int, is_attacked: bool) -> None:
         """Reserve time for what comes after the trainings of one more defense.
@@ -438,20 +447,18 @@ class _Comparison:
         leak = self.score.format_estimate(shown_leak(outcome, self.score))
         self.say(f"{fact}, {outcome.attack} {self.score.verb} {leak}")
 
-    def judge(
-        self, plain: Outcome, last: list[Outcome], heads: Sequence[Outcome] = ()
-    ) -> list[Outcome]:
-        """Judge the undefended training, heads and finalists on as many seeds as time allows.
+    def judge(self, plain: Outcome, last: list[Outcome]) -> list[Outcome]:
+        """Judge the undefended training and finalists on as many seeds as time allows.
 
-        Finalists are also attacked on the other half of the messages.
+        Finalists are also attacked on the other half of the messages. Heads were trained before.
         """
         accuracies = dict[str, list[list[float]]]()
         possible, last = last, self._affordable(last)
-        compared = [plain, *heads, *last]
+        compared = [plain, *last]
         for number, seed in enumerate(self._trials.final_seeds):
             attacks = 2 * len(last) * self._attack_seconds if number == 0 else 0.0
             self._pace.reserved = attacks + self._judging_seconds
-            to_train = [o.defense for o in [plain, *last] if not self._has_judged(o, seed)]
+            to_train = [o.defense for o in compared if not self._has_judged(o, seed)]
             if to_train and not self._pace.fits(len(to_train) * self._training_seconds(*to_train)):
                 break
             names = ", ".join(outcome.defense for outcome in compared)
@@ -465,28 +472,23 @@ class _Comparison:
             if number == 0:
                 self._attack_finalists(last, seed)
             else:
-                for outcome in [plain, *last]:
+                for outcome in compared:
                     defense, rate = self._defenses[outcome.defense], outcome.learning_rate
                     self._trials.drop(outcome.defense, defense, rate, seed)
         if not accuracies:  # then the first trials judge, also those that are attacked no further
             self._attack_finalists(last, None)
-            compared = [plain, *heads, *possible]
+            compared = [plain, *possible]
             accuracies = {outcome.defense: [self._judging(outcome, None)] for outcome in compared}
         self._not_judged = [o.defense for o in possible if o.defense not in accuracies]
-        return [
+        judged_plain, *judged = (
             judged
             for outcome in compared
-            for judged in self._judged(outcome, accuracies[outcome.defense], accuracies["none"])
-        ]
-
-    def _judged(
-        self, outcome: Outcome, accuracies: list[list[float]], plain: list[list[float]]
-    ) -> list[Outcome]:
-        """Return an outcome by its trainings that judge, or none if no attack gave anything."""
-        label = outcome.defense
-        if outcome.proof is not None:
-            return [self._heads.outcome_of(label, accuracies, plain)]
-        return outcome_of(label, outcome.learning_rate, accuracies, plain, self._stages[label])
+            for judged in outcome_of(
+                outcome.defense, outcome.learning_rate, accuracies[outcome.defense],
+                accuracies["none"], self._stages[outcome.defense],
+            )
+        )  # fmt: skip
+        return [judged_plain, *self._head_outcomes(accuracies["none"]), *judged]
 
     def _affordable(self, last: list[Outcome]) -> list[Outcome]:
         """Return as many finalists as time allows to train and attack again, promising first."""
@@ -501,9 +503,6 @@ class _Comparison:
         return kept
 
     def _judging(self, outcome: Outcome, seed: int | None) -> list[float]:
-        if outcome.proof is not None:
-            chosen_seed = self._settings.seed if seed is None else seed
-            return self._heads.judging(outcome.defense, chosen_seed)
         defense = self._defenses[outcome.defense]
         return self._trials.judging(outcome.defense, defense, outcome.learning_rate, seed)
 

@@ -12,7 +12,11 @@ from hf_gradguard.audit.report.verdicts import MAIN_SCORES, Estimate
 from hf_gradguard.recommend import Choice, Outcome, Proof, choose
 from hf_gradguard.recommend.choice import finalists
 from hf_gradguard.recommend.evidence import Recognition, highest_leak
-from hf_gradguard.recommend.intervals import accuracy_over_seeds, mean_over_seeds
+from hf_gradguard.recommend.intervals import (
+    accuracy_over_seeds,
+    lost_over_seeds,
+    mean_over_seeds,
+)
 from hf_gradguard.recommend.rendering import html_report, markdown_table
 from hf_gradguard.recommend.trial_settings import TrialSettings
 
@@ -176,6 +180,32 @@ def test_equal_samples_have_an_interval() -> None:
     assert lost.high == pytest.approx(1 - 0.025 ** (1 / 20))
     assert lost.low == -lost.high
     assert accuracy_over_seeds([[0.0] * 20]).high == pytest.approx(lost.high)
+
+
+def test_losses_are_over_the_trainings_of_both_kinds() -> None:
+    """By hand: two means of one kind that differ by d have half an interval of 12.71 d / 2."""
+    plain, others = [[1.0] * 100], [[0.9] * 100, [0.88] * 100, [0.86] * 100]
+    one = lost_over_seeds(plain, others)
+    of_samples = 1 - 0.025 ** (1 / 100)
+    of_others = 4.302653 * 0.02 / 3**0.5
+    assert one.mean == pytest.approx(0.12)
+    assert one.high - one.mean == pytest.approx(np.hypot(of_samples, of_others), rel=1e-5)
+    two = lost_over_seeds([[1.0] * 100, [0.99] * 100], others)
+    assert two.mean == pytest.approx(0.115)
+    half = np.sqrt(of_samples**2 + of_others**2 + (12.7062 * 0.005) ** 2)
+    assert two.high - two.mean == pytest.approx(half, rel=1e-5)
+    assert lost_over_seeds(plain, others[:1]).high == pytest.approx(0.1 + of_samples)
+
+
+def test_numbers_of_trainings_are_said_of_both_kinds() -> None:
+    head = dataclasses.replace(headed("E", 0.02), trainings=(0.88, 0.87, 0.89))
+    for trainings, said in (
+        ((0.9,), "3 trainings of the head, and 1 undefended, so that other seeds may differ"),
+        ((0.9, 0.9), "3 trainings of the head, and 2 undefended)."),
+        ((0.9, 0.9, 0.9), "3 trainings)."),
+    ):
+        plain = dataclasses.replace(PLAIN, trainings=trainings)
+        assert f"(100 samples, {said}" in choose([plain, head], 0.02, 0.05).words
 
 
 def test_no_share_is_beyond_one() -> None:

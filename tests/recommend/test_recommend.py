@@ -333,7 +333,9 @@ def test_why_no_head_is_tried() -> None:
     assert "--no_heads" in why_no_head(model, None, TrialSettings(heads=False))
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vit = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **sizes))
-    assert why_no_head(vit, None, settings).endswith("(--public FOLDER).")
+    assert "preferably thousands (--public FOLDER). The same command then" in why_no_head(
+        vit, None, settings
+    )
     assert why_no_head(vit, "public", settings) == ""
     language = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=16))
     assert "this model is for text-generation" in why_no_head(language, None, settings)
@@ -399,10 +401,11 @@ def test_images_by_what_is_usual_for_them(tmp_path: Path) -> None:
     model, processor = ViTForImageClassification(config).eval(), ViTImageProcessor(size=8)
     pixels = np.random.default_rng(0).integers(0, 256, (24, 8, 8, 3), dtype=np.uint8)
     samples = [(Image.fromarray(image), at % 2) for at, image in enumerate(pixels)]
-    few = FEW | {"attacked": 4, "decoys": 0}
-    plain, noise = recommend(
-        model, processor, samples, DEFENSES[:1], output=tmp_path, **few
-    ).outcomes
+    few = FEW | {"attacked": 4, "decoys": 0, "heads": True}
+    choice = recommend(model, processor, samples, DEFENSES[:1], output=tmp_path, **few)
+    assert choice.words.split("\n\n")[1].startswith("No linear head by proof was tried: for images")
+    assert "No linear head" not in choice.limits
+    plain, noise = choice.outcomes
     assert plain.attack == "analytic"
     assert plain.leak.mean > 25 > noise.leak.mean  # dB
     audits = (tmp_path / "audits").rglob("audit.json")
