@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import textwrap
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from markupsafe import Markup, escape
 
 from ..audit.report.page import template
 from ..audit.report.verdicts import Estimate, MainScore
@@ -29,6 +31,7 @@ _HEAD_AS_TRIED = (
 )
 
 _WIDTH, _HEIGHT, _MARGIN, _BOTTOM, _TOP, _RIGHT = 480, 340, 68, 50, 20, 34
+_WHOLE = re.compile(r"--\w+|\[[^\]]*\]|[≤εδ] =? ?[\d.e+-]+(?: %)?|[\d.]+ %")
 _NUMBER_WIDTH, _NUMBER_HEIGHT = 20, 15  # of a point's number
 
 
@@ -198,13 +201,15 @@ def html_report(
     percents = range(math.ceil(100 * lowest / step) * step, math.floor(100 * highest) + 1, step)
     _place_numbers(points)
     page: str = template("recommend", "recommend.html.jinja").render(
+        paragraphs=list(map(_unbroken, choice.words.split("\n\n"))),
+        limits=_unbroken(choice.limits),
         choice=choice,
         command=command,
         is_typed=_is_typed(command),
         settings=settings,
         score=score,
-        rows=[_entries(outcome, score) for outcome in outcomes],
-        untrained=choice.untrained and percent(choice.untrained, digits=1),
+        rows=[_page_entries(outcome, score) for outcome in outcomes],
+        untrained=choice.untrained and _unbroken(percent(choice.untrained, digits=1)),
         points=points,
         ticks=[(x(value), label) for value, label in ticks],
         levels=[(y(value / 100), f"{value} %") for value in percents],
@@ -214,6 +219,17 @@ def html_report(
         right=_WIDTH - _RIGHT,
     )  # fmt: skip
     return page
+
+
+def _page_entries(outcome: Outcome, score: MainScore) -> list[Any]:
+    """Return a row's cells as a page shows them."""
+    name, *entries = _entries(outcome, score)
+    return [name, *map(_unbroken, entries)]
+
+
+def _unbroken(text: str) -> Markup:
+    """Return text whose flags, figures with their units, and intervals no line breaks."""
+    return Markup(_WHOLE.sub(r'<span class="whole">\g<0></span>', str(escape(text))))
 
 
 def _place_numbers(points: list[dict[str, Any]]) -> None:

@@ -238,9 +238,7 @@ def test_time_that_is_short_is_for_finalists_that_qualify(monkeypatch: pytest.Mo
     machine = Machine(monkeypatch, 15, step=0.1, message=2.0)
     judge = _Comparison.judge
 
-    def judge_at_the_end(
-        self: _Comparison, plain: Outcome, last: list[Outcome]
-    ) -> list[Outcome]:
+    def judge_at_the_end(self: _Comparison, plain: Outcome, last: list[Outcome]) -> list[Outcome]:
         assert [outcome.defense for outcome in last] == SPECS[1:]
         dear = [replace(o, lost=replace(o.lost, mean=0.045, low=0.01)) for o in last[:2]]
         self._pace._end = machine.passed + 40.0

@@ -301,6 +301,15 @@ def test_a_head_has_a_row_in_the_table_and_on_the_page() -> None:
     assert page.count("<circle") == 2
     assert page.count('<rect class="dot chosen"') == 1
     assert "Train with it: <code>gradguard train --config train.yaml</code>" in page
+    # On a narrow page no line breaks within a flag or an interval.
+    words = "Allow more (--budget 0.04) & lose 5.0 points [4.0, 6.0]."
+    narrow = Choice(choice.outcomes, None, words)
+    page = html_report(narrow, 0.05, TrialSettings(), score, "")
+    kept = [
+        '(<span class="whole">--budget</span> 0.04) &amp; lose',
+        '<span class="whole">[4.0, 6.0]</span>',
+    ]
+    assert all(text in page for text in kept)
     nothing = Choice(choice.outcomes, None, "Nothing is recommended.")
     assert "<p>There is no file.</p>" in html_report(
         nothing, 0.05, TrialSettings(), score, "There is no file."

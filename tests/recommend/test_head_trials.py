@@ -1,4 +1,4 @@
-"""Heads by proof within `gradguard recommend`: their names, their time, and what cannot be tried."""
+"""Heads by proof in `gradguard recommend`: their names, their time, and what cannot be tried."""
 
 from __future__ import annotations
 
