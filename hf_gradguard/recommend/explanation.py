@@ -42,10 +42,10 @@ def _recognized(head: Outcome) -> list[str]:
     """Return a paragraph on what the best test found of a head's messages, if it was run."""
     if head.recognition is None:
         return []
+    found, told_apart = head.recognition.found, head.recognition.told_apart
     return [
-        f"Measured, and no promise: in one training the best test, by somebody who knows all other "
-        f"rows, found {percent(head.recognition.found, 1)} of the rows, and told "
-        f"{percent(head.recognition.told_apart)} of them apart."
+        f"Measured, and no promise: the best test, by somebody who knows all other rows, found "
+        f"{percent(found, 1)} of the rows, and told {percent(told_apart)} of them apart."
     ]
 
 

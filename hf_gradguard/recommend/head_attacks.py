@@ -10,6 +10,7 @@ training comes to its bound. It is measured, and promises nothing.
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +23,9 @@ from ..defenses.correlated import CorrelatedNoise
 from ..training.privacy.private_rows import PrivateRows
 from .evidence import FALSE_ALARMS
 
+MOST_ENTRIES = 20_000_000
+"""The most numbers of all messages together for a test, which keeps five times as many."""
 _CHUNK = 256  # rows at once, each with a matrix of its own
-_PLACES = 20  # messages in which each sample that is in none is looked for
 
 
 class HeadRows(NamedTuple):
@@ -56,13 +58,15 @@ class HeadMessages(TrainerCallback):
 
 
 class RecognizedRows(NamedTuple):
-    """What the test found of a training.
+    """What the test found of a training, for each of its messages.
+
+    Rows of one message share its noise. So what was found of them is no independent sample each.
 
     Args:
-        found: 1 for each row that was found among samples that are in no message, at
-            `FALSE_ALARMS`; 0 for the others.
-        told_apart: 1 for each row that was taken for itself, and not for another sample in its
-            place; 0 for the others.
+        found: The fraction of a message's rows that were found, where `FALSE_ALARMS` of the samples
+            that are in no message would be.
+        told_apart: The fraction of a message's rows that were taken for themselves, and not for
+            another sample in their place.
     """
 
     found: list[float]
@@ -152,31 +156,33 @@ class RowTest:
         return unclipped._replace(errors=errors * clipped)
 
     def recognized(self, others: HeadRows, seed: int) -> RecognizedRows:
-        """Test each row of the training against samples that are in no message.
+        """Test each row of the training.
 
         Args:
-            others: The samples that were not trained on.
-            seed: The seed of the messages that they are looked for in, and of pairs.
+            others: Samples that were not trained on, one of which stands in each row's place.
+            seed: The seed of these places.
         """
-        random, count, members = np.random.default_rng(seed), len(others.labels), self._members
-        numbers = torch.arange(_PLACES * count) % count
-        drawn = torch.from_numpy(random.integers(len(self._weights), size=len(numbers)))
-        absent = self._gradients(others, numbers, drawn)
-        alarms = absent.along(self._heard) / self._distance(absent.norms(), drawn)
-        limit = float(np.quantile(alarms, 1 - FALSE_ALARMS))
-        distance = self._distance(members.norms(), members.places)
-        found = members.along(self._heard) / distance + distance > limit
-        numbers = torch.from_numpy(random.integers(count, size=len(members.places)))
+        members = self._members
+        heard, distance = members.along(self._heard), self._distance(members.norms())
+        # What the noise holds of a sample that is in no message is standard normal.
+        found = heard / distance + distance > NormalDist().inv_cdf(1 - FALSE_ALARMS)
+        random = np.random.default_rng(seed)
+        numbers = torch.from_numpy(random.integers(len(others.labels), size=len(members.places)))
         other = self._gradients(others, numbers, members.places)
         squares = members.dot(members) + other.dot(other) - 2 * members.dot(other)
-        distance = self._distance(squares.clamp(min=0).sqrt(), members.places)
-        noise = members.along(self._heard) - other.along(self._heard)
-        told_apart = noise / distance + distance / 2 > 0  # from the middle between both
-        return RecognizedRows(found.double().tolist(), told_apart.double().tolist())
+        distance = self._distance(squares.clamp(min=0).sqrt())
+        told_apart = (heard - other.along(self._heard)) / distance + distance / 2 > 0  # the middle
+        return RecognizedRows(self._by_message(found), self._by_message(told_apart))
 
-    def _distance(self, norms: Tensor, places: Tensor) -> Tensor:
-        """Return how far gradients move all messages, in standard deviations of the noise."""
-        return (norms * self._loudness[places]).clamp(min=1e-300)
+    def _by_message(self, found: Tensor) -> list[float]:
+        counts = torch.bincount(self._members.places, minlength=len(self._weights))
+        sums = torch.bincount(self._members.places, found.double(), len(self._weights))
+        by_message: list[float] = (sums / counts).tolist()
+        return by_message
+
+    def _distance(self, norms: Tensor) -> Tensor:
+        """Return how far members' gradients move all messages, in deviations of the noise."""
+        return (norms * self._loudness[self._members.places]).clamp(min=1e-300)
 
 
 def _lower_triangular(column: Tensor) -> Tensor:

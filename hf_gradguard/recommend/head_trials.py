@@ -10,6 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from ..heads.processing import load_processing_class, processed
 from ..models import label_kind, task_of, without_adapters
 from ..training.trainer import GradGuardTrainer
 from .evidence import Outcome, Proof, Recognition
-from .head_attacks import HeadMessages, HeadRows, RowTest
-from .intervals import accuracy_over_seeds, lost_over_seeds
+from .head_attacks import MOST_ENTRIES, HeadMessages, HeadRows, RowTest
+from .intervals import accuracy_over_seeds, lost_over_seeds, mean_over_seeds
 from .pace import OutOfTime, Pace
 from .trial_settings import TrialSettings
 from .trials import Split
@@ -167,11 +168,11 @@ class HeadTrials:
     ) -> Outcome:
         """Return the outcome of a head.
 
-        The best test of all messages is run on its first training.
+        The best test of all messages is run on each training, unless it would take gigabytes.
 
         Args:
             label: The label of the head.
-            accuracies: The accuracy of each judging sample, for each training.
+            accuracies: The accuracy of each judging sample, for each training, in order of seeds.
             plain_accuracies: The same of the undefended whole model, maybe of fewer trainings.
         """
         cell = self._trained(label, self._settings.seed)
@@ -179,14 +180,15 @@ class HeadTrials:
             cell["noise_multiplier"], cell["epsilon"], cell["delta"], self.encoders[label],
             self.rows,
         )  # fmt: skip
+        trainings = [
+            self._trained(label, self._settings.seed + number) for number in range(len(accuracies))
+        ]
         return Outcome(
             label, cell["learning_rate"], accuracy_over_seeds(accuracies),
             lost_over_seeds(plain_accuracies, accuracies), None,
             accuracy_by_sample=dict(enumerate(np.mean(accuracies, axis=0).tolist())),
             trainings=np.mean(accuracies, axis=1).tolist(), proof=proof,
-            recognition=Recognition(
-                accuracy_over_seeds([cell["found"]]), accuracy_over_seeds([cell["told_apart"]])
-            ),
+            recognition=_recognition(trainings),
         )  # fmt: skip
 
     def flags_of(self, label: str) -> dict[str, Any]:
@@ -275,7 +277,10 @@ class HeadTrials:
                 logging_strategy="no", disable_tqdm=True, use_cpu=head.device.type == "cpu",
             )  # fmt: skip
             rows, seen = training.select(numbers), HeadMessages()
-            trainer = GradGuardTrainer(head, args, train_dataset=rows, callbacks=[seen])
+            entries = self.rows // self._settings.batch_size * head.head.weight.numel()
+            is_tested = entries <= MOST_ENTRIES
+            callbacks = [seen] if is_tested else []
+            trainer = GradGuardTrainer(head, args, train_dataset=rows, callbacks=callbacks)
             trainer.remove_callback(PrinterCallback)
             trainer.is_trial = True
             trainer.train()
@@ -285,12 +290,14 @@ class HeadTrials:
         judged = HeadRows(**judging[:])
         with torch.no_grad():
             predicted = head.eval()(features=judged.features.to(head.device)).logits.argmax(-1)
-        test = RowTest(seen, private, HeadRows(**rows[:]))
-        recognized = test.recognized(judged, seed)
+        recognized = dict[str, list[float]]()
+        if is_tested:
+            test = RowTest(seen, private, HeadRows(**rows[:]))
+            recognized = test.recognized(judged, seed)._asdict()
         self._training_seconds[label] = time.monotonic() - began
         return {
             "judging": (predicted.cpu() == judged.labels).double().tolist(), **proved,
-            **recognized._asdict(),
+            **recognized,
             "directions": head.config.directions, "learning_rate": args.learning_rate,
             "delta": args.defense_kwargs["delta"], "clip": args.defense_kwargs["clip"],
         }  # fmt: skip
@@ -311,6 +318,17 @@ class HeadTrials:
                 parts.append(head.prepare_dataset(rows[start : start + _PART]))
             self._prepared[label, use] = concatenate_datasets(parts).with_format("torch")
         return self._prepared[label, use]
+
+
+def _recognition(trainings: Sequence[Cell]) -> Recognition | None:
+    """Return what tests found, over messages and trainings, or `None` if nothing was tested."""
+    if "found" not in trainings[0]:
+        return None
+    found, told_apart = (
+        mean_over_seeds([training[name] for training in trainings], are_fractions=True)
+        for name in ("found", "told_apart")
+    )
+    return Recognition(*(replace(e, low=max(0.0, e.low or 0.0)) for e in (found, told_apart)))
 
 
 def _column(head: PrivateHead) -> str:

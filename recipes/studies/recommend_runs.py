@@ -29,10 +29,16 @@ from .lib.images import array_images
 from .lib.tables import write_table
 from .rate_tasks import articles_of
 
-MINUTES, ROWS, OTHER_ROWS, PUBLIC = 15.0, 2000, 1000, 5000
+MINUTES, ROWS, OTHER_ROWS, PUBLIC = 15.0, 2000, 1000, 5000  # sentences or images
 Labeled = list[tuple[str, Any]]
+QUICK_ROWS = 160
+QUICK = [
+    "--steps", 4, "--batch_size", 8, "--attacked", 4, "--decoys", 0, "--seeds", 1, "--budget",
+    0.99, "--defense", "pruning:ratio=0.9",
+]  # fmt: skip
 SECTIONS = ("Production", "Reception", "Plot", "Background", "Description")
-WHOLE = "whole model, undefended"
+RUN, WHOLE = "recommend", "whole model, undefended"
+PASSES, RATE, IMAGE_RATE = 3, 2e-4, 1e-3  # of an undefended training, as one might choose them
 
 
 class Files(NamedTuple):
@@ -86,26 +92,27 @@ def texts_in(folder: Path, args: Any, rows: Labeled) -> Files:
     """Write a table of the first rows in random order, and public sentences of other articles."""
     random.Random(0).shuffle(rows)
     table = folder / "rows.tsv"
-    lines = [f"{text}\t{label}\n" for text, label in rows[:ROWS]]
+    lines = [f"{text}\t{label}\n" for text, label in rows[: args.rows]]
     table.write_text("text\tlabel\n" + "".join(lines), encoding="utf-8")
     others = articles_of(Path(args.wikitext) / "valid.txt")
     public = [sentence for article in others for sentence in chain(*article)]
     random.Random(0).shuffle(public)
     (folder / "public.txt").write_text("\n".join(public[:PUBLIC]), encoding="utf-8")
-    return Files(table, folder / "public.txt", rows[ROWS : ROWS + OTHER_ROWS])
+    return Files(table, folder / "public.txt", rows[args.rows : args.rows + OTHER_ROWS])
 
 
 def digits(args: Any, folder: Path) -> Files:
     """MNIST's images in three equal channels; public are gray images of Tiny ImageNet."""
     pixels, labels = array_images(args.mnist)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    pixels = F.pad(pixels[order[: ROWS + OTHER_ROWS]], (2, 2, 2, 2)).expand(-1, 3, -1, -1)
-    images, names = pixels.permute(0, 2, 3, 1).numpy(), labels[order].numpy()
-    np.savez(folder / "rows.npz", image=images[:ROWS], label=names[:ROWS])
+    order = order[: args.rows + OTHER_ROWS]
+    images = F.pad(pixels[order], (2, 2, 2, 2)).expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
+    names = labels[order].numpy()
+    np.savez(folder / "rows.npz", image=images[: args.rows], label=names[: args.rows])
     public, _ = array_images(args.tiny_imagenet)
     gray = public.float().mean(1).byte()[..., None].expand(-1, -1, -1, 3)
     np.savez(folder / "public.npz", image=gray[:PUBLIC].numpy())
-    others = list(zip(images[ROWS:], names[ROWS : ROWS + OTHER_ROWS], strict=True))
+    others = list(zip(images[args.rows :], names[args.rows :], strict=True))
     return Files(folder / "rows.npz", folder / "public.npz", others)
 
 
@@ -145,7 +152,8 @@ def image_encoder(args: Any, epochs: int = 6) -> str:
 
 class RecommendRuns(Study):
     """What does `gradguard recommend` answer within 15 minutes, on 2,000 rows? And does `gradguard
-    train` with its file keep what it promised, on 1,000 rows that no command has seen?
+    train` with its file keep what it promised, on 1,000 rows that no command has seen? Beside it
+    stands an undefended training of the whole model on all rows, three times.
 
     Conditions and figures: docs/findings/heads.md.
     """
@@ -161,31 +169,48 @@ class RecommendRuns(Study):
         "--only": {"nargs": "+", "choices": list(DATA), "help": "these data alone"},
     }
     COLUMNS: ClassVar = [
-        "data, row", "accuracy", "points lost", "proof", "rows found", "told apart", "chosen",
-        "`train` with its file", "minutes", "processor minutes", "not tried",
+        "data", "row", "accuracy", "points lost", "trainings", "ε", "rows found", "told apart",
+        "recommended", "accuracy on other rows",
+    ]  # fmt: skip
+    MINUTES_COLUMNS: ClassVar = [
+        "data", "minutes", "of a processor", "not tried", "minutes of `train`"
     ]  # fmt: skip
 
     def cells(self) -> dict:
         names = self.args.only or list(DATA)
-        minutes = 1.5 if self.quick else MINUTES
-        cells = {(name,): {"data": name, "rows": ROWS, "minutes": minutes} for name in DATA}
-        return {place: cell for place, cell in cells.items() if place[0] in names}
+        rows = QUICK_ROWS if self.quick else ROWS
+        cells: dict = {}
+        for name in names:
+            common = {"data": name, "rows": rows}
+            cells[name, RUN] = common | {"minutes": MINUTES}
+            cells[name, WHOLE] = common | {"defense": "none", "passes": PASSES}
+        return cells
 
     def measure(self, cell: dict) -> dict:
-        name = cell["data"]
-        folder = Path(self.args.models) / f"recommend-{name}"
+        folder = Path(self.args.models) / f"recommend-{cell['data']}"
         folder.mkdir(parents=True, exist_ok=True)
-        files = DATA[name](self.args, folder)
-        is_text = name != "MNIST"
+        self.args.rows = cell["rows"]
+        files, is_text = DATA[cell["data"]](self.args, folder), cell["data"] != "MNIST"
         model = self.args.model if is_text else image_encoder(self.args)
-        flags = ["--model", model, "--dataset", files.dataset, "--public", files.public]
+        flags = ["--model", model, "--dataset", files.dataset]
+        if "passes" in cell:
+            flags += ["--defense", "none", "--num_train_epochs", cell["passes"], "--use_cpu"]
+            flags += [
+                "--learning_rate",
+                RATE if is_text else IMAGE_RATE,
+                "--per_device_train_batch_size",
+                16,
+            ]
+            return trained(flags, folder / "whole", files.others)
         flags += ["--encoder", self.args.encoder] if is_text else []
-        flags += ["--budget_minutes", cell["minutes"], "--output", folder / "found"]
+        flags += ["--public", files.public, "--budget_minutes", cell["minutes"]]
+        flags += ["--output", folder / "found", *(QUICK if self.quick else [])]
         spent = run_command("recommend", flags)
         found = json.loads((folder / "found" / "recommend.json").read_text(encoding="utf-8"))
+        words = without_places(found["words"], self.args)
         figures = {
-            "first sentence": without_places(found["words"].split(": it ")[0], self.args),
-            "words": without_places(found["words"], self.args),
+            "first sentence": words.split("\n\n")[0],
+            "words": words,
             "limits": without_places(found["limits"], self.args),
             "chosen": found["chosen"] and found["chosen"]["defense"],
             "untrained": found["untrained"]["mean"],
@@ -193,26 +218,33 @@ class RecommendRuns(Study):
             **spent,
         }  # fmt: skip
         if found["chosen"]:
-            figures["trained"] = trained_by_file(folder, files.others)
+            flags = ["--config", folder / "found" / "train.yaml", "--use_cpu"]
+            figures["trained"] = trained(flags, folder / "found" / "model", files.others)
         return figures
 
     def report(self, metrics: dict) -> None:
         rows = []
-        for name, figures in metrics.items():
-            for label, row in figures["rows"].items():
-                is_chosen = label == figures["chosen"]
+        for name, parts in metrics.items():
+            found, whole = parts.get(RUN), parts.get(WHOLE)
+            for label, row in found["rows"].items() if found else ():
+                is_whole, is_chosen = label == "none", label == found["chosen"]
+                trained = whole if is_whole else found["trained"] if is_chosen else None
                 rows.append([
-                    f"{name}, {WHOLE if label == 'none' else label}", shown(row["accuracy"], 1),
-                    "" if label == "none" else shown(row["lost"], 1),
-                    f"ε = {row['epsilon']:.2g}" if "epsilon" in row else "none",
-                    *(shown(row[key], 1) if key in row else "" for key in ("found", "told_apart")),
-                    "yes" if is_chosen else "",
-                    shown(figures["trained"]["accuracy"], 1) if is_chosen else "",
-                    *((f"{figures[key]:.1f}" for key in ("minutes", "processor minutes"))
-                      if label == "none" else ("", "")),
-                    str(not_tried(figures["limits"])) if label == "none" else "",
+                    name, WHOLE if is_whole else label, shown(row["accuracy"]),
+                    "" if is_whole else shown(row["lost"]), str(len(row["trainings"])),
+                    f"{row['epsilon']:.2g}" if "epsilon" in row else "no proof",
+                    *(shown(row[key]) if key in row else "" for key in ("found", "told_apart")),
+                    "yes" if is_chosen else "", shown(trained["accuracy"]) if trained else "",
                 ])  # fmt: skip
         write_table(self.output, self.COLUMNS, rows)
+        times = [
+            [name, f"{found['minutes']:.1f}", f"{found['processor minutes']:.1f}",
+             str(not_tried(found["limits"])), f"{trained.get('minutes', 0):.1f}"]
+            for name, parts in metrics.items()
+            if (found := parts.get(RUN)) for trained in [found.get("trained", {})]
+        ]  # fmt: skip
+        output = self.output.with_name(f"{self.output.name}_minutes")
+        write_table(output, self.MINUTES_COLUMNS, times)
 
 
 def run_command(command: str, flags: Iterable[Any]) -> dict[str, float]:
@@ -237,7 +269,7 @@ def facts_of(row: dict) -> dict[str, Any]:
     facts["trainings"] = [round(accuracy, 4) for accuracy in row["trainings"]]
     if row["proof"] is not None:
         facts |= {name: row["proof"][name] for name in ("epsilon", "noise_multiplier", "rows")}
-        facts |= {name: ends_of(row["recognition"][name]) for name in ("found", "told_apart")}
+        facts |= {name: ends_of(ends) for name, ends in (row["recognition"] or {}).items()}
     else:
         facts |= {"leak": ends_of(row["leak"]), "attack": row["attack"]}
     return facts
@@ -247,20 +279,17 @@ def ends_of(estimate: dict) -> list[float]:
     return [round(estimate[end], 4) for end in ("mean", "low", "high")]
 
 
-def trained_by_file(folder: Path, others: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
-    """Run `gradguard train --config` on what was written, and judge it on rows that nobody saw."""
-    spent = run_command("train", ["--config", folder / "found" / "train.yaml", "--use_cpu"])
-    output = folder / "found" / "model"
+def trained(
+    flags: Sequence[Any], output: Path, others: Sequence[tuple[Any, Any]]
+) -> dict[str, Any]:
+    """Run `gradguard train`, and judge the model that it saves on rows that nobody saw."""
+    spent = run_command("train", [*flags, "--output", output])
     held_out = json.loads((output / "metrics.json").read_text(encoding="utf-8"))["accuracy"]
     model, processing_class = load_model(str(output))
     classes: dict[str, int] = model.config.label2id
     labels = [classes[str(label)] for _, label in others]
-    right = [
-        float(predicted == label)
-        for predicted, label in zip(
-            predictions(model, processing_class, others), labels, strict=True
-        )
-    ]
+    predicted = predictions(model, processing_class, others)
+    right = [float(found == label) for found, label in zip(predicted, labels, strict=True)]
     accuracy = accuracy_over_seeds([right])
     ends = [round(end, 4) for end in (accuracy.mean, accuracy.low, accuracy.high)]
     return {"accuracy": ends, "held out": round(held_out, 4), **spent}
@@ -275,8 +304,9 @@ def predictions(model: Any, processing_class: Any, samples: Sequence[tuple[Any, 
         if isinstance(model, PrivateHead):
             logits = model(features=model.features_of(inputs)).logits
         else:
-            settings = {"return_tensors": "pt", "padding": True, "truncation": True}
-            logits = model(**processing_class(inputs, **settings, max_length=64)).logits
+            of_texts = {"padding": True, "truncation": True, "max_length": 64}
+            settings = of_texts if isinstance(inputs[0], str) else {}
+            logits = model(**processing_class(inputs, return_tensors="pt", **settings)).logits
         found += logits.argmax(-1).tolist()
     return found
 
@@ -295,6 +325,6 @@ def not_tried(limits: str) -> int:
     return len(re.split(r", (?=[a-z])", listed[1])) if listed else 0
 
 
-def shown(ends: Sequence[float], digits: int) -> str:
-    mean, low, high = (f"{100 * end:.{digits}f}" for end in ends)
+def shown(ends: Sequence[float]) -> str:
+    mean, low, high = (f"{100 * end:.1f}" for end in ends)
     return f"{mean} [{low}, {high}]"

@@ -317,15 +317,15 @@ def test_a_head_has_a_row_in_the_table_and_on_the_page() -> None:
 
 
 def test_what_a_test_found_of_a_head_stands_beside_the_proof() -> None:
-    """As a figure of one training, and never as what is promised."""
+    """As a figure of these trainings, and never as what is promised."""
     found = Recognition(Estimate(0.031, 0.023, 0.04), Estimate(0.62, 0.6, 0.64))
     head = dataclasses.replace(headed("E", 0.02), recognition=found)
     choice = choose([PLAIN, head], 0.02, 0.05)
     answer, meaning, measured, *_ = choice.words.split("\n\n")
     assert "3.1 %" not in answer + meaning
     assert measured == (
-        "Measured, and no promise: in one training the best test, by somebody who knows all other "
-        "rows, found 3.1 % [2.3, 4.0] of the rows, and told 62 % [60, 64] of them apart."
+        "Measured, and no promise: the best test, by somebody who knows all other rows, found "
+        "3.1 % [2.3, 4.0] of the rows, and told 62 % [60, 64] of them apart."
     )
     table = markdown_table(choice, MAIN_SCORES["text"], "")
     assert "in ≤ 75 % by proof; measured: 62 % [60, 64] | ≤ 4.8 % by proof, at 1 %" in table

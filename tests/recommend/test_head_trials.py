@@ -53,6 +53,15 @@ def test_a_head_is_trained_and_tested(tmp_path: Path) -> None:
     assert again.outcome_of(label, [accuracies], [accuracies]) == found
 
 
+def test_messages_that_would_fill_the_memory_are_not_tested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_ENTRIES", 10)
+    heads = trials(tmp_path, Pace(15))
+    accuracies = heads.judging("head on mine", 0)
+    assert heads.outcome_of("head on mine", [accuracies], [accuracies]).recognition is None
+
+
 class Slow:
     """A clock that each reading moves on, by as many seconds."""
 
