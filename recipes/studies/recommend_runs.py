@@ -179,12 +179,14 @@ class RecommendRuns(Study):
     def cells(self) -> dict:
         names = self.args.only or list(DATA)
         rows = QUICK_ROWS if self.quick else ROWS
-        cells: dict = {}
-        for name in names:
-            common = {"data": name, "rows": rows}
-            cells[name, RUN] = common | {"minutes": MINUTES}
-            cells[name, WHOLE] = common | {"defense": "none", "passes": PASSES}
-        return cells
+        settings = {
+            RUN: {"minutes": MINUTES}, WHOLE: {"defense": "none", "passes": PASSES}
+        }  # fmt: skip
+        return {
+            (name, part): {"data": name, "rows": rows} | own
+            for part, own in settings.items()
+            for name in names
+        }
 
     def measure(self, cell: dict) -> dict:
         folder = Path(self.args.models) / f"recommend-{cell['data']}"
