@@ -108,7 +108,8 @@ class Outcome:
         trainings: The accuracy of each training, by seed.
         leak_elsewhere: `leak_by_message` at the other stage, of the attack that recovered most
             there. Fewer messages may be attacked at one stage, where time ended a round.
-        proof: What is proved; `None` if the defense was only measured.
+        proof: What is proved of a head; `None` for a defense of the whole model.
+        guarantee: ε and δ for each row, of a defense of the whole model that has a proof as well.
         recognition: What an attack found of a head, beside what is proved of it.
 
     Example:
@@ -133,6 +134,7 @@ class Outcome:
     leak_elsewhere: Mapping[int, float] = field(default_factory=dict, repr=False)
     proof: Proof | None = None
     recognition: Recognition | None = None
+    guarantee: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ def of_head(head: Outcome, shown: Evidence) -> list[str]:
     proof = head.proof
     assert proof is not None
     answer = (
-        f"Train only a linear head on {proof.encoder}, by proof (ε = {proof.epsilon:.2g} at δ = "
-        f"{proof.delta:g}): it {price(head.lost)} of accuracy against the whole model undefended."
+        f"Train only a linear head on {proof.encoder}, {_proved(head)}: it {price(head.lost)} of "
+        "accuracy against the whole model undefended."
     )
     meaning = (
         f"The proof holds against every attack, known or not, of whoever sees all messages: it "
@@ -55,7 +55,8 @@ def beside_head(defense: Outcome | None, words: Sequence[str], shown: Evidence) 
         return [_unprotected(shown)]
     if defense is not None:
         return [
-            f"Not proved, for the whole model: {defense.defense} {_measured(defense, shown)}.",
+            f"For the whole model, {_proved(defense)}: {defense.defense} "
+            f"{_measured(defense, shown)}.",
             _unprotected(shown),
         ]
     return [f"For the whole model nothing is recommended: {words[0]}", _unprotected(shown)]
@@ -64,7 +65,7 @@ def beside_head(defense: Outcome | None, words: Sequence[str], shown: Evidence) 
 def of_measured(chosen: Outcome, shown: Evidence) -> list[str]:
     """Return paragraphs that recommend a measured defense, and say what is found behind it."""
     return [
-        f"Train the whole model with {chosen.defense}, without a proof: it "
+        f"Train the whole model with {chosen.defense}, {_proved(chosen)}: it "
         f"{_measured(chosen, shown)}.",
         _unprotected(shown),
         _accuracies(chosen, shown),
@@ -155,7 +156,7 @@ def of_fewest_members(chosen: Outcome, shown: Evidence) -> list[str]:
     assert plain is not None
     assert chosen.membership is not None
     return [
-        f"Train the whole model with {chosen.defense}, without a proof: it "
+        f"Train the whole model with {chosen.defense}, {_proved(chosen)}: it "
         f"{_measured(chosen, shown)}.",
         f"No attack that was tried reconstructs data of this model even undefended "
         f"({_undefended(shown)}), so members decide. Membership inference among "
@@ -163,6 +164,26 @@ def of_fewest_members(chosen: Outcome, shown: Evidence) -> list[str]:
         f"undefended, and least under {chosen.defense}: {percent(chosen.membership)}.",
         _accuracies(chosen, shown),
     ]
+
+
+def promise(outcome: Outcome) -> str:
+    """Return ε and δ of a row's proof, or an empty string without one.
+
+    Example:
+        >>> around = Estimate(0.1, 0.0, 0.2)
+        >>> promise(Outcome("a", 1e-3, around, around, around, guarantee=(7.96, 1e-5)))
+        'ε = 8 at δ = 1e-05'
+    """
+    proof = outcome.proof
+    epsilon_and_delta = outcome.guarantee if proof is None else (proof.epsilon, proof.delta)
+    if epsilon_and_delta is None:
+        return ""
+    epsilon, delta = epsilon_and_delta
+    return f"ε = {epsilon:.2g} at δ = {delta:g}"
+
+
+def _proved(outcome: Outcome) -> str:
+    return f"by proof ({promise(outcome)})" if promise(outcome) else "without a proof"
 
 
 def _measured(outcome: Outcome, shown: Evidence) -> str:

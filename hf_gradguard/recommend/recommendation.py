@@ -347,7 +347,7 @@ class _Comparison:
                 continue
             plain = plain or accuracies
             self._stages[label] = [{"start": starts[label], "end": end}]
-            found = outcome_of(label, rate, [accuracies], [plain], self._stages[label])
+            found = self._outcome_of(label, rate, [accuracies], [plain])
             outcomes += found
             for outcome in found:
                 self._say(outcome)
@@ -356,6 +356,13 @@ class _Comparison:
         if len(outcomes) < 2:
             raise OutOfTime
         return outcomes
+
+    def _outcome_of(
+        self, label: str, rate: float, accuracies: list[list[float]], plain: list[list[float]]
+    ) -> list[Outcome]:
+        """Return the outcome of a defense of the whole model, or none if no attack was applied."""
+        guarantee = self._trials.guarantee_of(self._defenses[label])
+        return outcome_of(label, rate, accuracies, plain, self._stages[label], guarantee)
 
     def _train_heads(self) -> None:
         """Train heads by proof, each on as many seeds as there is time for.
@@ -483,9 +490,9 @@ class _Comparison:
         judged_plain, *judged = (
             judged
             for outcome in compared
-            for judged in outcome_of(
+            for judged in self._outcome_of(
                 outcome.defense, outcome.learning_rate, accuracies[outcome.defense],
-                accuracies["none"], self._stages[outcome.defense],
+                accuracies["none"],
             )
         )  # fmt: skip
         return [judged_plain, *self._head_outcomes(accuracies["none"]), *judged]

@@ -19,7 +19,7 @@ from ..defenses import DEFENSES, Defense
 from ..flags import SourceSettings
 from .choice import Choice
 from .evidence import FALSE_ALARMS, Outcome, low_end, shown_leak
-from .explanation import messages_of, percent
+from .explanation import messages_of, percent, promise
 from .trial_settings import WARMUP, TrialSettings
 
 TRAIN_FILE = "train.yaml"
@@ -73,11 +73,11 @@ def _entries(outcome: Outcome, score: MainScore) -> list[str]:
             tells += f"; measured: {percent(outcome.recognition.told_apart)}"
             finds += f"; measured: {percent(outcome.recognition.found, digits=1)}"
         return [
-            outcome.defense, f"ε = {proof.epsilon:.2g} at δ = {proof.delta:g}", accuracy, lost,
+            outcome.defense, promise(outcome), accuracy, lost,
             tells, finds, "all messages", rate,
         ]  # fmt: skip
     return [
-        f"`{outcome.defense}`", "no proof", accuracy, lost,
+        f"`{outcome.defense}`", promise(outcome) or "no proof", accuracy, lost,
         score.format_estimate(shown_leak(outcome, score)),
         "–" if membership is None else percent(membership),
         f"{outcome.attack}, {outcome.stage}, {messages_of(outcome)}", rate,

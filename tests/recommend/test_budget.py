@@ -148,6 +148,9 @@ class Machine:
     def has_judged(self, label: str, defense: Any, rate: float, seed: int) -> bool:
         return (label, rate, seed) in self.stored
 
+    def guarantee_of(self, defense: Any) -> None:
+        return None
+
     def trained(self, *training: Any) -> None:
         return None
 

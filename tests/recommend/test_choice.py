@@ -159,6 +159,18 @@ def test_a_measured_defense_in_three_sentences() -> None:
     assert accuracy.endswith("1 training, so that other seeds may differ by more).")
 
 
+def test_a_whole_model_may_have_a_proof() -> None:
+    """By `dp_sgd` of samples: the table has its ε, and the answer too."""
+    proved = dataclasses.replace(outcome("dp_sgd", 0.01, 0.0), guarantee=(7.96, 1e-5))
+    choice = choose([PLAIN, proved], 0.02, 0.05)
+    assert choice.words.startswith(
+        "Train the whole model with dp_sgd, by proof (ε = 8 at δ = 1e-05): it loses 1.0 points"
+    )
+    table = markdown_table(choice, MAIN_SCORES["text"], "")
+    assert "| `dp_sgd` | ε = 8 at δ = 1e-05 | 89.0 %" in table
+    assert "| `none` | no proof |" in table
+
+
 def test_a_training_that_taught_nothing_has_no_price() -> None:
     tried, right = [PLAIN, outcome("a", 0.01, 0.0)], PLAIN.accuracy_by_sample
     untrained = list(right.values())
@@ -247,7 +259,9 @@ def test_a_head_by_proof_comes_first() -> None:
     assert "at most 4.8 % of the rows at 1 % false alarms" in meaning
     assert "which of two texts a row holds in at most 75 % of cases" in meaning
     assert accuracy.startswith("Accuracy: 90.0 to 88.0 %; 50.0 % before training")
-    assert beside.startswith("Not proved, for the whole model: a loses 0.0 points [-1.0, 1.0], and")
+    assert beside.startswith(
+        "For the whole model, without a proof: a loses 0.0 points [-1.0, 1.0], and"
+    )
     assert "recognizes 50 % [45, 55] of a message's texts" in beside
     assert unprotected.startswith("Unprotected: a server recovers 100 %")
 

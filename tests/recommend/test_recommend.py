@@ -257,6 +257,11 @@ def test_it_goes_on_where_it_stopped(found: tuple[Path, Choice]) -> None:
 def test_a_target_is_met_in_the_trainings_and_in_the_attacks(tmp_path: Path) -> None:
     choice = run(tmp_path, PRIVATE)
     assert choice.chosen is choice.outcomes[1]
+    epsilon, delta = choice.chosen.guarantee
+    assert 7.9 < epsilon <= 8
+    assert delta == 0.001
+    assert choice.outcomes[0].guarantee is None
+    assert "by proof (ε = 8 at δ = 0.001)" in choice.words
     assert choice.chosen.leak.mean < 0.5
     assert choice.chosen.defense == PRIVATE
     stored = yaml.safe_load((tmp_path / "train.yaml").read_text())
