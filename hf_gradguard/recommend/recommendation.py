@@ -413,7 +413,7 @@ class _Comparison:
             after += 4 * attack + judged + self._judging_seconds
         self._pace.reserved = after
         if not self._pace.fits(training + (0.0 if is_attacked else attack)):
-            if tried > 1:
+            if tried > 1 or (tried and self._head_accuracies):  # heads are a comparison already
                 raise OutOfTime
             self._pace.reserved = 0.0
 

@@ -312,6 +312,15 @@ def test_a_head_leaves_time_for_an_undefended_training(monkeypatch: pytest.Monke
     assert "Not tried, for lack of time (--budget_minutes): head on 1, pruning, gradient_" in limits
 
 
+def test_beside_heads_no_defense_is_begun_that_cannot_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even attacked: what time is left is for more undefended trainings, or nobody's."""
+    machine = Machine(monkeypatch, 4, step=1.0, message=4.0, head=40.0, heads=1)
+    judged, limits = machine.compare()
+    assert [one.defense for one in judged] == ["none", "head on 0"]
+    assert set(machine.rounds) == {"undefended", "end0"}
+    assert "--budget_minutes): gaussian_noise, pruning, gradient_sketch." in limits
+
+
 def test_a_budget_too_small_goes_on_from_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each run stores a piece at least, so that a few of them come to a comparison."""
     machine = Machine(monkeypatch, 2, step=0.8, message=9.0)
