@@ -223,8 +223,9 @@ class _Comparison:
             minutes = self._training_seconds(*self._defenses) / 60
             raise ValueError(
                 f"budget_minutes={self._settings.budget_minutes:g} ended before one defense was "
-                "compared. The same command continues where it stopped: run it again, or allow "
-                f"more (a training takes about {minutes:.1f} minutes now; fewer --steps take less)."
+                f"compared.{self._trained_so_far()} The same command continues where it stopped: "
+                f"run it again, or allow more (a training takes about {minutes:.1f} minutes now; "
+                "fewer --steps take less)."
             ) from None
         last = finalists(screened, self._settings.budget, self.guess, self.score)
         if not last and not self._head_accuracies:
@@ -233,6 +234,16 @@ class _Comparison:
         if not last:  # what was measured explains why nothing of it is chosen
             judged += [outcome for outcome in screened[1:] if outcome.proof is None]
         return screened, judged
+
+    def _trained_so_far(self) -> str:
+        """Return a sentence on heads that have no price yet, or nothing."""
+        heads = [
+            f"{label} ({percent(accuracy_over_seeds(judged))})"
+            for label, judged in self._head_accuracies.items()
+        ]
+        if not heads:
+            return ""
+        return f" Stored, with its accuracy, but without the undefended one: {', '.join(heads)}."
 
     def prepare(self) -> None:
         """Measure what is needed anyway and says how long things take.
@@ -370,6 +381,8 @@ class _Comparison:
         Time is left for an undefended training and its attack: without them no head has a price.
         """
         self._pace.reserved = self._training_seconds("none") + self._shortest_round
+        if not self._pace.fits(0.0):  # then the next run has time for it, and finds heads stored
+            self._pace.reserved = 0.0
         for label in self._heads.encoders:
             self.say(f"{label}: features of all samples once, then trainings")
             judged = list[list[float]]()

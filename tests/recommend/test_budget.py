@@ -321,6 +321,19 @@ def test_beside_heads_no_defense_is_begun_that_cannot_end(monkeypatch: pytest.Mo
     assert "--budget_minutes): gaussian_noise, pruning, gradient_sketch." in limits
 
 
+def test_heads_are_stored_where_no_undefended_training_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next run takes no time for them."""
+    machine = Machine(monkeypatch, 4, step=3.0, message=4.0, head=40.0, heads=1)
+    with pytest.raises(ValueError, match=r"Stored, .*: head on 0 \(80 % \[\d+, \d+\]\)\. The same"):
+        machine.compare()
+    assert machine.heads.seeds == {("head on 0", seed) for seed in range(4)}
+    machine.pace = Pace(7)
+    machine.pace.step_seconds = 3.0
+    assert [one.defense for one in machine.compare()[0]] == ["none", "head on 0"]
+
+
 def test_a_budget_too_small_goes_on_from_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each run stores a piece at least, so that a few of them come to a comparison."""
     machine = Machine(monkeypatch, 2, step=0.8, message=9.0)
