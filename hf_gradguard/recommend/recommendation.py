@@ -143,7 +143,9 @@ def recommend(
     by_tokens = server.modality.labels in ("text", "token")
     answer, *others = choice.words.split("\n\n")
     is_asked_for = trial_settings.heads  # else it is no news that there is none
-    paragraphs = [answer, *([no_head] if no_head and is_asked_for else []), *others]
+    missing = no_head if is_asked_for else ""
+    missing = missing or comparison.missing_heads_words()
+    paragraphs = [answer, *([missing] if missing else []), *others]
     choice = dataclasses.replace(
         choice, outcomes=outcomes, untrained=accuracy_over_seeds([untrained]),
         words="\n\n".join(paragraphs) + _TOKEN_ACCURACY * by_tokens,
@@ -547,6 +549,16 @@ class _Comparison:
                 )
                 end = self._attack({label: one[label]}, "final_end", seconds, label, training, 1)
                 self._stages[label][-1] = {"start": start, "end": end}
+
+    def missing_heads_words(self) -> str:
+        """Return which heads by proof there was no time for, or an empty string."""
+        missing = [label for label in self._heads.encoders if label in self._omitted]
+        if not missing:
+            return ""
+        return (
+            f"There was no time for a {' and a '.join(missing)}, by proof: run the same command "
+            "again, which tries it first, and takes the rest from what it stored."
+        )
 
     def limits_words(self) -> str:
         """Return what there was no time for: defenses, and messages of those that were tried."""

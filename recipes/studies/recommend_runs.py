@@ -158,7 +158,7 @@ class RecommendRuns(Study):
     Conditions and figures: docs/findings/heads.md.
     """
 
-    ARGUMENTS: ClassVar = {
+    ARGUMENTS: ClassVar = Study.ALL | {
         "--model": "the text model that is to be trained, a folder",
         "--encoder": "another text encoder, a folder",
         "--data_dir": "folder of SST-2",
@@ -182,11 +182,12 @@ class RecommendRuns(Study):
         settings = {
             RUN: {"minutes": MINUTES}, WHOLE: {"defense": "none", "passes": PASSES}
         }  # fmt: skip
-        return {
+        cells: dict = {
             (name, part): {"data": name, "rows": rows} | own
             for part, own in settings.items()
             for name in names
         }
+        return cells if self.args.only else self.published(cells)
 
     def measure(self, cell: dict) -> dict:
         folder = Path(self.args.models) / f"recommend-{cell['data']}"

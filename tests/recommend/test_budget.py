@@ -175,12 +175,15 @@ class Machine:
         self.rounds[name] = count
         return summary_of(list(defenses), [float("none" in defenses)] * count)
 
+    missing_heads = ""
+
     def compare(self) -> tuple[list[Outcome], str]:
         defenses: Any = make_defenses(SPECS)
         doubles: Any = self
         heads: Any = self.heads
         comparison = _Comparison(defenses, doubles, doubles, heads, self.settings, self.pace)
         judged = comparison.run()[1]
+        self.missing_heads = comparison.missing_heads_words()
         return judged, comparison.limits_words()
 
 
@@ -264,6 +267,7 @@ def test_heads_are_trained_first_and_on_every_seed(
     judged, limits = machine.compare()
     assert [one.defense for one in judged] == ["none", "head on 0", "head on 1", *SPECS[1:]]
     assert [len(one.trainings) for one in judged] == [3, 4, 4, 3, 3, 3]
+    assert machine.missing_heads == ""
     assert machine.heads.seeds == {(f"head on {n}", seed) for n in (0, 1) for seed in range(4)}
     assert limits == ""
 
@@ -310,6 +314,10 @@ def test_a_head_leaves_time_for_an_undefended_training(monkeypatch: pytest.Monke
     judged, limits = machine.compare()
     assert [one.defense for one in judged] == ["none", "head on 0", "gaussian_noise"]
     assert "Not tried, for lack of time (--budget_minutes): head on 1, pruning, gradient_" in limits
+    assert machine.missing_heads == (
+        "There was no time for a head on 1, by proof: run the same command again, which tries it "
+        "first, and takes the rest from what it stored."
+    )
 
 
 def test_beside_heads_no_defense_is_begun_that_cannot_end(monkeypatch: pytest.MonkeyPatch) -> None:
