@@ -14,6 +14,7 @@ from hf_gradguard.data.samples import load_texts
 from hf_gradguard.heads import private_head
 from hf_gradguard.testing.small import WORDS, small_text_task
 from recipes.studies import recommend_runs as study
+from recipes.studies.lib.results import Results
 from recipes.studies.recommend_runs import DATA, not_tried, without_places
 
 
@@ -116,6 +117,18 @@ def test_a_saved_model_is_judged_on_other_rows(
         found = study.trained(["--use_cpu"], output, others)
         assert found["accuracy"][0] == accuracy
         assert (found["held out"], found["minutes"]) == (0.75, 0.1)
+
+
+def test_the_command_is_run_again_where_there_was_no_time_for_a_head(tmp_path: Path) -> None:
+    output = tmp_path / "recommend_runs"
+    flags = ["--output", str(output), "--only", "SST-2", "articles"]
+    asked = study.RecommendRuns.parse(flags).marked_cells()
+    assert [place[1] for place in asked] == [study.RUN] * 2 + [study.WHOLE] * 2
+    results = Results(output)
+    for place, limits in (("SST-2", "--budget_minutes): pruning."), ("articles", "): head on b.")):
+        results.add(asked[place, study.RUN], {"limits": f"Not tried (--budget_minutes{limits}"})
+    again = study.RecommendRuns.parse(flags).marked_cells()
+    assert again.keys() - asked.keys() == {("articles", study.AGAIN)}
 
 
 @pytest.mark.long
