@@ -146,6 +146,7 @@ class HeadTrials:
         count = len(self._samples["training"])
         self.rows = min(count, settings.steps * size) // size * size
         self._heads, self._keys = dict[str, PrivateHead](), dict[str, str]()
+        self._loaded = dict[str, tuple[nn.Module, Any]]()
         self._prepared = dict[tuple[str, str], Any]()
         self._training_seconds = dict[str, float]()
 
@@ -203,40 +204,68 @@ class HeadTrials:
         }  # fmt: skip
 
     def _trained(self, label: str, seed: int) -> Cell:
-        head = self._head(label)
         return self._cells.once(
-            f"{digest(self._keys[label], seed)}-head", lambda: self._train(label, head, seed)
+            f"{digest(self._key(label), seed)}-head",
+            lambda: self._train(label, self._head(label), seed),
         )
+
+    def _key(self, label: str) -> str:
+        """Return a key of all that decides a head's trainings but the seed.
+
+        It takes no features, so what is stored is found in seconds.
+        """
+        if label not in self._keys:
+            # A text is hashed as it is, an image by its pixels.
+            samples = [
+                (_hashed(sample), class_id)
+                for use in self._samples.values()
+                for sample, class_id in use
+            ]
+            self._keys[label] = digest(
+                _reader(self._encoder(label)[0]), self._inputs_of(label, self._public[:_TIMED]),
+                list(map(_hashed, self._public)), samples, self.rows, self._num_labels,
+                self._settings.batch_size, self._settings.max_length,
+                code_digest(GradGuardTrainer, PrivateHead, RowTest),
+            )  # fmt: skip
+        return self._keys[label]
+
+    def _encoder(self, label: str) -> tuple[nn.Module, Any]:
+        """Return an encoder, and its tokenizer or image processor."""
+        if label not in self._loaded:
+            encoder, processing_class = self._modules[label], self._processing_class
+            if isinstance(encoder, str):
+                name, encoder = encoder, load_encoder(encoder)
+                takes_images = domain_of_model(encoder).name == "image"
+                processing_class = load_processing_class(name, takes_images)
+            else:  # it must stay as it is, and a head freezes its encoder
+                encoder = copy.deepcopy(encoder)
+            self._loaded[label] = encoder, processing_class
+        return self._loaded[label]
 
     def _head(self, label: str) -> PrivateHead:
         """Return the head, which is made when it is first asked for."""
-        if label in self._heads:
-            return self._heads[label]
-        encoder, processing_class = self._modules[label], self._processing_class
-        if isinstance(encoder, str):
-            name, encoder = encoder, load_encoder(encoder)
-            takes_images = domain_of_model(encoder).name == "image"
-            processing_class = load_processing_class(name, takes_images)
-        else:  # it must stay as it is, and a head freezes its encoder
-            encoder = copy.deepcopy(encoder)
-        self._check_time(encoder, processing_class)
-        head = private_head(
-            encoder, self._public, self._num_labels, num_rows=self.rows,
-            processing_class=processing_class, max_length=self._settings.max_length,
-        )  # fmt: skip
-        sizes = self.rows, self._settings.batch_size, self._num_labels
-        code = code_digest(GradGuardTrainer, PrivateHead, RowTest)
-        # A text is hashed as it is, an image by its pixels.
-        samples = [
-            (sample if isinstance(sample, str) else np.asarray(sample), class_id)
-            for use in self._samples.values()
-            for sample, class_id in use
-        ]
-        self._keys[label] = digest(head, sizes, samples, code)
-        self._heads[label] = head
-        return head
+        if label not in self._heads:
+            self._check_time(label)
+            encoder, processing_class = self._encoder(label)
+            self._heads[label] = private_head(
+                encoder, self._public, self._num_labels, num_rows=self.rows,
+                processing_class=processing_class, max_length=self._settings.max_length,
+            )  # fmt: skip
+        return self._heads[label]
 
-    def _check_time(self, encoder: nn.Module, processing_class: Any) -> None:
+    def _inputs_of(self, label: str, samples: Sequence[Any]) -> dict[str, Any]:
+        """Return an encoder's inputs for a few samples."""
+        encoder, processing_class = self._encoder(label)
+        reader = _reader(encoder)
+        config = PrivateHeadConfig(
+            encoder_config=reader.config.to_dict(), max_length=self._settings.max_length
+        )
+        is_image = domain_of_model(reader).name == "image"
+        inputs = processed(processing_class, samples, is_image, config)
+        device = next(reader.parameters()).device
+        return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+    def _check_time(self, label: str) -> None:
         """Raise an error if there is no time for the features of all samples.
 
         A few samples of about a mean length show how long they take at this encoder.
@@ -244,16 +273,10 @@ class HeadTrials:
         Raises:
             OutOfTime: If they do not fit.
         """
-        reader: Any = taken_of(getattr(encoder, "base_model", encoder)).eval()
-        device, seconds = next(reader.parameters()).device, 0.0
-        is_image = domain_of_model(reader).name == "image"
-        config = PrivateHeadConfig(
-            encoder_config=reader.config.to_dict(), max_length=self._settings.max_length
-        )
+        reader, seconds = _reader(self._encoder(label)[0]), 0.0
         for samples in (self._public, *map(_inputs, self._samples.values())):
             few = _usual(samples, _TIMED)
-            inputs = processed(processing_class, few, is_image, config)
-            inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+            inputs = self._inputs_of(label, few)
             with torch.no_grad():
                 reader(**inputs)  # the first pass takes longer
                 began = time.monotonic()
@@ -334,6 +357,15 @@ def _recognition(trainings: Sequence[Cell]) -> Recognition | None:
 def _column(head: PrivateHead) -> str:
     """Return the name of the column of samples that a head takes."""
     return "image" if head.takes_images else "text"
+
+
+def _reader(encoder: nn.Module) -> Any:
+    """Return the part of a model that features are taken of."""
+    return taken_of(getattr(encoder, "base_model", encoder)).eval()
+
+
+def _hashed(sample: Any) -> Any:
+    return sample if isinstance(sample, str) else np.asarray(sample)
 
 
 def _inputs(samples: Sequence[Sample]) -> list[Any]:

@@ -380,9 +380,12 @@ class _Comparison:
     def _train_heads(self) -> None:
         """Train heads by proof, each on as many seeds as there is time for.
 
-        Time is left for an undefended training and its attack: without them no head has a price.
+        Time is left for an undefended training and its attack, unless an earlier run had it:
+        without them no head has a price.
         """
         self._pace.reserved = self._training_seconds("none") + self._shortest_round
+        if self._trials.is_trained("none", self._defenses["none"]):
+            self._pace.reserved = self._shortest_round
         if not self._pace.fits(0.0):  # then the next run has time for it, and finds heads stored
             self._pace.reserved = 0.0
         for label in self._heads.encoders:

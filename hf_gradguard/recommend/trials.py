@@ -176,6 +176,10 @@ class Trials:
         accuracies: list[float] = self._cells.once(f"{path.stem}-judging", measured)["judging"]
         return accuracies
 
+    def is_trained(self, label: str, defense: Defense) -> bool:
+        """Return whether an earlier run trained under a defense, at the first of its rates."""
+        return self._weights(label, defense, self.middle_rate(defense)).stem in self._cells
+
     def has_judged(self, label: str, defense: Defense, rate: float, seed: int) -> bool:
         """Return whether an earlier run evaluated this training on the judging samples."""
         return f"{self._weights(label, defense, rate, seed).stem}-judging" in self._cells

@@ -148,6 +148,9 @@ class Machine:
     def has_judged(self, label: str, defense: Any, rate: float, seed: int) -> bool:
         return (label, rate, seed) in self.stored
 
+    def is_trained(self, label: str, defense: Any) -> bool:
+        return (label, 1) in self.stored
+
     def guarantee_of(self, defense: Any) -> None:
         return None
 
@@ -339,6 +342,18 @@ def test_heads_are_stored_where_no_undefended_training_fits(
     assert machine.heads.seeds == {("head on 0", seed) for seed in range(4)}
     machine.pace = Pace(7)
     machine.pace.step_seconds = 3.0
+    assert [one.defense for one in machine.compare()[0]] == ["none", "head on 0"]
+
+
+def test_a_head_that_had_no_time_has_it_in_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The undefended training is there by then, and no time is kept for it."""
+    machine = Machine(monkeypatch, 5, step=1.0, message=4.0, head=200.0, heads=1)
+    with suppress(ValueError):
+        machine.compare()
+    assert ("none", 1) in machine.stored
+    assert not machine.heads.seeds
+    machine.pace = Pace(5)
+    machine.pace.step_seconds = 1.0
     assert [one.defense for one in machine.compare()[0]] == ["none", "head on 0"]
 
 

@@ -36,7 +36,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def test_a_head_is_trained_and_tested(tmp_path: Path) -> None:
+def test_a_head_is_trained_and_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = trials(tmp_path, Pace(15))
     (label,) = heads.encoders
     accuracies = heads.judging(label, 0)
@@ -48,9 +48,22 @@ def test_a_head_is_trained_and_tested(tmp_path: Path) -> None:
     assert found.proof.rows == 80
     assert heads.flags_of(label)["public"] == "p.txt"
     # Another process takes both from the folder, and trains nothing.
-    again = trials(tmp_path, Pace(15))
+    monkeypatch.setattr(module, "private_head", lambda *args, **settings: pytest.fail("made"))
+    again = trials(tmp_path, Pace(0.001))  # nor has it to make features
     assert again.judging(label, 0) == accuracies
     assert again.outcome_of(label, [accuracies], [accuracies]) == found
+
+
+def test_another_encoder_or_other_public_samples_make_another_head(tmp_path: Path) -> None:
+    one, same, other = (
+        trials(tmp_path, Pace(15), public) for public in (PUBLIC, PUBLIC, PUBLIC[1:])
+    )
+    (label,) = one.encoders
+    assert one._key(label) == same._key(label) != other._key(label)
+    moved = trials(tmp_path, Pace(15))
+    with torch.no_grad():
+        next(moved._encoder(label)[0].parameters()).add_(1e-3)
+    assert moved._key(label) != one._key(label)
 
 
 def test_messages_that_would_fill_the_memory_are_not_tested(
