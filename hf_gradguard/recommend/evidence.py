@@ -71,7 +71,7 @@ def pairs_bound(noise_multiplier: float) -> float:
 
 @dataclass(frozen=True)
 class Recognition:
-    """What the best test of all messages of a head's training found; it promises nothing.
+    """The findings of the best test of all messages of a head's trainings: they promise nothing.
 
     Args:
         found: The fraction of rows that it found, at `FALSE_ALARMS`.

@@ -1,10 +1,10 @@
 """The best test of all messages of a head's training, for rows of a training that is at hand.
 
 It knows all that a proof lets an attacker know: the weights before each message, the noise's
-covariance, in which message a row would be, and all other rows. What is left is Gaussian noise, of
-which no test tells more than the likelihood ratio (Neyman and Pearson). An attacker that has a list
-of candidates, and does not know the other rows, finds no more. So what is found says how near a
-training comes to its bound. It is measured, and promises nothing.
+covariance, in which message a row would be, and all other rows. What is left is Gaussian noise,
+and no test of a row is better than the likelihood ratio (Neyman and Pearson). An attacker that has
+a list of candidates, and does not know the other rows, has no better one. So what is found says how
+near a training comes to its bound. It is measured, and promises nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class HeadMessages(TrainerCallback):
 
 
 class RecognizedRows(NamedTuple):
-    """What the test found of a training, for each of its messages.
+    """The findings of the test, for each message of a training.
 
     Rows of one message share its noise. So what was found of them is no independent sample each.
 
@@ -156,7 +156,7 @@ class RowTest:
         return unclipped._replace(errors=errors * clipped)
 
     def recognized(self, others: HeadRows, seed: int) -> RecognizedRows:
-        """Test each row of the training.
+        """Return what the test finds of each row of the training.
 
         Args:
             others: Samples that were not trained on, one of which stands in each row's place.
