@@ -344,8 +344,11 @@ class HeadTrials:
 
 
 def _recognition(trainings: Sequence[Cell]) -> Recognition | None:
-    """Return what tests found, over messages and trainings, or `None` if nothing was tested."""
-    if "found" not in trainings[0]:
+    """Return what tests found, over messages and trainings.
+
+    It is `None` if nothing was tested, or one message, which has no interval.
+    """
+    if len(trainings[0].get("found", [])) < 2:
         return None
     found, told_apart = (
         mean_over_seeds([training[name] for training in trainings], are_fractions=True)

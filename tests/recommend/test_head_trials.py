@@ -11,7 +11,13 @@ import torch
 
 from hf_gradguard.flags import SourceSettings
 from hf_gradguard.recommend import head_trials as module
-from hf_gradguard.recommend.head_trials import HeadTrials, _labels, _usual, public_for
+from hf_gradguard.recommend.head_trials import (
+    HeadTrials,
+    _labels,
+    _recognition,
+    _usual,
+    public_for,
+)
 from hf_gradguard.recommend.pace import OutOfTime, Pace
 from hf_gradguard.recommend.recommendation import _task_for
 from hf_gradguard.recommend.trial_settings import TrialSettings
@@ -73,6 +79,16 @@ def test_messages_that_would_fill_the_memory_are_not_tested(
     heads = trials(tmp_path, Pace(15))
     accuracies = heads.judging("head on mine", 0)
     assert heads.outcome_of("head on mine", [accuracies], [accuracies]).recognition is None
+
+
+def test_one_message_has_no_interval() -> None:
+    one, two = ({"found": found, "told_apart": found} for found in ([0.1], [0.1, 0.3]))
+    assert _recognition([one, one]) is None
+    assert _recognition([{}]) is None
+    found = _recognition([two, two])
+    assert found is not None
+    assert found.found.mean == pytest.approx(0.2)
+    assert (found.found.low, found.found.high) == (pytest.approx(0.004), pytest.approx(0.396))
 
 
 class Slow:
