@@ -41,9 +41,6 @@ PACKAGE = ROOT / "hf_gradguard" / "defenses" / "measured.json"
 DERIVED = ("hiding_and_learning", "knowing", "recommendations")
 """Runs whose tables are made of the figures of others."""
 
-RECORDED = ("recommend_once",)
-"""Tables that were written down by hand, since no study measures them: the file says of what."""
-
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 _INTERVAL = re.compile(rf"\[({NUMBER})%?, ({NUMBER})%?\]")
 _HALF = re.compile(rf"± ({NUMBER})")
@@ -248,9 +245,6 @@ class Tables(Mapping[str, Table]):
         self._made: set[str] = set()
 
     def __getitem__(self, name: str) -> Table:
-        if name in RECORDED:
-            recorded = json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
-            return Table(name, recorded["header"], recorded["rows"])
         self.make(run_of(name))
         file = self.folder / f"{name}.md"
         if not file.exists():

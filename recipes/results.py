@@ -204,6 +204,12 @@ RUNS = [
         2,
     ),
     Run("recommendations", "recommendations:Recommendations", "", 0.1),
+    Run(
+        "recommend_runs",
+        "recommend_runs:RecommendRuns",
+        f"{TEXT} --encoder $MPNET {STORED} --wikitext {WIKI} {ELSEWHERE}",
+        1.5,
+    ),
     Run("members", "members:Members", f"{TRAINED} {STORED}", 0.4),
     Run("row_rounding", "row_rounding:RowRounding", "", 0.1),
     Run("accountant", "accountant:Accountant", "", 0.1),

@@ -447,6 +447,24 @@ def as_stored_images(rows: Dataset, column: str, dataset: str) -> Dataset:
         raise DataError(f"{dataset}: column {column!r} holds no images.") from None
 
 
+def has_class_labels(rows: Any) -> bool:
+    r"""Return whether rows have a column that would be taken for class labels.
+
+    Args:
+        rows: Rows as `load_rows` returns them.
+
+    Example:
+        >>> written = (tmp_path / "few.csv").write_text("text,Label\na fine film,1\n")
+        >>> has_class_labels(load_rows(str(tmp_path / "few.csv")))
+        True
+    """
+    try:
+        pick_column(rows, None, _LABEL_COLUMNS["class"], "", feature="ClassLabel")
+    except DataError:
+        return False
+    return True
+
+
 def pick_column(
     rows: Any,
     column: str | None,

@@ -70,6 +70,24 @@ def pairs_bound(noise_multiplier: float) -> float:
 
 
 @dataclass(frozen=True)
+class Recognition:
+    """The findings of the best test of all messages of a head's trainings: they promise nothing.
+
+    Args:
+        found: The fraction of rows that it found, at `FALSE_ALARMS`.
+        told_apart: The fraction of rows that it told from another sample; half is chance.
+
+    Example:
+        >>> found = Recognition(Estimate(0.03, 0.02, 0.04), Estimate(0.6, 0.57, 0.63))
+        >>> found.found.mean < Proof(1.5, 2.6, 1e-5, "my-model", 1600).members
+        True
+    """
+
+    found: Estimate
+    told_apart: Estimate
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The privacy and utility of one row: a defense of the whole model, or a head by proof.
 
@@ -90,7 +108,9 @@ class Outcome:
         trainings: The accuracy of each training, by seed.
         leak_elsewhere: `leak_by_message` at the other stage, of the attack that recovered most
             there. Fewer messages may be attacked at one stage, where time ended a round.
-        proof: What is proved; `None` if the defense was only measured.
+        proof: What is proved of a head; `None` for a defense of the whole model.
+        guarantee: ε and δ for each row, of a defense of the whole model that has a proof as well.
+        recognition: What an attack found of a head, beside what is proved of it.
 
     Example:
         >>> accuracy, leak = Estimate(0.8, 0.78, 0.82), Estimate(0.1, 0.0, 0.2)
@@ -113,6 +133,8 @@ class Outcome:
     trainings: Sequence[float] = ()
     leak_elsewhere: Mapping[int, float] = field(default_factory=dict, repr=False)
     proof: Proof | None = None
+    recognition: Recognition | None = None
+    guarantee: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

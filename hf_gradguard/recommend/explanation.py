@@ -26,8 +26,8 @@ def of_head(head: Outcome, shown: Evidence) -> list[str]:
     proof = head.proof
     assert proof is not None
     answer = (
-        f"Train only a linear head on {proof.encoder}, by proof (ε = {proof.epsilon:.2g} at δ = "
-        f"{proof.delta:g}): it {price(head.lost)} of accuracy against the whole model undefended."
+        f"Train only a linear head on {proof.encoder}, {_proved(head)}: it {price(head.lost)} of "
+        "accuracy against the whole model undefended."
     )
     meaning = (
         f"The proof holds against every attack, known or not, of whoever sees all messages: it "
@@ -35,7 +35,18 @@ def of_head(head: Outcome, shown: Evidence) -> list[str]:
         f"alarms, and tells which of two {shown.score.sample}s a row holds in at most "
         f"{100 * proof.pairs:.0f} % of cases (half is chance)."
     )
-    return [answer, meaning, _accuracies(head, shown)]
+    return [answer, meaning, *_recognized(head), _accuracies(head, shown)]
+
+
+def _recognized(head: Outcome) -> list[str]:
+    """Return a paragraph on what the best test found of a head's messages, if it was run."""
+    if head.recognition is None:
+        return []
+    found, told_apart = head.recognition.found, head.recognition.told_apart
+    return [
+        f"Measured, and no promise: the best test, by somebody who knows all other rows, found "
+        f"{percent(found, 1)} of the rows, and told {percent(told_apart)} of them apart."
+    ]
 
 
 def beside_head(defense: Outcome | None, words: Sequence[str], shown: Evidence) -> list[str]:
@@ -44,7 +55,8 @@ def beside_head(defense: Outcome | None, words: Sequence[str], shown: Evidence) 
         return [_unprotected(shown)]
     if defense is not None:
         return [
-            f"Not proved, for the whole model: {defense.defense} {_measured(defense, shown)}.",
+            f"For the whole model, {_proved(defense)}: {defense.defense} "
+            f"{_measured(defense, shown)}.",
             _unprotected(shown),
         ]
     return [f"For the whole model nothing is recommended: {words[0]}", _unprotected(shown)]
@@ -53,7 +65,7 @@ def beside_head(defense: Outcome | None, words: Sequence[str], shown: Evidence) 
 def of_measured(chosen: Outcome, shown: Evidence) -> list[str]:
     """Return paragraphs that recommend a measured defense, and say what is found behind it."""
     return [
-        f"Train the whole model with {chosen.defense}, without a proof: it "
+        f"Train the whole model with {chosen.defense}, {_proved(chosen)}: it "
         f"{_measured(chosen, shown)}.",
         _unprotected(shown),
         _accuracies(chosen, shown),
@@ -144,7 +156,7 @@ def of_fewest_members(chosen: Outcome, shown: Evidence) -> list[str]:
     assert plain is not None
     assert chosen.membership is not None
     return [
-        f"Train the whole model with {chosen.defense}, without a proof: it "
+        f"Train the whole model with {chosen.defense}, {_proved(chosen)}: it "
         f"{_measured(chosen, shown)}.",
         f"No attack that was tried reconstructs data of this model even undefended "
         f"({_undefended(shown)}), so members decide. Membership inference among "
@@ -152,6 +164,26 @@ def of_fewest_members(chosen: Outcome, shown: Evidence) -> list[str]:
         f"undefended, and least under {chosen.defense}: {percent(chosen.membership)}.",
         _accuracies(chosen, shown),
     ]
+
+
+def promise(outcome: Outcome) -> str:
+    """Return ε and δ of a row's proof, or an empty string without one.
+
+    Example:
+        >>> around = Estimate(0.1, 0.0, 0.2)
+        >>> promise(Outcome("a", 1e-3, around, around, around, guarantee=(7.96, 1e-5)))
+        'ε = 8 at δ = 1e-05'
+    """
+    proof = outcome.proof
+    epsilon_and_delta = outcome.guarantee if proof is None else (proof.epsilon, proof.delta)
+    if epsilon_and_delta is None:
+        return ""
+    epsilon, delta = epsilon_and_delta
+    return f"ε = {epsilon:.2g} at δ = {delta:g}"
+
+
+def _proved(outcome: Outcome) -> str:
+    return f"by proof ({promise(outcome)})" if promise(outcome) else "without a proof"
 
 
 def _measured(outcome: Outcome, shown: Evidence) -> str:
@@ -211,13 +243,22 @@ def messages_of(outcome: Outcome) -> str:
 
 
 def _accuracies(chosen: Outcome, shown: Evidence) -> str:
-    count, trainings = len(chosen.accuracy_by_sample), f"{len(chosen.trainings)} trainings"
-    if len(chosen.trainings) < 2:
-        trainings = "1 training, so that other seeds may differ by more"
+    count = len(chosen.accuracy_by_sample)
     change = f"{100 * shown.plain.accuracy.mean:.1f} to {100 * chosen.accuracy.mean:.1f} %"
     if shown.untrained is not None:
         change += f"; {100 * float(np.mean(shown.untrained)):.1f} % before training"
-    return f"Accuracy: {change} ({count} samples, {trainings})."
+    return f"Accuracy: {change} ({count} samples, {_trainings(chosen, shown.plain)})."
+
+
+def _trainings(chosen: Outcome, plain: Outcome) -> str:
+    """Return how many trainings an accuracy is a mean of, and what one of them does not show."""
+    undefended, own = max(1, len(plain.trainings)), max(1, len(chosen.trainings))
+    unknown = ", so that other seeds may differ by more"
+    if undefended == own:
+        return f"1 training{unknown}" if own == 1 else f"{own} trainings"
+    if undefended == 1:
+        return f"{own} trainings of the head, and 1 undefended{unknown}"
+    return f"{own} trainings of the head, and {undefended} undefended"
 
 
 def price(lost: Estimate) -> str:

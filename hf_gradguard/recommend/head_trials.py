@@ -6,32 +6,41 @@ Features are made once, and every training takes seconds.
 from __future__ import annotations
 
 import copy
+import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from datasets import concatenate_datasets
 from torch import nn
 from transformers import PrinterCallback
 
 from ..audit.cells import Cell, Cells, code_digest, digest
+from ..data.samples import Sample
 from ..flags import SourceSettings
 from ..gradient_map.domain import domain_of_model
 from ..heads import PrivateHead, private_head
-from ..heads.head import load_encoder
-from ..heads.making import MOST_PUBLIC, packaged_sentences
+from ..heads.configuration import PrivateHeadConfig
+from ..heads.head import load_encoder, taken_of
+from ..heads.making import public_samples
+from ..heads.processing import load_processing_class, processed
 from ..models import label_kind, task_of, without_adapters
 from ..training.trainer import GradGuardTrainer
-from .evidence import Outcome, Proof
-from .intervals import accuracy_over_seeds, mean_over_seeds
+from .evidence import Outcome, Proof, Recognition
+from .head_attacks import MOST_ENTRIES, HeadMessages, HeadRows, RowTest
+from .intervals import accuracy_over_seeds, lost_over_seeds, mean_over_seeds
 from .pace import OutOfTime, Pace
 from .trial_settings import TrialSettings
 from .trials import Split
 
 _LABEL = "head on {}"
+_PART = 320  # samples whose features are made before the time is looked at
+_TIMED = 16  # samples that show how long an encoder takes
 _TRAINED_WITH = "noise_multiplier", "delta", "clip", "directions", "learning_rate"
 
 
@@ -54,7 +63,8 @@ def why_no_head(model: nn.Module, public: Any, settings: TrialSettings) -> str:
     if domain_of_model(model).name == "image" and public is None:
         return (
             "No linear head by proof was tried: for images it needs public ones, which are "
-            "nobody's secret (--public FOLDER)."
+            "nobody's secret. Name a folder or file of them, preferably thousands (--public "
+            "FOLDER). The same command then tries a head, and takes the rest from what it stored."
         )
     return ""
 
@@ -76,6 +86,22 @@ def heads_to_try(
     return {name or "the model": base, **{other: other for other in encoders if other != name}}
 
 
+def public_for(model: nn.Module, public: Any) -> list[Any]:
+    """Return the public samples of heads, at most as many as a head looks at.
+
+    Args:
+        model: The model that is to be trained, which takes texts or images.
+        public: Samples, their file or folder, or `None` for the sentences of this package.
+
+    Raises:
+        ValueError: If there are fewer than three.
+    """
+    samples, description = public_samples(public, domain_of_model(model).name == "image")
+    if len(samples) < 3:
+        raise ValueError(f"--public has {description}: give three or more, preferably thousands.")
+    return list(samples)
+
+
 class HeadTrials:
     """Trainings of heads by proof on one split, stored as cells.
 
@@ -83,7 +109,8 @@ class HeadTrials:
         encoders: Encoders by name, as `heads_to_try` returns them.
         processing_class: The tokenizer or image processor of those that are no names.
         num_labels: The number of classes.
-        public: Public samples, or their file or folder.
+        public: Public samples, as `public_for` returns them.
+        public_file: The file or folder that they are from, which `gradguard train` is told of.
         split: The split of the data. Samples that choose others' rates are trained on: a head's
             rate is not chosen.
         settings: The settings of all trials. A head is trained on as many samples as the others:
@@ -93,7 +120,6 @@ class HeadTrials:
 
     Attributes:
         encoders: The names of encoders, by the label of their head.
-        seconds_per_parameter: How long a model takes to read a sample, by its size; see `observe`.
     """
 
     def __init__(
@@ -101,16 +127,17 @@ class HeadTrials:
         encoders: Mapping[str, str | nn.Module],
         processing_class: Any,
         num_labels: int,
-        public: str | Sequence[Any] | None,
+        public: Sequence[Any],
+        public_file: str | None,
         split: Split,
         settings: TrialSettings,
         folder: Path,
         pace: Pace,
     ) -> None:
-        self.encoders = {_LABEL.format(_short(name)): name for name in encoders}
+        self.encoders = _labels(list(encoders))
         self._modules = dict(zip(self.encoders, encoders.values(), strict=True))
         self._processing_class, self._num_labels = processing_class, num_labels
-        self._public, self._settings = public, settings
+        self._public, self._public_file, self._settings = public, public_file, settings
         self._cells, self._pace = Cells(folder / "cells"), pace
         size = settings.batch_size
         self._samples = {
@@ -119,19 +146,9 @@ class HeadTrials:
         count = len(self._samples["training"])
         self.rows = min(count, settings.steps * size) // size * size
         self._heads, self._keys = dict[str, PrivateHead](), dict[str, str]()
+        self._loaded = dict[str, tuple[nn.Module, Any]]()
         self._prepared = dict[tuple[str, str], Any]()
         self._training_seconds = dict[str, float]()
-        self.seconds_per_parameter = 0.0
-
-    def observe(self, model: nn.Module, seconds: float, samples: int) -> None:
-        """Record how long a model took to read samples, to foretell how long encoders take.
-
-        Args:
-            model: The model.
-            seconds: How long it took.
-            samples: The number of samples.
-        """
-        self.seconds_per_parameter = seconds / samples / max(1, _size(model))
 
     def judging(self, label: str, seed: int) -> list[float]:
         """Return the accuracy of each judging sample after a training.
@@ -152,28 +169,33 @@ class HeadTrials:
     ) -> Outcome:
         """Return the outcome of a head.
 
+        The best test of all messages is run on each training, unless it would take gigabytes.
+
         Args:
             label: The label of the head.
-            accuracies: The accuracy of each judging sample, for each training.
-            plain_accuracies: The same of the undefended whole model.
+            accuracies: The accuracy of each judging sample, for each training, in order of seeds.
+            plain_accuracies: The same of the undefended whole model, maybe of fewer trainings.
         """
         cell = self._trained(label, self._settings.seed)
         proof = Proof(
             cell["noise_multiplier"], cell["epsilon"], cell["delta"], self.encoders[label],
             self.rows,
         )  # fmt: skip
-        lost = np.array(plain_accuracies) - np.array(accuracies)
+        trainings = [
+            self._trained(label, self._settings.seed + number) for number in range(len(accuracies))
+        ]
         return Outcome(
             label, cell["learning_rate"], accuracy_over_seeds(accuracies),
-            mean_over_seeds(lost, are_fractions=True), None,
+            lost_over_seeds(plain_accuracies, accuracies), None,
             accuracy_by_sample=dict(enumerate(np.mean(accuracies, axis=0).tolist())),
             trainings=np.mean(accuracies, axis=1).tolist(), proof=proof,
+            recognition=_recognition(trainings),
         )  # fmt: skip
 
     def flags_of(self, label: str) -> dict[str, Any]:
         """Return the flags by which `gradguard train` trains this head as it was tried."""
         cell = self._trained(label, self._settings.seed)
-        public = {"public": self._public} if isinstance(self._public, str) else {}
+        public = {} if self._public_file is None else {"public": self._public_file}
         return {
             "head": True, "encoder": self.encoders[label], **public,
             **{name: cell[name] for name in _TRAINED_WITH},
@@ -182,47 +204,85 @@ class HeadTrials:
         }  # fmt: skip
 
     def _trained(self, label: str, seed: int) -> Cell:
-        head = self._head(label)
         return self._cells.once(
-            f"{digest(self._keys[label], seed)}-head", lambda: self._train(label, head, seed)
+            f"{digest(self._key(label), seed)}-head",
+            lambda: self._train(label, self._head(label), seed),
         )
+
+    def _key(self, label: str) -> str:
+        """Return a key of all that decides a head's trainings but the seed.
+
+        It takes no features, so what is stored is found in seconds.
+        """
+        if label not in self._keys:
+            # A text is hashed as it is, an image by its pixels.
+            samples = [
+                (_hashed(sample), class_id)
+                for use in self._samples.values()
+                for sample, class_id in use
+            ]
+            self._keys[label] = digest(
+                _reader(self._encoder(label)[0]), self._inputs_of(label, self._public[:_TIMED]),
+                list(map(_hashed, self._public)), samples, self.rows, self._num_labels,
+                self._settings.batch_size, self._settings.max_length,
+                code_digest(GradGuardTrainer, PrivateHead, RowTest),
+            )  # fmt: skip
+        return self._keys[label]
+
+    def _encoder(self, label: str) -> tuple[nn.Module, Any]:
+        """Return an encoder, and its tokenizer or image processor."""
+        if label not in self._loaded:
+            encoder, processing_class = self._modules[label], self._processing_class
+            if isinstance(encoder, str):
+                name, encoder = encoder, load_encoder(encoder)
+                takes_images = domain_of_model(encoder).name == "image"
+                processing_class = load_processing_class(name, takes_images)
+            else:  # it must stay as it is, and a head freezes its encoder
+                encoder = copy.deepcopy(encoder)
+            self._loaded[label] = encoder, processing_class
+        return self._loaded[label]
 
     def _head(self, label: str) -> PrivateHead:
         """Return the head, which is made when it is first asked for."""
-        if label in self._heads:
-            return self._heads[label]
-        encoder = self._modules[label]
-        processing_class = None
-        if isinstance(encoder, str):
-            encoder = load_encoder(encoder)
-        else:  # it must stay as it is, and a head freezes its encoder
-            encoder, processing_class = copy.deepcopy(encoder), self._processing_class
-        self._check_time(encoder)
-        head = private_head(
-            encoder, self._public, self._num_labels, num_rows=self.rows,
-            processing_class=processing_class, max_length=self._settings.max_length,
-        )  # fmt: skip
-        sizes = self.rows, self._settings.batch_size, self._num_labels
-        code = code_digest(GradGuardTrainer, PrivateHead)
-        # A text is hashed as it is, an image by its pixels.
-        samples = [
-            (sample if isinstance(sample, str) else np.asarray(sample), class_id)
-            for use in self._samples.values()
-            for sample, class_id in use
-        ]
-        self._keys[label] = digest(head, sizes, samples, code)
-        self._heads[label] = head
-        return head
+        if label not in self._heads:
+            self._check_time(label)
+            encoder, processing_class = self._encoder(label)
+            self._heads[label] = private_head(
+                encoder, self._public, self._num_labels, num_rows=self.rows,
+                processing_class=processing_class, max_length=self._settings.max_length,
+            )  # fmt: skip
+        return self._heads[label]
 
-    def _check_time(self, encoder: nn.Module) -> None:
+    def _inputs_of(self, label: str, samples: Sequence[Any]) -> dict[str, Any]:
+        """Return an encoder's inputs for a few samples."""
+        encoder, processing_class = self._encoder(label)
+        reader = _reader(encoder)
+        config = PrivateHeadConfig(
+            encoder_config=reader.config.to_dict(), max_length=self._settings.max_length
+        )
+        is_image = domain_of_model(reader).name == "image"
+        inputs = processed(processing_class, samples, is_image, config)
+        device = next(reader.parameters()).device
+        return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+    def _check_time(self, label: str) -> None:
         """Raise an error if there is no time for the features of all samples.
+
+        A few samples of about a mean length show how long they take at this encoder.
 
         Raises:
             OutOfTime: If they do not fit.
         """
-        count = sum(map(len, self._samples.values()))
-        count += len(packaged_sentences()) if self._public is None else MOST_PUBLIC
-        if not self._pace.fits(self.seconds_per_parameter * _size(encoder) * count):
+        reader, seconds = _reader(self._encoder(label)[0]), 0.0
+        for samples in (self._public, *map(_inputs, self._samples.values())):
+            few = _usual(samples, _TIMED)
+            inputs = self._inputs_of(label, few)
+            with torch.no_grad():
+                reader(**inputs)  # the first pass takes longer
+                began = time.monotonic()
+                reader(**inputs)
+            seconds += (time.monotonic() - began) * len(samples) / len(few)
+        if not self._pace.fits(seconds):
             raise OutOfTime
 
     def _train(self, label: str, head: PrivateHead, seed: int) -> Cell:
@@ -239,31 +299,62 @@ class HeadTrials:
                 per_device_train_batch_size=self._settings.batch_size,
                 logging_strategy="no", disable_tqdm=True, use_cpu=head.device.type == "cpu",
             )  # fmt: skip
-            trainer = GradGuardTrainer(head, args, train_dataset=training.select(numbers))
+            rows, seen = training.select(numbers), HeadMessages()
+            entries = self.rows // self._settings.batch_size * head.head.weight.numel()
+            is_tested = entries <= MOST_ENTRIES
+            callbacks = [seen] if is_tested else []
+            trainer = GradGuardTrainer(head, args, train_dataset=rows, callbacks=callbacks)
             trainer.remove_callback(PrinterCallback)
             trainer.is_trial = True
             trainer.train()
             private = trainer.private_rows
             assert private is not None
             proved = {"noise_multiplier": private.noise_multiplier, "epsilon": private.epsilon}
+        judged = HeadRows(**judging[:])
         with torch.no_grad():
-            rows = judging[:]
-            features, labels = rows["features"].to(head.device), rows["labels"]
-            predicted = head.eval()(features=features).logits.argmax(-1).cpu()
+            predicted = head.eval()(features=judged.features.to(head.device)).logits.argmax(-1)
+        recognized = dict[str, list[float]]()
+        if is_tested:
+            test = RowTest(seen, private, HeadRows(**rows[:]))
+            recognized = test.recognized(judged, seed)._asdict()
         self._training_seconds[label] = time.monotonic() - began
         return {
-            "judging": (predicted == labels).double().tolist(), **proved,
+            "judging": (predicted.cpu() == judged.labels).double().tolist(), **proved,
+            **recognized,
             "directions": head.config.directions, "learning_rate": args.learning_rate,
             "delta": args.defense_kwargs["delta"], "clip": args.defense_kwargs["clip"],
         }  # fmt: skip
 
     def _rows(self, label: str, head: PrivateHead, use: str) -> Any:
-        """Return rows of features and labels of training or judging samples, made once."""
+        """Return rows of features and labels of training or judging samples, made once.
+
+        Raises:
+            OutOfTime: If they cannot be made in time. What was made is stored.
+        """
         if (label, use) not in self._prepared:
-            samples = self._samples[use]
-            rows = [{_column(head): sample, "labels": y} for sample, y in samples]
-            self._prepared[label, use] = head.prepare_dataset(rows)
+            rows = [{_column(head): sample, "labels": y} for sample, y in self._samples[use]]
+            parts, began = list[Any](), time.monotonic()
+            for start in range(0, len(rows), _PART):
+                seconds = (time.monotonic() - began) * (len(rows) - start) / max(1, start)
+                if start and not self._pace.fits(seconds):
+                    raise OutOfTime
+                parts.append(head.prepare_dataset(rows[start : start + _PART]))
+            self._prepared[label, use] = concatenate_datasets(parts).with_format("torch")
         return self._prepared[label, use]
+
+
+def _recognition(trainings: Sequence[Cell]) -> Recognition | None:
+    """Return what tests found, over messages and trainings.
+
+    It is `None` if nothing was tested, or one message, which has no interval.
+    """
+    if len(trainings[0].get("found", [])) < 2:
+        return None
+    found, told_apart = (
+        mean_over_seeds([training[name] for training in trainings], are_fractions=True)
+        for name in ("found", "told_apart")
+    )
+    return Recognition(*(replace(e, low=max(0.0, e.low or 0.0)) for e in (found, told_apart)))
 
 
 def _column(head: PrivateHead) -> str:
@@ -271,10 +362,37 @@ def _column(head: PrivateHead) -> str:
     return "image" if head.takes_images else "text"
 
 
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _reader(encoder: nn.Module) -> Any:
+    """Return the part of a model that features are taken of."""
+    return taken_of(getattr(encoder, "base_model", encoder)).eval()
+
+
+def _hashed(sample: Any) -> Any:
+    return sample if isinstance(sample, str) else np.asarray(sample)
+
+
+def _inputs(samples: Sequence[Sample]) -> list[Any]:
+    return [sample for sample, _ in samples]
+
+
+def _usual(samples: Sequence[Any], count: int) -> list[Any]:
+    """Return the samples whose length is nearest the mean: padding takes as long as words do."""
+    if not isinstance(samples[0], str):
+        return list(samples[:count])
+    mean = sum(map(len, samples)) / len(samples)
+    return sorted(samples, key=lambda sample: abs(len(sample) - mean))[:count]
+
+
+def _labels(names: Sequence[str]) -> dict[str, str]:
+    """Return encoders' names by the labels of their heads: short, unless two would be alike."""
+    short = list(map(_short, names))
+    return {
+        _LABEL.format(name if short.count(last) > 1 else last): name
+        for name, last in zip(names, short, strict=True)
+    }
 
 
 def _short(name: str) -> str:
     """Return the last part of a folder's path, or a Hub name as it is."""
-    return Path(name).resolve().name if Path(name).is_dir() else name
+    # As it was typed: a link may lead to a folder that is called "model".
+    return os.path.basename(os.path.abspath(name)) if os.path.isdir(name) else name

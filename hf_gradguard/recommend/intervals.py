@@ -26,14 +26,12 @@ def mean_over_seeds(values: Any, are_fractions: bool = False) -> Estimate:
         0.036...
     """
     values = np.asarray(values, dtype=float)
-    samples, trainings = values.mean(0), values.mean(1)
+    samples = values.mean(0)
     spread_of_samples = float(np.std(samples, ddof=1)) / math.sqrt(len(samples))
     half = 1.96 * spread_of_samples
-    if are_fractions and half == 0:
+    if are_fractions and half < 1e-12:  # but for rounding
         half = 1 - 0.025 ** (1 / len(samples))
-    if len(trainings) > 1:
-        spread = float(np.std(trainings, ddof=1)) / math.sqrt(len(trainings))
-        half = math.hypot(half, float(t.ppf(0.975, len(trainings) - 1)) * spread)
+    half = math.hypot(half, _half_of_trainings(values))
     mean = float(values.mean())
     low, high = mean - half, mean + half
     return (
@@ -41,6 +39,36 @@ def mean_over_seeds(values: Any, are_fractions: bool = False) -> Estimate:
         if are_fractions
         else Estimate(mean, low, high)
     )
+
+
+def lost_over_seeds(plain: Any, accuracies: Any) -> Estimate:
+    """Return the mean loss of accuracy against other trainings on the same samples.
+
+    The trainings are independent, and there may be more of one kind. Its 95 % interval is over
+    samples, which are paired, and over the trainings of either kind where there are several.
+
+    Args:
+        plain: The accuracies of the undefended trainings, `(trainings, samples)`.
+        accuracies: The accuracies of the others, `(trainings, samples)`.
+
+    Example:
+        >>> lost_over_seeds([[1.0, 1.0] * 50], [[1.0, 0.0] * 50] * 2).mean
+        0.5
+    """
+    plain, accuracies = (np.asarray(values, dtype=float) for values in (plain, accuracies))
+    lost = mean_over_seeds([plain.mean(0) - accuracies.mean(0)], are_fractions=True)
+    assert lost.high is not None
+    half = math.hypot(lost.high - lost.mean, *map(_half_of_trainings, (plain, accuracies)))
+    return Estimate(lost.mean, max(-1.0, lost.mean - half), min(1.0, lost.mean + half))
+
+
+def _half_of_trainings(values: Any) -> float:
+    """Return half the width of the 95 % interval over trainings' means; 0 for one training."""
+    trainings = values.mean(1)
+    if len(trainings) < 2:
+        return 0.0
+    spread = float(np.std(trainings, ddof=1)) / math.sqrt(len(trainings))
+    return float(t.ppf(0.975, len(trainings) - 1)) * spread
 
 
 def accuracy_over_seeds(values: Any) -> Estimate:

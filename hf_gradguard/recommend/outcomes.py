@@ -124,6 +124,7 @@ def outcome_of(
     accuracies: list[list[float]],
     plain_accuracies: list[list[float]],
     halves: list[Stages],
+    guarantee: tuple[float, float] | None = None,
 ) -> list[Outcome]:
     """Return one outcome, or none with a warning if no attack could be applied to two messages.
 
@@ -135,6 +136,7 @@ def outcome_of(
         accuracies: The accuracy of each judging sample, for each training.
         plain_accuracies: The accuracy of each judging sample, for each undefended training.
         halves: For each half of the messages, what attacks recovered at each stage.
+        guarantee: ε and δ of each row, if the defense has a proof.
 
     Raises:
         ValueError: If no attack works on the undefended gradient.
@@ -164,7 +166,7 @@ def outcome_of(
             label, rate, accuracy_over_seeds(accuracies), mean_over_seeds(lost, are_fractions=True),
             mean_over_seeds([list(by_message.values())]), leaks[stage].attack, stage, membership,
             candidates, dict(enumerate(np.mean(accuracies, axis=0).tolist())), by_message,
-            np.mean(accuracies, axis=1).tolist(), elsewhere,
+            np.mean(accuracies, axis=1).tolist(), elsewhere, guarantee=guarantee,
         )
     ]  # fmt: skip
 

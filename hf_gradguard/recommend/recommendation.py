@@ -19,7 +19,8 @@ from ..audit.message_loop import FEWEST_MESSAGES
 from ..audit.report.summary import Summary
 from ..audit.report.verdicts import AttackScores, MainScore
 from ..audit.run import Spec, make_defenses
-from ..data.samples import Sample
+from ..data.files import load_rows
+from ..data.samples import Sample, has_class_labels
 from ..defenses import Defense
 from ..defenses.measured import recovered_behind
 from ..flags import SourceSettings, fill
@@ -30,7 +31,7 @@ from ..training.privacy.proofs import chained_defenses
 from .choice import Choice, choose, finalists, promising_first
 from .evidence import Outcome, shown_leak
 from .explanation import percent
-from .head_trials import HeadTrials, heads_to_try, why_no_head
+from .head_trials import HeadTrials, heads_to_try, public_for, why_no_head
 from .intervals import accuracy_over_seeds
 from .outcomes import Server, Stages, is_shown_to_reconstruct, outcome_of
 from .pace import OutOfTime, Pace
@@ -129,7 +130,8 @@ def recommend(
         raise ValueError(f"There is nothing to choose from: name a defense beside none. {no_head}")
     heads = HeadTrials(
         {} if no_head else heads_to_try(model, encoders, source), processing_class,
-        int(getattr(model.config, "num_labels", 2)), public, split, trial_settings, folder, pace,
+        int(getattr(model.config, "num_labels", 2)), [] if no_head else public_for(model, public),
+        public if isinstance(public, str) else None, split, trial_settings, folder, pace,
     )  # fmt: skip
     comparison = _Comparison(calibrated, trials, server, heads, trial_settings, pace)
     screened, judged = comparison.run()
@@ -139,10 +141,15 @@ def recommend(
     final = {outcome.defense: outcome for outcome in judged}
     outcomes = [final.get(outcome.defense, outcome) for outcome in screened]
     by_tokens = server.modality.labels in ("text", "token")
+    answer, *others = choice.words.split("\n\n")
+    is_asked_for = trial_settings.heads  # else it is no news that there is none
+    missing = no_head if is_asked_for else ""
+    missing = missing or comparison.missing_heads_words()
+    paragraphs = [answer, *([missing] if missing else []), *others]
     choice = dataclasses.replace(
-        choice, outcomes=outcomes, words=choice.words + _TOKEN_ACCURACY * by_tokens,
-        untrained=accuracy_over_seeds([untrained]),
-        limits=f"{no_head} {comparison.limits_words()}".strip(),
+        choice, outcomes=outcomes, untrained=accuracy_over_seeds([untrained]),
+        words="\n\n".join(paragraphs) + _TOKEN_ACCURACY * by_tokens,
+        limits=f"{'' if is_asked_for else no_head} {comparison.limits_words()}".strip(),
     )  # fmt: skip
     return _write(choice, flags, heads, guess, trial_settings, folder, score, source)
 
@@ -176,7 +183,7 @@ def _recovered_elsewhere(defense: Defense, model: nn.Module) -> str:
 
 
 class _Comparison:
-    """The comparison: first trials of all rows on one seed, then of finalists and heads on others.
+    """The comparison: heads on all seeds, defenses on one, and finalists on others.
 
     It keeps to the budget of minutes.
 
@@ -202,7 +209,8 @@ class _Comparison:
         self._heads = heads
         self._settings, self._pace = settings, pace
         self._stages = dict[str, list[Stages]]()
-        self._omitted = dict[str, str]()  # with why
+        self._omitted, self._refused = dict[str, str](), dict[str, str]()  # with why
+        self._head_accuracies = dict[str, list[list[float]]]()  # of each training
         self._leaky = dict[str, AttackScores]()
         self._not_judged = list[str]()
         self._messages = settings.attacked // (2 * settings.message_size)  # of a round
@@ -217,17 +225,27 @@ class _Comparison:
             minutes = self._training_seconds(*self._defenses) / 60
             raise ValueError(
                 f"budget_minutes={self._settings.budget_minutes:g} ended before one defense was "
-                "compared. The same command continues where it stopped: run it again, or allow "
-                f"more (a training takes about {minutes:.1f} minutes now; fewer --steps take less)."
+                f"compared.{self._trained_so_far()} The same command continues where it stopped: "
+                f"run it again, or allow more (a training takes about {minutes:.1f} minutes now; "
+                "fewer --steps take less)."
             ) from None
         last = finalists(screened, self._settings.budget, self.guess, self.score)
-        heads = [outcome for outcome in screened if outcome.proof is not None]
-        if not last and not heads:
+        if not last and not self._head_accuracies:
             return screened, screened
-        judged = self.judge(screened[0], last, heads)
+        judged = self.judge(screened[0], last)
         if not last:  # what was measured explains why nothing of it is chosen
             judged += [outcome for outcome in screened[1:] if outcome.proof is None]
         return screened, judged
+
+    def _trained_so_far(self) -> str:
+        """Return a sentence on heads that have no price yet, or nothing."""
+        heads = [
+            f"{label} ({percent(accuracy_over_seeds(judged))})"
+            for label, judged in self._head_accuracies.items()
+        ]
+        if not heads:
+            return ""
+        return f" Stored, with its accuracy, but without the undefended one: {', '.join(heads)}."
 
     def prepare(self) -> None:
         """Measure what is needed anyway and says how long things take.
@@ -238,7 +256,6 @@ class _Comparison:
         self.say("the model before training")
         self.untrained = self._trials.untrained()
         self._judging_seconds = time.monotonic() - began
-        self._heads.observe(self._trials.model, self._judging_seconds, len(self.untrained))
         self.say("the speed of each defense, by a few steps")
         self._trials.measure_speed(self._defenses)
         # Both ends of two trainings, and of a finalist's on further messages.
@@ -301,14 +318,16 @@ class _Comparison:
     def screen(self) -> list[Outcome]:
         """Return each row's outcome on one seed, and of half of the messages.
 
-        Heads by proof come right after the undefended model: they take seconds. A defense that
-        leaks too much at the start is never recommended, so it waits until the others were tried.
+        Heads by proof are trained first: they take seconds, and a proof is worth more than another
+        measured defense. A defense that leaks too much at the start is never recommended, so it
+        waits until the others were tried.
 
         Raises:
             OutOfTime: If there is no time for one defense.
         """
         outcomes, plain, waiting = list[Outcome](), list[float](), list(self._defenses)
         starts = {"none": self._start}
+        self._train_heads()
         while waiting:
             label = waiting.pop(0)
             defense = self._defenses[label]
@@ -341,30 +360,56 @@ class _Comparison:
                 continue
             plain = plain or accuracies
             self._stages[label] = [{"start": starts[label], "end": end}]
-            found = outcome_of(label, rate, [accuracies], [plain], self._stages[label])
+            found = self._outcome_of(label, rate, [accuracies], [plain])
             outcomes += found
             for outcome in found:
                 self._say(outcome)
             if label == "none":
-                outcomes += self._try_heads(plain)
+                outcomes += self._head_outcomes([plain])
         if len(outcomes) < 2:
             raise OutOfTime
         return outcomes
 
-    def _try_heads(self, plain: list[float]) -> list[Outcome]:
-        """Return the outcomes of heads by proof on one seed, as far as there is time."""
-        outcomes = list[Outcome]()
-        self._pace.reserved = 0.0  # a proof is worth more than another measured defense
+    def _outcome_of(
+        self, label: str, rate: float, accuracies: list[list[float]], plain: list[list[float]]
+    ) -> list[Outcome]:
+        """Return the outcome of a defense of the whole model, or none if no attack was applied."""
+        guarantee = self._trials.guarantee_of(self._defenses[label])
+        return outcome_of(label, rate, accuracies, plain, self._stages[label], guarantee)
+
+    def _train_heads(self) -> None:
+        """Train heads by proof, each on as many seeds as there is time for.
+
+        Time is left for an undefended training and its attack, unless an earlier run had it:
+        without them no head has a price.
+        """
+        self._pace.reserved = self._training_seconds("none") + self._shortest_round
+        if self._trials.is_trained("none", self._defenses["none"]):
+            self._pace.reserved = self._shortest_round
+        if not self._pace.fits(0.0):  # then the next run has time for it, and finds heads stored
+            self._pace.reserved = 0.0
         for label in self._heads.encoders:
-            self.say(f"{label}: features of all samples once, then training")
+            self.say(f"{label}: features of all samples once, then trainings")
+            judged = list[list[float]]()
             try:
-                accuracies = [self._heads.judging(label, self._settings.seed)]
+                for seed in (self._settings.seed, *self._trials.final_seeds):
+                    judged.append(self._heads.judging(label, seed))
             except OutOfTime:
-                self._omitted[label] = ""
-                continue
-            outcomes.append(self._heads.outcome_of(label, accuracies, [plain]))
-            self._say(outcomes[-1])
-        return outcomes
+                if not judged:
+                    self._omitted[label] = ""
+            except (ValueError, OSError) as error:  # of this encoder: others may do
+                self._refused[label] = str(error)
+                self.say(f"{label} cannot be tried: {error}")
+            if judged:
+                self._head_accuracies[label] = judged
+                self._say(self._heads.outcome_of(label, judged, judged))
+
+    def _head_outcomes(self, plain: list[list[float]]) -> list[Outcome]:
+        """Return the outcomes of heads against undefended trainings."""
+        return [
+            self._heads.outcome_of(label, judged, plain)
+            for label, judged in self._head_accuracies.items()
+        ]
 
     def _reserve(self, label: str, tried: int, is_attacked: bool) -> None:
         """Reserve time for what comes after the trainings of one more defense.
@@ -386,7 +431,7 @@ class _Comparison:
             after += 4 * attack + judged + self._judging_seconds
         self._pace.reserved = after
         if not self._pace.fits(training + (0.0 if is_attacked else attack)):
-            if tried > 1:
+            if tried > 1 or (tried and self._head_accuracies):  # heads are a comparison already
                 raise OutOfTime
             self._pace.reserved = 0.0
 
@@ -427,20 +472,18 @@ class _Comparison:
         leak = self.score.format_estimate(shown_leak(outcome, self.score))
         self.say(f"{fact}, {outcome.attack} {self.score.verb} {leak}")
 
-    def judge(
-        self, plain: Outcome, last: list[Outcome], heads: Sequence[Outcome] = ()
-    ) -> list[Outcome]:
-        """Judge the undefended training, heads and finalists on as many seeds as time allows.
+    def judge(self, plain: Outcome, last: list[Outcome]) -> list[Outcome]:
+        """Judge the undefended training and finalists on as many seeds as time allows.
 
-        Finalists are also attacked on the other half of the messages.
+        Finalists are also attacked on the other half of the messages. Heads were trained before.
         """
         accuracies = dict[str, list[list[float]]]()
         possible, last = last, self._affordable(last)
-        compared = [plain, *heads, *last]
+        compared = [plain, *last]
         for number, seed in enumerate(self._trials.final_seeds):
             attacks = 2 * len(last) * self._attack_seconds if number == 0 else 0.0
             self._pace.reserved = attacks + self._judging_seconds
-            to_train = [o.defense for o in [plain, *last] if not self._has_judged(o, seed)]
+            to_train = [o.defense for o in compared if not self._has_judged(o, seed)]
             if to_train and not self._pace.fits(len(to_train) * self._training_seconds(*to_train)):
                 break
             names = ", ".join(outcome.defense for outcome in compared)
@@ -454,28 +497,23 @@ class _Comparison:
             if number == 0:
                 self._attack_finalists(last, seed)
             else:
-                for outcome in [plain, *last]:
+                for outcome in compared:
                     defense, rate = self._defenses[outcome.defense], outcome.learning_rate
                     self._trials.drop(outcome.defense, defense, rate, seed)
         if not accuracies:  # then the first trials judge, also those that are attacked no further
             self._attack_finalists(last, None)
-            compared = [plain, *heads, *possible]
+            compared = [plain, *possible]
             accuracies = {outcome.defense: [self._judging(outcome, None)] for outcome in compared}
         self._not_judged = [o.defense for o in possible if o.defense not in accuracies]
-        return [
+        judged_plain, *judged = (
             judged
             for outcome in compared
-            for judged in self._judged(outcome, accuracies[outcome.defense], accuracies["none"])
-        ]
-
-    def _judged(
-        self, outcome: Outcome, accuracies: list[list[float]], plain: list[list[float]]
-    ) -> list[Outcome]:
-        """Return an outcome by its trainings that judge, or none if no attack gave anything."""
-        label = outcome.defense
-        if outcome.proof is not None:
-            return [self._heads.outcome_of(label, accuracies, plain)]
-        return outcome_of(label, outcome.learning_rate, accuracies, plain, self._stages[label])
+            for judged in self._outcome_of(
+                outcome.defense, outcome.learning_rate, accuracies[outcome.defense],
+                accuracies["none"],
+            )
+        )  # fmt: skip
+        return [judged_plain, *self._head_outcomes(accuracies["none"]), *judged]
 
     def _affordable(self, last: list[Outcome]) -> list[Outcome]:
         """Return as many finalists as time allows to train and attack again, promising first."""
@@ -490,9 +528,6 @@ class _Comparison:
         return kept
 
     def _judging(self, outcome: Outcome, seed: int | None) -> list[float]:
-        if outcome.proof is not None:
-            chosen_seed = self._settings.seed if seed is None else seed
-            return self._heads.judging(outcome.defense, chosen_seed)
         defense = self._defenses[outcome.defense]
         return self._trials.judging(outcome.defense, defense, outcome.learning_rate, seed)
 
@@ -518,6 +553,16 @@ class _Comparison:
                 end = self._attack({label: one[label]}, "final_end", seconds, label, training, 1)
                 self._stages[label][-1] = {"start": start, "end": end}
 
+    def missing_heads_words(self) -> str:
+        """Return which heads by proof there was no time for, or an empty string."""
+        missing = [label for label in self._heads.encoders if label in self._omitted]
+        if not missing:
+            return ""
+        return (
+            f"There was no time for a {' and a '.join(missing)}, by proof: run the same command "
+            "again, which tries it first, and takes the rest from what it stored."
+        )
+
     def limits_words(self) -> str:
         """Return what there was no time for: defenses, and messages of those that were tried."""
         whole = self._messages
@@ -526,6 +571,7 @@ class _Comparison:
             if any(len(s.audit.messages) < whole for stages in halves for s in stages.values())
         ]  # fmt: skip
         words = list[str]()
+        refused = [f"Not tried: {label}. {why}" for label, why in self._refused.items()]
         if self._omitted:
             omitted = ", ".join(label + why for label, why in self._omitted.items())
             words.append(f"Not tried, for lack of time (--budget_minutes): {omitted}.")
@@ -538,7 +584,7 @@ class _Comparison:
         if words:
             words.append("The same command continues.")
             logger.warning(" ".join(words))
-        return " ".join(words)
+        return " ".join(refused + words)
 
 
 _FEWER = "Time ended some attacks on {} before all {} messages: their intervals are wider."
@@ -572,6 +618,23 @@ def _write(
     return choice
 
 
+def _task_for(source: SourceSettings) -> str | None:
+    """Return the task that was asked for, or a classifier's where labels need one.
+
+    Most pretrained encoders were saved as masked language models, as `train --head` takes them.
+    """
+    if source.task is not None or find_head(source.model).task.name != "fill-mask":
+        return source.task
+    rows = load_rows(source.dataset, source.split, source.dataset_config)
+    if source.label_column is None and not has_class_labels(rows):
+        return None
+    logger.warning(
+        f"{source.model} was saved as a masked language model, and the data have labels: its "
+        "encoder gets a new classifier. --task fill-mask predicts words instead."
+    )
+    return "text-classification"
+
+
 def run_recommend(flags: Mapping[str, Any]) -> None:
     """Run `gradguard recommend`: print the explanation and the table of a recommendation.
 
@@ -586,6 +649,7 @@ def run_recommend(flags: Mapping[str, Any]) -> None:
     # Refused before a download: an output that cannot be written to, or a misspelt name.
     Cells(Path(settings.output) / "cells")
     check_specs(settings.defense, settings.attack)
+    settings.task = _task_for(settings)
     model, processing_class, samples = load(settings, 1, settings.rows - 1, settings.seed)
     # A Trainer's notices are for who trains: of the chosen defense the page has them.
     with errors_alone(*(f"hf_gradguard.{room}" for room in ("training", "gradient_map"))):

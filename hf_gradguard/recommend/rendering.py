@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import textwrap
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from markupsafe import Markup, escape
 
 from ..audit.report.page import template
 from ..audit.report.verdicts import Estimate, MainScore
@@ -17,7 +19,7 @@ from ..defenses import DEFENSES, Defense
 from ..flags import SourceSettings
 from .choice import Choice
 from .evidence import FALSE_ALARMS, Outcome, low_end, shown_leak
-from .explanation import messages_of, percent
+from .explanation import messages_of, percent, promise
 from .trial_settings import WARMUP, TrialSettings
 
 TRAIN_FILE = "train.yaml"
@@ -29,6 +31,7 @@ _HEAD_AS_TRIED = (
 )
 
 _WIDTH, _HEIGHT, _MARGIN, _BOTTOM, _TOP, _RIGHT = 480, 340, 68, 50, 20, 34
+_WHOLE = re.compile(r"--\w+|\[[^\]]*\]|[≤εδ] =? ?[\d.e+-]+(?: %)?|[\d.]+ %")
 _NUMBER_WIDTH, _NUMBER_HEIGHT = 20, 15  # of a point's number
 
 
@@ -64,14 +67,17 @@ def _entries(outcome: Outcome, score: MainScore) -> list[str]:
     lost = "–" if outcome.defense == "none" else percent(outcome.lost, digits=1).replace(" %", "")
     accuracy, rate = percent(outcome.accuracy, digits=1), f"{outcome.learning_rate:.2g}"
     if proof is not None:
+        tells = f"tells two {score.sample}s apart in ≤ {100 * proof.pairs:.0f} % by proof"
+        finds = f"≤ {100 * proof.members:.1f} % by proof, at {100 * FALSE_ALARMS:g} % false alarms"
+        if outcome.recognition is not None:
+            tells += f"; measured: {percent(outcome.recognition.told_apart)}"
+            finds += f"; measured: {percent(outcome.recognition.found, digits=1)}"
         return [
-            outcome.defense, f"ε = {proof.epsilon:.2g} at δ = {proof.delta:g}", accuracy, lost,
-            f"tells two {score.sample}s apart in ≤ {100 * proof.pairs:.0f} %",
-            f"≤ {100 * proof.members:.1f} % at {100 * FALSE_ALARMS:g} % false alarms",
-            "proof, all messages", rate,
+            outcome.defense, promise(outcome), accuracy, lost,
+            tells, finds, "all messages", rate,
         ]  # fmt: skip
     return [
-        f"`{outcome.defense}`", "no proof", accuracy, lost,
+        f"`{outcome.defense}`", promise(outcome) or "no proof", accuracy, lost,
         score.format_estimate(shown_leak(outcome, score)),
         "–" if membership is None else percent(membership),
         f"{outcome.attack}, {outcome.stage}, {messages_of(outcome)}", rate,
@@ -195,13 +201,15 @@ def html_report(
     percents = range(math.ceil(100 * lowest / step) * step, math.floor(100 * highest) + 1, step)
     _place_numbers(points)
     page: str = template("recommend", "recommend.html.jinja").render(
+        paragraphs=list(map(_unbroken, choice.words.split("\n\n"))),
+        limits=_unbroken(choice.limits),
         choice=choice,
         command=command,
         is_typed=_is_typed(command),
         settings=settings,
         score=score,
-        rows=[_entries(outcome, score) for outcome in outcomes],
-        untrained=choice.untrained and percent(choice.untrained, digits=1),
+        rows=[_page_entries(outcome, score) for outcome in outcomes],
+        untrained=choice.untrained and _unbroken(percent(choice.untrained, digits=1)),
         points=points,
         ticks=[(x(value), label) for value, label in ticks],
         levels=[(y(value / 100), f"{value} %") for value in percents],
@@ -211,6 +219,17 @@ def html_report(
         right=_WIDTH - _RIGHT,
     )  # fmt: skip
     return page
+
+
+def _page_entries(outcome: Outcome, score: MainScore) -> list[Any]:
+    """Return a row's cells as a page shows them."""
+    name, *entries = _entries(outcome, score)
+    return [name, *map(_unbroken, entries)]
+
+
+def _unbroken(text: str) -> Markup:
+    """Return text whose flags, figures with their units, and intervals no line breaks."""
+    return Markup(_WHOLE.sub(r'<span class="whole">\g<0></span>', str(escape(text))))
 
 
 def _place_numbers(points: list[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ from ..audit.client import Modality
 from ..data.samples import Sample
 from ..defenses import Defense
 from ..defenses.dp import DPSGD
-from ..leakage import dp_sgd_noise_multiplier
+from ..leakage import dp_sgd_epsilon, dp_sgd_noise_multiplier
 from ..train import accuracy_by_sample
 from ..training.config import GradGuardConfig
 from ..training.privacy.private_rows import rounding_of_rows
@@ -120,11 +120,30 @@ class Trials:
         if not isinstance(defense, DPSGD) or defense.target_epsilon is None:
             return defense
         assert defense.delta is not None  # it was checked with it
-        rate = min(1.0, self.settings.batch_size / len(self.split.training))
         target = defense.target_epsilon, defense.delta
-        multiplier = dp_sgd_noise_multiplier(*target, rate, self.settings.steps)
+        event = (1.0, 1) if defense.correlated else (self._sampling_rate, self.settings.steps)
+        multiplier = dp_sgd_noise_multiplier(*target, *event)
         multiplier *= 1 + rounding_of_rows(self.settings.batch_size)
         return dataclasses.replace(defense, target_epsilon=None, noise_multiplier=multiplier)
+
+    def guarantee_of(self, defense: Defense) -> tuple[float, float] | None:
+        """Return ε and δ that hold for each row after a training, or `None` without a proof.
+
+        Args:
+            defense: The defense, as `calibrated` returns it.
+        """
+        if not isinstance(defense, DPSGD) or not defense.per_sample or defense.delta is None:
+            return None
+        assert defense.noise_multiplier is not None  # it is calibrated
+        sigma = defense.noise_multiplier / (1 + rounding_of_rows(self.settings.batch_size))
+        event = (1.0, 1)  # all messages together, where noise is correlated
+        if not defense.correlated:
+            event = self._sampling_rate, self.settings.steps
+        return dp_sgd_epsilon(sigma, *event, defense.delta), defense.delta
+
+    @property
+    def _sampling_rate(self) -> float:
+        return min(1.0, self.settings.batch_size / len(self.split.training))
 
     def choosing(self, label: str, defense: Defense, rate: float) -> float:
         """Return the accuracy of the first seed's training, on the samples that choose a rate."""
@@ -156,6 +175,10 @@ class Trials:
 
         accuracies: list[float] = self._cells.once(f"{path.stem}-judging", measured)["judging"]
         return accuracies
+
+    def is_trained(self, label: str, defense: Defense) -> bool:
+        """Return whether an earlier run trained under a defense, at the first of its rates."""
+        return self._weights(label, defense, self.middle_rate(defense)).stem in self._cells
 
     def has_judged(self, label: str, defense: Defense, rate: float, seed: int) -> bool:
         """Return whether an earlier run evaluated this training on the judging samples."""

@@ -18,7 +18,7 @@ from hf_gradguard.recommend import pace as pace_module
 from hf_gradguard.recommend import recommendation as run_module
 from hf_gradguard.recommend.evidence import Outcome, Proof, highest_leak
 from hf_gradguard.recommend.explanation import messages_of
-from hf_gradguard.recommend.intervals import accuracy_over_seeds, mean_over_seeds
+from hf_gradguard.recommend.intervals import accuracy_over_seeds, lost_over_seeds
 from hf_gradguard.recommend.outcomes import outcome_of
 from hf_gradguard.recommend.pace import OutOfTime, Pace
 from hf_gradguard.recommend.recommendation import _Comparison
@@ -53,27 +53,25 @@ def summary_of(defenses: list[str], leaks: list[float], planned: int = MESSAGES)
 
 
 class Heads:
-    """Trains heads in name only, each in so many seconds."""
+    """Trains heads in name only: in so many seconds with the features, then in one."""
 
     def __init__(self, machine: Machine, seconds: float, count: int) -> None:
         self._machine, self._seconds = machine, seconds
         self.encoders = {f"head on {number}": str(number) for number in range(count)}
         self.seeds = set[tuple[str, int]]()
 
-    def observe(self, *speed: Any) -> None:
-        return None
-
     def judging(self, label: str, seed: int) -> list[float]:
         if (label, seed) not in self.seeds:
-            if not self._machine.pace.fits(self._seconds):
+            seconds = 1.0 if label in dict(self.seeds) else self._seconds
+            if not self._machine.pace.fits(seconds):
                 raise OutOfTime
-            self._machine.spend(self._seconds)
+            self._machine.spend(seconds)
         self.seeds.add((label, seed))
         return ([1.0] * 4 + [0.0]) * 40
 
     def outcome_of(self, label: str, accuracies: Any, plain: Any) -> Outcome:
         proof = Proof(1.5, 2.7, 1e-5, self.encoders[label], 1600)
-        lost = mean_over_seeds(np.array(plain) - np.array(accuracies), are_fractions=True)
+        lost = lost_over_seeds(plain, accuracies)
         return Outcome(
             label, 10.0, accuracy_over_seeds(accuracies), lost, None, proof=proof,
             accuracy_by_sample=dict(enumerate(np.mean(accuracies, axis=0).tolist())),
@@ -150,6 +148,12 @@ class Machine:
     def has_judged(self, label: str, defense: Any, rate: float, seed: int) -> bool:
         return (label, rate, seed) in self.stored
 
+    def is_trained(self, label: str, defense: Any) -> bool:
+        return (label, 1) in self.stored
+
+    def guarantee_of(self, defense: Any) -> None:
+        return None
+
     def trained(self, *training: Any) -> None:
         return None
 
@@ -174,12 +178,15 @@ class Machine:
         self.rounds[name] = count
         return summary_of(list(defenses), [float("none" in defenses)] * count)
 
+    missing_heads = ""
+
     def compare(self) -> tuple[list[Outcome], str]:
         defenses: Any = make_defenses(SPECS)
         doubles: Any = self
         heads: Any = self.heads
         comparison = _Comparison(defenses, doubles, doubles, heads, self.settings, self.pace)
         judged = comparison.run()[1]
+        self.missing_heads = comparison.missing_heads_words()
         return judged, comparison.limits_words()
 
 
@@ -240,13 +247,11 @@ def test_time_that_is_short_is_for_finalists_that_qualify(monkeypatch: pytest.Mo
     machine = Machine(monkeypatch, 15, step=0.1, message=2.0)
     judge = _Comparison.judge
 
-    def judge_at_the_end(
-        self: _Comparison, plain: Outcome, last: list[Outcome], heads: list[Outcome]
-    ) -> list[Outcome]:
+    def judge_at_the_end(self: _Comparison, plain: Outcome, last: list[Outcome]) -> list[Outcome]:
         assert [outcome.defense for outcome in last] == SPECS[1:]
         dear = [replace(o, lost=replace(o.lost, mean=0.045, low=0.01)) for o in last[:2]]
         self._pace._end = machine.passed + 40.0
-        return judge(self, plain, [*dear, last[2]], heads)
+        return judge(self, plain, [*dear, last[2]])
 
     monkeypatch.setattr(_Comparison, "judge", judge_at_the_end)
     judged, limits = machine.compare()
@@ -258,13 +263,14 @@ def test_time_that_is_short_is_for_finalists_that_qualify(monkeypatch: pytest.Mo
     assert "not judged" not in limits
 
 
-def test_heads_come_right_after_the_undefended_and_on_every_seed(
+def test_heads_are_trained_first_and_on_every_seed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = Machine(monkeypatch, 60, step=0.1, message=2.0, head=20.0, heads=2)
     judged, limits = machine.compare()
     assert [one.defense for one in judged] == ["none", "head on 0", "head on 1", *SPECS[1:]]
-    assert [len(one.trainings) for one in judged] == [3] * 6
+    assert [len(one.trainings) for one in judged] == [3, 4, 4, 3, 3, 3]
+    assert machine.missing_heads == ""
     assert machine.heads.seeds == {(f"head on {n}", seed) for n in (0, 1) for seed in range(4)}
     assert limits == ""
 
@@ -278,10 +284,77 @@ def test_a_head_is_there_where_time_is_too_short_for_defenses(
     assert [one.defense for one in judged] == ["none", "head on 0", "head on 1"]
     assert "Not tried, for lack of time (--budget_minutes): gaussian_noise, pruning" in limits
     assert machine.passed < 4 * 60 + 20
+    assert all(len(one.trainings) == 4 for one in judged[1:])
     slow = Machine(monkeypatch, 15, step=0.1, message=2.0, head=1000.0, heads=1)
     judged, limits = slow.compare()
     assert [one.defense for one in judged][:2] == SPECS[:2]
     assert "Not tried, for lack of time (--budget_minutes): head on 0" in limits
+
+
+def test_an_encoder_that_no_head_can_be_on_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others are tried all the same."""
+    machine = Machine(monkeypatch, 60, step=0.1, message=2.0, heads=2)
+    judging = machine.heads.judging
+
+    def refused(label: str, seed: int) -> list[float]:
+        if label == "head on 0":
+            raise ValueError("The encoder gives the same samples other features each time.")
+        return judging(label, seed)
+
+    monkeypatch.setattr(machine.heads, "judging", refused)
+    judged, limits = machine.compare()
+    assert [one.defense for one in judged] == ["none", "head on 1", *SPECS[1:]]
+    assert limits == (
+        "Not tried: head on 0. The encoder gives the same samples other features each time."
+    )
+
+
+def test_a_head_leaves_time_for_an_undefended_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A price takes both: what a head takes is not taken from it."""
+    machine = Machine(monkeypatch, 4, step=0.4, message=4.0, head=90.0, heads=2)
+    judged, limits = machine.compare()
+    assert [one.defense for one in judged] == ["none", "head on 0", "gaussian_noise"]
+    assert "Not tried, for lack of time (--budget_minutes): head on 1, pruning, gradient_" in limits
+    assert machine.missing_heads == (
+        "There was no time for a head on 1, by proof: run the same command again, which tries it "
+        "first, and takes the rest from what it stored."
+    )
+
+
+def test_beside_heads_no_defense_is_begun_that_cannot_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even attacked: what time is left is for more undefended trainings, or nobody's."""
+    machine = Machine(monkeypatch, 4, step=1.0, message=4.0, head=40.0, heads=1)
+    judged, limits = machine.compare()
+    assert [one.defense for one in judged] == ["none", "head on 0"]
+    assert set(machine.rounds) == {"undefended", "end0"}
+    assert "--budget_minutes): gaussian_noise, pruning, gradient_sketch." in limits
+
+
+def test_heads_are_stored_where_no_undefended_training_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next run takes no time for them."""
+    machine = Machine(monkeypatch, 4, step=3.0, message=4.0, head=40.0, heads=1)
+    with pytest.raises(ValueError, match=r"Stored, .*: head on 0 \(80 % \[\d+, \d+\]\)\. The same"):
+        machine.compare()
+    assert machine.heads.seeds == {("head on 0", seed) for seed in range(4)}
+    machine.pace = Pace(7)
+    machine.pace.step_seconds = 3.0
+    assert [one.defense for one in machine.compare()[0]] == ["none", "head on 0"]
+
+
+def test_a_head_that_had_no_time_has_it_in_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The undefended training is there by then, and no time is kept for it."""
+    machine = Machine(monkeypatch, 5, step=1.0, message=4.0, head=200.0, heads=1)
+    with suppress(ValueError):
+        machine.compare()
+    assert ("none", 1) in machine.stored
+    assert not machine.heads.seeds
+    machine.pace = Pace(5)
+    machine.pace.step_seconds = 1.0
+    assert [one.defense for one in machine.compare()[0]] == ["none", "head on 0"]
 
 
 def test_a_budget_too_small_goes_on_from_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,12 @@ import pytest
 from hf_gradguard.audit.report.verdicts import MAIN_SCORES, Estimate
 from hf_gradguard.recommend import Choice, Outcome, Proof, choose
 from hf_gradguard.recommend.choice import finalists
-from hf_gradguard.recommend.evidence import highest_leak
-from hf_gradguard.recommend.intervals import accuracy_over_seeds, mean_over_seeds
+from hf_gradguard.recommend.evidence import Recognition, highest_leak
+from hf_gradguard.recommend.intervals import (
+    accuracy_over_seeds,
+    lost_over_seeds,
+    mean_over_seeds,
+)
 from hf_gradguard.recommend.rendering import html_report, markdown_table
 from hf_gradguard.recommend.trial_settings import TrialSettings
 
@@ -155,6 +159,18 @@ def test_a_measured_defense_in_three_sentences() -> None:
     assert accuracy.endswith("1 training, so that other seeds may differ by more).")
 
 
+def test_a_whole_model_may_have_a_proof() -> None:
+    """By `dp_sgd` of samples: the table has its ε, and the answer too."""
+    proved = dataclasses.replace(outcome("dp_sgd", 0.01, 0.0), guarantee=(7.96, 1e-5))
+    choice = choose([PLAIN, proved], 0.02, 0.05)
+    assert choice.words.startswith(
+        "Train the whole model with dp_sgd, by proof (ε = 8 at δ = 1e-05): it loses 1.0 points"
+    )
+    table = markdown_table(choice, MAIN_SCORES["text"], "")
+    assert "| `dp_sgd` | ε = 8 at δ = 1e-05 | 89.0 %" in table
+    assert "| `none` | no proof |" in table
+
+
 def test_a_training_that_taught_nothing_has_no_price() -> None:
     tried, right = [PLAIN, outcome("a", 0.01, 0.0)], PLAIN.accuracy_by_sample
     untrained = list(right.values())
@@ -176,6 +192,32 @@ def test_equal_samples_have_an_interval() -> None:
     assert lost.high == pytest.approx(1 - 0.025 ** (1 / 20))
     assert lost.low == -lost.high
     assert accuracy_over_seeds([[0.0] * 20]).high == pytest.approx(lost.high)
+
+
+def test_losses_are_over_the_trainings_of_both_kinds() -> None:
+    """By hand: two means of one kind that differ by d have half an interval of 12.71 d / 2."""
+    plain, others = [[1.0] * 100], [[0.9] * 100, [0.88] * 100, [0.86] * 100]
+    one = lost_over_seeds(plain, others)
+    of_samples = 1 - 0.025 ** (1 / 100)
+    of_others = 4.302653 * 0.02 / 3**0.5
+    assert one.mean == pytest.approx(0.12)
+    assert one.high - one.mean == pytest.approx(np.hypot(of_samples, of_others), rel=1e-5)
+    two = lost_over_seeds([[1.0] * 100, [0.99] * 100], others)
+    assert two.mean == pytest.approx(0.115)
+    half = np.sqrt(of_samples**2 + of_others**2 + (12.7062 * 0.005) ** 2)
+    assert two.high - two.mean == pytest.approx(half, rel=1e-5)
+    assert lost_over_seeds(plain, others[:1]).high == pytest.approx(0.1 + of_samples)
+
+
+def test_numbers_of_trainings_are_said_of_both_kinds() -> None:
+    head = dataclasses.replace(headed("E", 0.02), trainings=(0.88, 0.87, 0.89))
+    for trainings, said in (
+        ((0.9,), "3 trainings of the head, and 1 undefended, so that other seeds may differ"),
+        ((0.9, 0.9), "3 trainings of the head, and 2 undefended)."),
+        ((0.9, 0.9, 0.9), "3 trainings)."),
+    ):
+        plain = dataclasses.replace(PLAIN, trainings=trainings)
+        assert f"(100 samples, {said}" in choose([plain, head], 0.02, 0.05).words
 
 
 def test_no_share_is_beyond_one() -> None:
@@ -217,7 +259,9 @@ def test_a_head_by_proof_comes_first() -> None:
     assert "at most 4.8 % of the rows at 1 % false alarms" in meaning
     assert "which of two texts a row holds in at most 75 % of cases" in meaning
     assert accuracy.startswith("Accuracy: 90.0 to 88.0 %; 50.0 % before training")
-    assert beside.startswith("Not proved, for the whole model: a loses 0.0 points [-1.0, 1.0], and")
+    assert beside.startswith(
+        "For the whole model, without a proof: a loses 0.0 points [-1.0, 1.0], and"
+    )
     assert "recognizes 50 % [45, 55] of a message's texts" in beside
     assert unprotected.startswith("Unprotected: a server recovers 100 %")
 
@@ -263,17 +307,43 @@ def test_a_head_has_a_row_in_the_table_and_on_the_page() -> None:
     table = markdown_table(choice, score, "gradguard train --config train.yaml")
     assert (
         "| head on E | ε = 2.7 at δ = 1e-05 | 88.0 % [86.0, 90.0] | 2.0 [1.0, 3.0] | tells two "
-        "texts apart in ≤ 75 % | ≤ 4.8 % at 1 % false alarms | proof, all messages | 0.001 |"
+        "texts apart in ≤ 75 % by proof | ≤ 4.8 % by proof, at 1 % false alarms | all messages | "
+        "0.001 |"
     ) in table
     assert "| `a` | no proof | 90.0 %" in table
     page = html_report(choice, 0.05, TrialSettings(), score, "gradguard train --config train.yaml")
     assert page.count("<circle") == 2
     assert page.count('<rect class="dot chosen"') == 1
     assert "Train with it: <code>gradguard train --config train.yaml</code>" in page
+    # On a narrow page no line breaks within a flag or an interval.
+    words = "Allow more (--budget 0.04) & lose 5.0 points [4.0, 6.0]."
+    narrow = Choice(choice.outcomes, None, words)
+    page = html_report(narrow, 0.05, TrialSettings(), score, "")
+    kept = [
+        '(<span class="whole">--budget</span> 0.04) &amp; lose',
+        '<span class="whole">[4.0, 6.0]</span>',
+    ]
+    assert all(text in page for text in kept)
     nothing = Choice(choice.outcomes, None, "Nothing is recommended.")
     assert "<p>There is no file.</p>" in html_report(
         nothing, 0.05, TrialSettings(), score, "There is no file."
     )
+
+
+def test_what_a_test_found_of_a_head_stands_beside_the_proof() -> None:
+    """As a figure of these trainings, and never as what is promised."""
+    found = Recognition(Estimate(0.031, 0.023, 0.04), Estimate(0.62, 0.6, 0.64))
+    head = dataclasses.replace(headed("E", 0.02), recognition=found)
+    choice = choose([PLAIN, head], 0.02, 0.05)
+    answer, meaning, measured, *_ = choice.words.split("\n\n")
+    assert "3.1 %" not in answer + meaning
+    assert measured == (
+        "Measured, and no promise: the best test, by somebody who knows all other rows, found "
+        "3.1 % [2.3, 4.0] of the rows, and told 62 % [60, 64] of them apart."
+    )
+    table = markdown_table(choice, MAIN_SCORES["text"], "")
+    assert "in ≤ 75 % by proof; measured: 62 % [60, 64] | ≤ 4.8 % by proof, at 1 %" in table
+    assert "at 1 % false alarms; measured: 3.1 % [2.3, 4.0] | all messages |" in table
 
 
 def test_attacks_that_recover_nothing_undefended_say_nothing() -> None:
