@@ -13,7 +13,6 @@ into an environment of your own; `--without_others` leaves their rows out.
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from unittest.mock import patch
@@ -23,7 +22,7 @@ import torch
 from hf_gradguard import randomness
 from hf_gradguard.randomness import Stream
 
-from .measuring import classifier, clock
+from .measuring import classifier, clock, seconds_now
 
 ARGUMENTS: dict[str, dict] = {
     "without_others": {"action": "store_true", "help": "leave other libraries' rows out"}
@@ -41,10 +40,10 @@ def measure(args) -> dict:
     torch.set_num_threads(1)
     model = classifier(args.model)
     numbers = 1000 if args.quick else sum(p.numel() for p in model.parameters() if p.requires_grad)
-    begin = time.perf_counter()
+    begin = seconds_now()
     with compiled(True):
         Stream().noisy(torch.zeros(9), torch.tensor(1.0), 9)
-    compiling = time.perf_counter() - begin
+    compiling = seconds_now() - begin
     draws = ours(numbers) | ({} if args.without_others else others(numbers, args.quick))
     found: dict[str, list[float]] = {name: [] for name in draws}
     for turn in range(1 + (1 if args.quick else ROUNDS)):
