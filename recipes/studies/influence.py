@@ -117,16 +117,21 @@ class PredictsAttacks(Study):
             attack = attack_of("inverting_gradients", steps=cell["steps"], patience=5, **INVERTING)
         results = attack.reconstruct_many(observations, torch.Generator().manual_seed(sample))
         for point, result in zip(points, results, strict=True):
-            guess = result.input if tokenizer else result.input.clamp(0, 1)
-            point["rmse"] = (guess - gmap.input).square().mean().sqrt()
-            if tokenizer:
-                truth = [batch["input_ids"].tolist()]
-                scores = score_text([result.token_ids], truth, tokenizer=tokenizer, bootstrap=0)
-                point |= {score: scores.mean[score] for score in ("rougeL", "google_bleu")}
+            point |= self.scores_of(cell, batch, result, gmap.input, tokenizer)
         return [
             {k: v if isinstance(v, str) else significant(v, 4) for k, v in point.items()}
             for point in points
         ]
+
+    def scores_of(self, cell: dict, batch: dict, result: Any, true: Tensor, tokenizer: Any) -> dict:
+        """Of one reconstruction."""
+        guess = result.input if tokenizer else result.input.clamp(0, 1)
+        scores: dict = {"rmse": (guess - true).square().mean().sqrt()}
+        if tokenizer:
+            texts = [result.token_ids], [batch["input_ids"].tolist()]
+            found = score_text(*texts, tokenizer=tokenizer, bootstrap=0).mean
+            scores |= {score: found[score] for score in ("rougeL", "google_bleu")}
+        return scores
 
     def report(self, metrics: dict) -> None:
         rows, picture, panels = [], *plt.subplots(2, 2, figsize=(10, 8), layout="constrained")
