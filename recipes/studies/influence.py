@@ -230,32 +230,39 @@ class Directions(Study):
         batch = batches[cell["sample"]]
         image, gmap = batch["pixel_values"], GradientMap(model, batch)
         gradient = gmap.gradient()
-        start = torch.rand(image.shape, generator=torch.Generator().manual_seed(0))
-        dlg = make_attack("dlg", steps=cell["steps"], start=start)
-
-        def invert(shared: dict[str, Tensor]) -> Tensor:
-            # As if pixels came from -50 to 50: this attacker does not know their range.
-            knowledge = {"labels": batch["labels"], "image_mean": [0.5], "image_std": [0.01]}
-            observation = Observation(model, shared, tuple(image.shape), **knowledge)
-            return dlg(observation, torch.Generator().manual_seed(0)).input
-
         spectrum = smallest_directions(gmap, image.numel())
         logarithms = spectrum.eigenvalues.clamp_min(1e-12).log()
         targets = torch.linspace(float(logarithms[-1]), float(logarithms[0]), 4)
-        undefended, points = (invert(gradient) - image).square().mean(), []
+        messages, points = [gradient], []
         for index in (logarithms[:, None] - targets).abs().argmin(0):
             direction = gmap.jvp(spectrum.vectors[index])
             # The eigenvalue once more, as ‖Jᵀu‖²: the smallest of a large matrix carry the rounding
             # of the largest.
             root, size = flat(direction).norm(), cell["size"]
-            guess = invert(
+            messages.append(
                 {name: g + size / root * direction[name] for name, g in gradient.items()}
             )
+            points.append({"eigenvalue": root**2, "predicted": size**2 / root**2 / image.numel()})
+        undefended, *guesses = self.inverted(cell, model, batch, messages)
+        for point, guess in zip(points, guesses, strict=True):
+            point["undefended"] = (undefended - image).square().mean()
             mse, clipped = ((x - image).square().mean() for x in (guess, guess.clamp(0, 1)))
-            point = {"eigenvalue": root**2, "predicted": size**2 / root**2 / image.numel()}
-            point |= {"undefended": undefended, "mse": mse, "clipped": clipped}
-            points.append({key: significant(value, 4) for key, value in point.items()})
-        return points
+            point |= {"mse": mse, "clipped": clipped}
+        return [{key: significant(value, 4) for key, value in point.items()} for point in points]
+
+    def inverted(self, cell: dict, model: Any, batch: dict, messages: list[dict]) -> list[Tensor]:
+        """What DLG makes of each message of an image, one after the other."""
+        observations, dlg = self.observed(cell, model, batch, messages)
+        return [dlg(seen, torch.Generator().manual_seed(0)).input for seen in observations]
+
+    @staticmethod
+    def observed(cell: dict, model: Any, batch: dict, messages: list[dict]) -> tuple[list, Any]:
+        """As if pixels came from -50 to 50: this attacker does not know their range."""
+        shape = tuple(batch["pixel_values"].shape)
+        start = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+        knowledge = {"labels": batch["labels"], "image_mean": [0.5], "image_std": [0.01]}
+        observations = [Observation(model, shared, shape, **knowledge) for shared in messages]
+        return observations, make_attack("dlg", steps=cell["steps"], start=start)
 
     def report(self, metrics: dict) -> None:
         rows, picture, axes = [], *plt.subplots(1, 2, figsize=(11, 4.3), layout="constrained")

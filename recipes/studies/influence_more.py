@@ -289,8 +289,14 @@ class ResNetDirections(Directions):
     def cells(self) -> dict:
         cells = {place: cell for place, cell in super().cells().items() if place[0] == "CIFAR-10"}
         for cell in cells.values():
-            cell["side"] = min(cell["side"], 12)
+            cell["side"], cell["steps"] = min(cell["side"], 8), min(cell["steps"], 30)
         return cells
+
+    def inverted(self, cell: dict, model: Any, batch: dict, messages: list[dict]) -> list[Tensor]:
+        """All of them together, which a deep network does far faster."""
+        observations, dlg = self.observed(cell, model, batch, messages)
+        results = dlg.reconstruct_many(observations, torch.Generator().manual_seed(0))
+        return [result.input for result in results]
 
     def _task(self, data: str, side: int) -> tuple:
         batches = single_images(self.args.cifar10, self.samples, side)

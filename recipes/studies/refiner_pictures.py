@@ -107,9 +107,9 @@ class Recovered(Pictures):
     }
 
     def cells(self) -> dict:
-        settings = INVERTING | SMOOTHING | {"steps": 1 if self.quick else 25}
-        settings |= QUICK_SMOOTHING if self.quick else {"total_variation": [1e-5, 1e-2]}
-        sizes = {"samples": 2, "own": 1} if self.quick else {"samples": 8, "own": 2}
+        settings = INVERTING | SMOOTHING | {"steps": 1 if self.quick else 15}
+        settings |= QUICK_SMOOTHING if self.quick else {"total_variation": [1e-4, 1e-2]}
+        sizes = {"samples": 2, "own": 1} if self.quick else {"samples": 8, "own": 1}
         return {
             (row, ""): {
                 "defense": defense, "strength": strength, **sizes,
