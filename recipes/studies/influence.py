@@ -25,6 +25,7 @@ from ..study import Study
 from .lib.attacks import attack_of, observe
 from .lib.images import INVERTING, SINGLE_IMAGES, flat, lenet_for, single_images
 from .lib.intervals import share
+from .lib.results import named
 from .lib.tables import plt, save, significant, write_table
 from .lib.text import batches_of_one, load_tokenizer, of_usual_length, small_bert, sst2
 
@@ -146,9 +147,27 @@ class PredictsAttacks(Study):
             plot_points(axis, frame, score)
             axis.set(xscale="log", xlabel="I_lb", ylabel=title)
             axis.set_title(f"{data}: Spearman {rank(frame, score):.2f}")
+        rows.append(["SST-2, RMSE of embeddings", *rank_texts(frame, "rmse", len(samples)), share])
+        self.write_bounds(metrics)
         header = ["", "I_lb", "under noise", "under pruning", "samples at one setting (mean)"]
         write_table(self.output, [*header, "I, ε = 1e-3 λ_max", "‖δ‖", "I_lb/√m ≤ RMSE"], rows)
         save(picture, self.output, dpi=80)
+
+    def write_bounds(self, metrics: dict) -> None:
+        """Whether I itself is a bound: Figure 19."""
+        rows = []
+        for data, samples in metrics.items():
+            points = [point for groups in samples.values() for point in groups.values()]
+            frame = pandas.DataFrame([point for group in points for point in group])
+            influence = frame["influence"] / frame["coordinates"] ** 0.5
+            below, noise = influence <= frame["rmse"], frame["defense"] == "gaussian_noise"
+            strongest = noise & (frame["strength"] == frame["strength"][noise].max())
+            low, middle, high = (frame["rmse"] / influence)[~strongest].quantile([0, 0.5, 1])
+            shown = [f"{below[part].sum()} of {part.sum()}" for part in (~strongest, strongest)]
+            rows.append([data, *shown, f"{middle:.2g} ({low:.2g} to {high:.2g})"])
+        header = ["", "I/√m ≤ RMSE, but for the strongest noise", "at that noise"]
+        header += ["RMSE over I/√m, but for it: median, range"]
+        write_table(named(self.output, "_epsilon"), header, rows)
 
 
 def rank(frame: pandas.DataFrame, score: str, name: str = "bound") -> float:
