@@ -30,9 +30,8 @@ DEFENSES: dict[str, tuple[str, dict]] = {
     "refiner": ("refiner", {"alpha": 0.5}),
     "refiner, warm start": ("refiner", {"alpha": 0.5, "warm_start": 64}),
 }
-NETWORKS = ("LeNet", "ResNet10", "ResNet-18", "ViT")
+NETWORKS = ("LeNet", "ResNet10", "ResNet-18")
 PAPER = {"LeNet": 0.4103 / 0.3340, "ResNet10": 11.3148 / 1.7341, "ResNet-18": 21.7539 / 2.8539}
-PAPER |= {"ViT": 347.5668 / 30.2268}
 """Soteria's seconds over Refiner's."""
 
 

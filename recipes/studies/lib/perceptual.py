@@ -21,7 +21,8 @@ EFFICIENTNET = {
 class Perceptual:
     """EfficientNet-Lite0's distance of images, in the form of LPIPS (Zhang et al., 2018): features
     of unit length after each block, their mean squared difference, summed over blocks. LPIPS has
-    another network, and weights that were fitted to what people see; these have none.
+    another network, and weights that were fitted to what people see; these have none. Pixels are
+    normalized by ImageNet's mean and deviation, about twice the scale this network was trained at.
 
     Args:
         folder: Where pip put the two packages.
