@@ -28,9 +28,13 @@ from hf_gradguard import randomness, registry
 
 # What wraps another library is collected where that is installed.
 _WRAPPING = {
-    "flwr": ["hf_gradguard/federation/flower.py", "tests/federation/secagg_driver.py"],
+    "flwr": [
+        "hf_gradguard/federation/flower.py", "hf_gradguard/heads/flower.py",
+        "hf_gradguard/testing/flower.py", "tests/federation/secagg_driver.py",
+    ],
+    "numba": ["hf_gradguard/randomness_kernel.py"],
     "nvflare": ["hf_gradguard/federation/flare.py", "tests/federation/flare_trainer.py"],
-}
+}  # fmt: skip
 _DOCUMENTS = [Path(__file__).parent / "tests" / folder for folder in ("docs", "studies")]
 collect_ignore = [
     file for library, files in _WRAPPING.items() if not find_spec(library) for file in files

@@ -40,12 +40,17 @@ _WHERE = {
     "protect": "training.loop",
 }
 
+_WITH_TRAINER = ("training.loop", "training.mixin", "training.trainer")
+
 
 def __getattr__(name: str) -> Any:
     # Imported when first asked for, so that the command line answers without importing torch.
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    module = importlib.import_module(f".{_WHERE[name]}", __name__)
+    if _WHERE[name] in _WITH_TRAINER:  # which has imported almost all that heads import
+        importlib.import_module(".heads", __name__)  # Transformers' Auto classes then load a head
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -7,25 +7,34 @@ large values) gives away all the noise there is. A GPU's Philox has a key of 64 
 
 Everything that protects is drawn from a `Stream`: the keystream of ChaCha20 (RFC 8439) under a key
 of 256 bits, on the CPU by the `cryptography` package, elsewhere in torch's integer operations.
+
+What is made of it in float64 uses operations that IEEE 754 defines to the last bit, so that all
+processors and devices draw the same numbers, and so does the compiled kernel of the extra `fast`.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from operator import index
 from os import urandom
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
+import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .randomness_kernel import Kernel
 
 __all__ = ["GRID", "KEY_BYTES", "Stream", "normal", "private_draws", "signs", "torch_generator"]
 
@@ -35,6 +44,8 @@ BLOCK_WORDS = 16
 # torch, which shares out what is longer, leaves them to the one thread that makes them.
 _CHUNK = 2**15
 _CHUNK_ELSEWHERE = 2**24
+ROOT_HALF = 0x3FE6A09E667F3BCD
+"""The bits of the float64 √½: what is left of a number's bits above these says its exponent."""
 _SMALL_DRAW = 2**10  # words, of which signs are made together
 _STATE_WORDS = 624  # of a Mersenne Twister
 
@@ -42,8 +53,10 @@ GRID = 2.0**-14
 """The spacing of the grid of `Stream.noisy` times √entries, in standard deviations, at most."""
 
 Distribution = Literal["gaussian", "laplace"]
+Number = TypeVar("Number", float, Tensor)
 _Draw = tuple[bytes, bytes]
 _Maker = Callable[[Tensor], tuple[Tensor, ...]]
+_Take = Callable[[int, Tensor], None]
 _FEWEST = 2.0**-16
 """The smallest deviation relative to the largest. Smaller ones have a grid that is coarser for
 them, so that all whole numbers fit into a float64.
@@ -123,9 +136,11 @@ class Stream:
         The radius is made of 64 bits and computed in float64, so that tails reach 9.4 σ. The angle
         is made of 32 bits, or of 64 for float64.
         """
-        is_wide = dtype == torch.float64
-        make, words_per_pair = (_wide_normal, 4) if is_wide else (_narrow_normal, 3)
-        return self._draw_numbers(words_per_pair, shape, device, dtype, make, per=2)
+        if dtype != torch.float64:
+            return self._draw_numbers(3, shape, device, dtype, _narrow_normal, per=2)
+        loops = _loops("gaussian", math.prod(shape), torch.device(device))
+        make = exact_normal if loops is None else functools.partial(_filled_pairs, loops)
+        return self._draw_numbers(4, shape, device, dtype, make, per=2)
 
     def signs(
         self,
@@ -229,16 +244,11 @@ class Stream:
         is_bare = None if least > 0 else deviation == 0
         if is_bare is not None:
             least = deviation[~is_bare].amin()
-        fineness = 1 / grid_spacing(float(least), float(most), entries)  # dividing would be slower
-
-        def add(start: int, unit_noise: Tensor) -> None:
-            part = slice(start, start + len(unit_noise))
-            std = deviation[part] if deviation.dim() else deviation
-            on_grid = values[part].to(torch.float64, copy=True).mul_(fineness).round_()
-            on_grid.add_(unit_noise.mul_(std).mul_(fineness).round_()).mul_(1 / fineness)
-            noisy[part] = on_grid
-
-        self._draw_chunks(*_MAKERS[noise], len(values), values.device, add)
+        spacing = grid_spacing(float(least), float(most), entries)
+        sums = _Sums(values, deviation, 1 / spacing, noise, noisy)
+        numbers_per_draw = _NUMBERS_OF_FOUR_WORDS[noise]
+        self._draw_chunks(4, numbers_per_draw, len(values), values.device, sums.adder)
+        sums.settle()
         return noisy if is_bare is None else torch.where(is_bare, values, noisy)
 
     def _draw_numbers(
@@ -256,31 +266,34 @@ class Stream:
         """
         drawn = torch.empty(math.prod(shape), device=device, dtype=dtype)
 
-        def write(start: int, numbers: Tensor) -> None:
-            drawn[start : start + len(numbers)] = numbers
+        def write(start: int, words: Tensor) -> None:
+            for numbers in make(words):
+                needed = numbers[: len(drawn) - start]
+                drawn[start : start + len(needed)] = needed
+                start += len(needed)
 
-        self._draw_chunks(make, words_per_number, per, len(drawn), drawn.device, write)
+        self._draw_chunks(words_per_number, per, len(drawn), drawn.device, lambda: write)
         return drawn.view(tuple(shape))
 
     def _draw_chunks(
         self,
-        make: _Maker,
         words_per_number: int,
         per: int,
         size: int,
         device: torch.device,
-        write: Callable[[int, Tensor], None],
+        taker: Callable[[], _Take],
     ) -> None:
-        """Draw numbers once, and call `write` with each chunk and the place of its first number."""
+        """Draw words once, and let a taker of each thread have each chunk.
+
+        It gets the place of the chunk's first number, and the chunk.
+        """
         draw, count = self._next_draw(), -(-size // per)
 
         def fill(start: int, end: int) -> None:
-            done = start * per
+            take = taker()
             for words in _words(*draw, words_per_number, start, end, device):
-                for numbers in make(words):
-                    needed = numbers[: size - done]
-                    write(done, needed)
-                    done += len(needed)
+                take(start * per, words)
+                start += len(words) // words_per_number
 
         ends = _thread_ends(count, device)
         if len(ends) == 1:
@@ -353,36 +366,310 @@ def _narrow_normal(words: Tensor) -> tuple[Tensor, ...]:
     return angle.cos().mul_(radius), angle.sin_().mul_(radius)
 
 
-def _wide_normal(words: Tensor) -> tuple[Tensor, ...]:
-    """Return normal pairs in float64, each from 4 words."""
-    pairs = len(words) // 4
-    radius = _log_uniform(words[: 2 * pairs].view(torch.int64)).mul_(-2).sqrt_()
-    angle = words[2 * pairs :].view(torch.int64).double().mul_(math.pi * 2.0**-63)
+_TAIL_OF_LOGARITHM = (
+    -0.2923289937008681, -0.30663443201112084, -0.36365778250523445, -0.4444442226959016,
+    -0.5714285725195097, -0.7999999999979901, -1.333333333333334,
+)  # fmt: skip
+_SINE = (
+    5.87297574479995e-12, -6.684416831856085e-10, 5.6921364280986254e-08, -3.5988430204672576e-06,
+    0.0001604411847130916, -0.004681754135304255, 0.07969262624616565, -0.6459640975062462,
+    1.5707963267948966,
+)  # fmt: skip
+"""Of polynomials through Chebyshev's points, the highest power first."""
+
+
+def minus_twice_log(exponent: Number, mantissa: Number) -> Number:
+    """Return -2 ln(2ᵉ m) for whole e and m from √½ to √2, in float64.
+
+    With s = (m - 1)/(m + 1) it is -2 e ln 2 - 4 s - 4 s³/3 - …, whose tail is a polynomial. It is a
+    part of the specification: numbers are what these operations give in this order, for floats
+    (compiled or not) and for tensors, which are overwritten.
+
+    Args:
+        exponent: e, as a float.
+        mantissa: m.
+    """
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    z = s * s
+    logarithm = _TAIL_OF_LOGARITHM[0] * z
+    for power in range(1, len(_TAIL_OF_LOGARITHM) - 1):
+        logarithm += _TAIL_OF_LOGARITHM[power]
+        logarithm *= z
+    logarithm += _TAIL_OF_LOGARITHM[-1]
+    z *= s
+    logarithm *= z
+    s *= 4.0
+    logarithm -= s
+    exponent *= -2.0 * math.log(2.0)
+    logarithm += exponent
+    return logarithm
+
+
+def quarter_sine(turns: Number) -> Number:
+    """Return sin(π v/2) for v from -1 to 1, in float64; a part of the specification likewise.
+
+    Args:
+        turns: v, in quarter turns.
+    """
+    z = turns * turns
+    sine = _SINE[0] * z
+    for power in range(1, len(_SINE) - 1):
+        sine += _SINE[power]
+        sine *= z
+    sine += _SINE[-1]
+    sine *= turns
+    return sine
+
+
+def exact_normal(words: Tensor) -> tuple[Tensor, ...]:
+    """Return pairs of normal numbers in float64, each from two words of 64 bits, by Box and Muller.
+
+    Every operation is IEEE 754's, so that they are the same wherever they are made.
+
+    Args:
+        words: The radii's words, and then the angles', as integers of 32 or 64 bits.
+
+    Returns:
+        The cosines times the radii, and the sines.
+    """
+    of_radii, of_angles = words.view(torch.int64).chunk(2)
+    radius = _square_root(_minus_twice_log_uniform(of_radii))
+    turns = of_angles.double().mul_(2.0**-62)
+    aside = 1.0 - turns.abs()
+    cosine, sine = quarter_sine(aside), quarter_sine((1.0 - aside.abs()).copysign_(turns))
+    return cosine.mul_(radius), sine.mul_(radius)
+
+
+def exact_laplace(words: Tensor) -> tuple[Tensor, ...]:
+    """Return Laplace numbers of variance 1 in float64, each from two words of 64 bits.
+
+    The difference of two exponential numbers has variance 2. Operations are as `exact_normal`'s.
+
+    Args:
+        words: The first exponential numbers' words, and then the second's.
+
+    Returns:
+        The numbers alone.
+    """
+    upward, downward = _minus_twice_log_uniform(words.view(torch.int64)).chunk(2)
+    return (upward.sub_(downward).mul_(0.5 * math.sqrt(0.5)),)
+
+
+def _minus_twice_log_uniform(words: Tensor) -> Tensor:
+    """Return -2 ln u for the u of `_uniform`, as `minus_twice_log` does."""
+    bits = _uniform(words).view(torch.int64)
+    exponent = (bits - ROOT_HALF).bitwise_right_shift_(52)
+    mantissa = bits.sub_(exponent << 52).view(torch.float64)
+    return minus_twice_log(exponent.double(), mantissa)
+
+
+def _square_root(numbers: Tensor) -> Tensor:
+    """Return roots as IEEE 754 rounds them. Torch's are MKL's on some processors, which differ."""
+    if numbers.device.type == "cpu":
+        np.sqrt(numbers.numpy(), out=numbers.numpy())
+        return numbers
+    return numbers.sqrt_()
+
+
+def _nearly_normal(words: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """Return `exact_normal`'s numbers times `scale`, by the functions of torch's libraries.
+
+    They are off by `_NEARNESS` times `scale` at most.
+    """
+    of_radii, of_angles = words.view(torch.int64).chunk(2)
+    radius = _log_uniform(of_radii).mul_(-2.0 * scale**2).sqrt_()
+    angle = of_angles.double().mul_(math.pi * 2.0**-63)
     return angle.cos().mul_(radius), angle.sin_().mul_(radius)
 
 
-def _laplace(words: Tensor) -> tuple[Tensor, ...]:
-    """Return Laplace numbers of variance 1 in float64, each from 4 words.
-
-    The difference of two exponential numbers has variance 2.
-    """
+def _nearly_laplace(words: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """Return `exact_laplace`'s numbers likewise."""
     upward, downward = _log_uniform(words.view(torch.int64)).chunk(2)
-    return (downward.sub_(upward).mul_(math.sqrt(0.5)),)
+    return (downward.sub_(upward).mul_(math.sqrt(0.5) * scale),)
 
 
-_MAKERS: dict[Distribution, tuple[_Maker, int, int]] = {
-    "gaussian": (_wide_normal, 4, 2),
-    "laplace": (_laplace, 4, 1),
+_EXACT: dict[Distribution, _Maker] = {"gaussian": exact_normal, "laplace": exact_laplace}
+_NEARLY: dict[Distribution, Callable[[Tensor, float], tuple[Tensor, ...]]] = {
+    "gaussian": _nearly_normal,
+    "laplace": _nearly_laplace,
 }
-"""For each distribution the function that makes its numbers, of how many words, and how many at a
-time.
+_COMPILED_TYPES = torch.float32, torch.float64
+_NUMBERS_OF_FOUR_WORDS: dict[Distribution, int] = {"gaussian": 2, "laplace": 1}
+_NEARNESS = 1.5 * 2.0**-46
+"""How far numbers may be apart from `_EXACT`'s that are made by functions which err by a unit of
+the last bit at most, as MKL's, SLEEF's and C libraries' do: 9.4 σ times what an angle, a cosine and
+a radius may be off.
 """
 
 
+class _Sums:
+    """Values and noise that are rounded to a grid and added up there, chunk by chunk."""
+
+    def __init__(
+        self,
+        values: Tensor,
+        deviation: Tensor,
+        fineness: float,
+        noise: Distribution,
+        noisy: Tensor,
+    ) -> None:
+        if deviation.dtype not in _COMPILED_TYPES:
+            deviation = deviation.double()  # exactly
+        self._values, self._deviation, self._noisy = values, deviation, noisy
+        self._fineness, self._spacing = fineness, 1 / fineness  # dividing would be slower
+        self._exact, self._nearly = _EXACT[noise], _NEARLY[noise]
+        self._unclear: list[tuple[np.ndarray, ...]] = []
+        loops = _loops(noise, len(values), values.device)
+        is_each = deviation.shape == values.shape
+        if loops and values.dtype in _COMPILED_TYPES and (is_each or not deviation.dim()):
+            self.adder = self._compiled_adder(loops, noise)
+        else:
+            # Near numbers are made in steps, whose squares must be floats.
+            is_near = _on_cpu(values.device) and 2.0**-400 < fineness < 2.0**400
+            self.adder = self._near_adder if is_near else self._exact_adder
+
+    adder: Callable[[], _Take]
+    """Makes what adds the noise of a chunk of words to the values from a place on, for one thread.
+    All that there are add the same.
+    """
+
+    def _exact_adder(self) -> _Take:
+        def add(start: int, words: Tensor) -> None:
+            for numbers in self._exact(words):
+                needed = numbers[: len(self._values) - start]
+                places = slice(start, start + len(needed))
+                self._noisy[places] = self._sum(places, self._whole_steps(places, needed))
+                start += len(needed)
+
+        return add
+
+    def _near_adder(self) -> _Take:
+        """Take numbers that are nearly right, and note where that may not be enough."""
+        memory, is_each = torch.empty(_CHUNK, dtype=torch.float64), bool(self._deviation.dim())
+        blur = self._fineness * _NEARNESS  # of a number of deviation 1, in steps
+        scale = self._fineness * (1.0 if is_each else float(self._deviation))
+
+        def add(start: int, words: Tensor) -> None:
+            columns = words.view(torch.int64).view(2, -1).numpy()
+            for row, numbers in enumerate(self._nearly(words, scale)):
+                steps = numbers[: len(self._values) - start]
+                if not len(steps):
+                    return
+                places = slice(start, start + len(steps))
+                std = self._std(places)
+                if is_each:
+                    steps.mul_(std)
+                whole_steps = torch.round(steps, out=memory[: len(steps)])
+                distance = steps.sub_(whole_steps).abs_().numpy()
+                unclear = np.flatnonzero(~(distance < 0.5 - blur * float(std.amax())))
+                if is_each:
+                    unclear = unclear[~(distance[unclear] < 0.5 - blur * std.numpy()[unclear])]
+                if len(unclear):
+                    self._unclear.append((unclear + start, unclear * 0 + row, columns[:, unclear]))
+                on_grid = steps.copy_(self._values[places]).mul_(self._fineness).round_()
+                self._noisy[places] = on_grid.add_(whole_steps).mul_(self._spacing)
+                start += len(steps)
+
+        return add
+
+    def settle(self) -> None:
+        """Add the noise again where it was not clear how its numbers round."""
+        if not self._unclear:
+            return
+        places, rows, words = (
+            torch.from_numpy(np.concatenate(parts, axis=-1))
+            for parts in zip(*self._unclear, strict=True)
+        )
+        numbers = torch.stack(self._exact(words.flatten()))
+        whole_steps = self._whole_steps(places, numbers.gather(0, rows[None])[0])
+        self._noisy[places] = self._sum(places, whole_steps).to(self._noisy.dtype)
+
+    def _compiled_adder(self, loops: Kernel, noise: Distribution) -> Callable[[], _Take]:
+        values, noisy = self._values.detach().contiguous().numpy(), self._noisy.numpy()
+        stds = self._deviation.detach().contiguous().numpy()
+
+        def adder() -> _Take:
+            memory = np.empty(_CHUNK * _NUMBERS_OF_FOUR_WORDS[noise])
+
+            def add(start: int, words: Tensor) -> None:
+                numbers = memory[: len(words) * _NUMBERS_OF_FOUR_WORDS[noise] // 4]
+                loops.fill[noise](words.view(torch.int64).numpy(), numbers)
+                places = slice(start, start + len(numbers))
+                std = stds[places] if stds.ndim else float(stds)
+                loops.add(values[places], std, numbers, self._fineness, noisy[places])
+
+            return add
+
+        return adder
+
+    def _whole_steps(self, places: slice | Tensor, unit_noise: Tensor) -> Tensor:
+        return unit_noise.mul_(self._std(places)).mul_(self._fineness).round_()
+
+    def _std(self, places: slice | Tensor) -> Tensor:
+        return self._deviation[places] if self._deviation.dim() else self._deviation
+
+    def _sum(self, places: slice | Tensor, whole_steps: Tensor) -> Tensor:
+        on_grid = self._values[places].to(torch.float64, copy=True).mul_(self._fineness).round_()
+        return on_grid.add_(whole_steps).mul_(self._spacing)
+
+
+def _filled_pairs(loops: Kernel, words: Tensor) -> tuple[Tensor, ...]:
+    """Return what `exact_normal` does, by compiled loops."""
+    long_words = words.view(torch.int64)
+    numbers = torch.empty(len(long_words), dtype=torch.float64)
+    loops.fill["gaussian"](long_words.numpy(), numbers.numpy())
+    return numbers.chunk(2)
+
+
+def _loops(noise: Distribution, count: int, device: torch.device) -> Kernel | None:
+    """Return compiled loops for so many numbers, where they are installed and worth a compilation.
+
+    Until then, and elsewhere than on a processor, numbers are made by torch's operations: the same.
+    """
+    global _numbers_made
+    if not _on_cpu(device):
+        return None
+    _numbers_made += count
+    return _compiled_loops(noise) if _numbers_made >= _WORTH_COMPILING else None
+
+
+@functools.cache
+def _compiled_loops(noise: Distribution) -> Kernel | None:
+    """Return compiled loops, of which some numbers were compared with torch's operations'."""
+    if not importlib.util.find_spec("numba"):
+        return None
+    (words,) = keystream(bytes(KEY_BYTES), bytes(12), [2**14])
+    expected = torch.cat(_EXACT[noise](words))
+    numbers = torch.empty_like(expected)
+    try:
+        from .randomness_kernel import compiled_kernel
+
+        loops = compiled_kernel(minus_twice_log, quarter_sine, ROOT_HALF)
+        loops.fill[noise](words.view(torch.int64).numpy(), numbers.numpy())
+    except Exception as error:  # a Numba that does not go with this NumPy, Python or processor
+        warnings.warn(f"{_WITHOUT_LOOPS} Numba failed: {error}", stacklevel=2)
+        return None
+    if torch.equal(numbers, expected):
+        return loops
+    warnings.warn(f"{_WITHOUT_LOOPS} Its loops do not round as torch does here.", stacklevel=2)
+    return None
+
+
+_WITHOUT_LOOPS = "Exact noise is drawn by torch's operations, at a third of the speed."
+_WORTH_COMPILING = 2**24
+"""Numbers after which a process compiles: compiling takes as long as making some 2²⁸ of them."""
+_numbers_made = 0
+
+
 def _log_uniform(words: Tensor) -> Tensor:
-    """Return ln u in float64 for u uniform in (0, 1] from 64-bit words; u is at least 2⁻⁶⁴."""
+    """Return ln u for the u of `_uniform`, by the logarithm of torch's libraries."""
+    return _uniform(words).log_()
+
+
+def _uniform(words: Tensor) -> Tensor:
+    """Return u in float64, uniform in (0, 1], from 64-bit words; u is at least 2⁻⁶⁴."""
     # Sizes, not values: floats near 0 are dense, so that tails have no gaps.
-    return words.double().abs_().mul_(2.0**-63).add_(2.0**-64).log_()
+    return words.double().abs_().mul_(2.0**-63).add_(2.0**-64)
 
 
 def _chunk(device: torch.device) -> int:

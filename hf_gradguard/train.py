@@ -292,14 +292,22 @@ def proof_of(trainer: GradGuardTrainer) -> tuple[dict[str, Any], str]:
     # Whoever knows the noise takes it off again.
     if rows is None or rows.noise_multiplier is None or rows.is_noise_known():
         return {}, ", without a proof"
+    # Noise that is correlated counts for all messages together, independent noise for each.
+    is_of_all = bool(rows.defense.correlated)
+    messages = "all messages together" if is_of_all else "a message"
+    if trainer.args.noise_for == "sum":
+        messages += ", summed up over ranks"
     members = membership_power(rows.noise_multiplier)
     proved = {
         "epsilon": rows.epsilon,
         "delta": rows.defense.delta,
         "noise_multiplier": rows.noise_multiplier,
-        "members_found_at_most": members,
+        f"members_found_{'' if is_of_all else 'in_a_message_'}at_most": members,
     }
-    claim = f", proved for each row: at most {members:.1%} of the members found at 1 % false alarms"
+    claim = (
+        f", proved for each row: of {messages} at most {members:.1%} of the members are found at 1 "
+        "% false alarms"
+    )
     if rows.epsilon is not None:
         claim += f", ε = {rows.epsilon:.3g} at δ = {rows.defense.delta:g}"
     return proved | _of_secret_positions(rows), claim

@@ -5,21 +5,17 @@ private gradients: what a rank shares hides each of its sentences from everybody
 
 `--public_text` is any text that is nobody's secret, a sentence or a paragraph a line: no training
 sentence, since its mean is saved. Embeddings are whitened by it, which gives back some of what the
-noise costs. `--correlated` trains by messages of 16, each sentence in one of them, with noise that
-cancels in the weights, on features of all layers; `--noise_multiplier 0` trains it undefended:
-
-    accelerate launch recipes/head.py --correlated --public_text wikitext.txt
+noise costs. This is for messages of about 1,000 sentences. For messages of 16 see sst2.py --head.
 
 Two ranks without GPUs: as in sst2.py. `--config FILE.yaml` holds flags; flags override
 it.
 """
 
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -30,11 +26,8 @@ from transformers.utils import logging
 
 from hf_gradguard import GradGuardTrainer
 from hf_gradguard.data.samples import load_texts
-from hf_gradguard.heads import PrivateHead, default_learning_rate, private_head
-from hf_gradguard.heads.arguments import batch_size_of, messages_of
-from hf_gradguard.leakage import membership_power
 from hf_gradguard.models import explain_missing_model, load_tokenizer
-from hf_gradguard.train import accuracy_of, report_run, train_and_save
+from hf_gradguard.train import accuracy_of, proof_of, report_run, train_and_save
 
 # Started as a file, it finds no other recipe by itself.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -42,7 +35,6 @@ from recipes import command_line
 from recipes.command_line import flag
 
 SHRINKAGE = 0.5
-CORRELATED_CLIP, CORRELATED_NOISE = 0.3, 1.5
 DP_SGD = {"per_sample": True, "clip": 1.0, "noise_multiplier": 2.0, "delta": 1e-5}
 
 
@@ -63,49 +55,11 @@ class Arguments(command_line.TrainingArguments):
     per_device_train_batch_size: int = flag(1024, "Samples a rank and message, on average.")
     num_train_epochs: float = flag(24.0, "Passes over the data.")
     learning_rate: float = flag(2e-3, "Peak learning rate.")
-    correlated: bool = flag(False, "Correlated noise, on features of all layers.")
-    directions: int | None = flag(
-        None, "Of those features. Default: one for every 16 rows, at most 1,400."
-    )
-    noise_multiplier: float | None = flag(None, "Of dp_sgd; 0: no defense.")
-
-    CORRELATED: ClassVar[dict[str, Any]] = {  # in the place of other defaults
-        "per_device_train_batch_size": 16, "num_train_epochs": 1.0, "optim": "sgd",
-        "max_grad_norm": 0.0,
-    }  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.correlated:
-            usual = {field.name: field.default for field in fields(type(self))}
-            for name, default in self.CORRELATED.items():
-                if getattr(self, name) == usual[name]:
-                    setattr(self, name, default)
-        if self.noise_multiplier == 0:
-            self.defense = "none"
         if self.defense == "dp_sgd" and self.defense_kwargs is None:
-            self.defense_kwargs = self._dp_sgd()
+            self.defense_kwargs = DP_SGD.copy()
         super().__post_init__()
-
-    def set_default_rate(self, rows: int) -> None:
-        """The rate that correlated noise has unless another is given."""
-        if self.learning_rate == type(self).learning_rate:
-            named = self.defense_kwargs or {}
-            messages, of_a_pass = messages_of(self, rows)
-            self.learning_rate = default_learning_rate(
-                batch_size_of(self), named.get("noise_multiplier"),
-                named.get("clip", CORRELATED_CLIP), math.ceil(messages / of_a_pass),
-            )  # fmt: skip
-
-    def _dp_sgd(self) -> dict[str, Any]:
-        settings = DP_SGD.copy()
-        if self.correlated:
-            settings |= {"correlated": True, "clip": CORRELATED_CLIP}
-            settings["noise_multiplier"] = CORRELATED_NOISE
-            if self.max_steps <= 0:
-                settings["participations"] = max(1, math.ceil(self.num_train_epochs))
-        if self.noise_multiplier is not None:
-            settings["noise_multiplier"] = self.noise_multiplier
-        return settings
 
 
 class Encoder:
@@ -173,10 +127,7 @@ def whitening_of(rows: Tensor, shrinkage: float) -> nn.Linear:
 def main() -> None:
     recipe, args = command_line.parse_arguments(RecipeArguments, Arguments)
     state = PartialState(cpu=args.use_cpu)
-    encoder = None
-    if not args.correlated:
-        name = args.model_name_or_path
-        encoder = Encoder(name, recipe.layers, recipe.max_length, state.device)
+    encoder = Encoder(args.model_name_or_path, recipe.layers, recipe.max_length, state.device)
 
     # Each sentence is embedded once, and not before all is well.
     data, column = command_line.load_classes(recipe.source, "text", recipe, args.seed, state)
@@ -185,27 +136,9 @@ def main() -> None:
         public = public_texts(recipe.public_text, data["train"][column])
     card = {"tasks": "text-classification"}
     card["dataset"] = os.path.basename(recipe.data_dir or "SST-2")
-    if encoder is None:
-        data = data.rename_column(column, "text") if column != "text" else data
-        head = head_for(args, data, public, state, recipe.max_length)
-        train(args, data, head, "eval_sentences", **card)
-        return
     data = embedded(data, column, encoder, state)
     whitening = whitening_by(public, encoder, "public text")
     train(args, data, plain_head(data, whitening, args.seed), "eval_sentences", **card)
-
-
-def head_for(
-    args: Arguments, data: DatasetDict, public: Sequence | None, state: PartialState,
-    max_length: int = 128,
-) -> PrivateHead:  # fmt: skip
-    """A private head for the classes of these rows."""
-    rows = len(data["train"])
-    args.set_default_rate(rows)
-    return private_head(
-        args.model_name_or_path, public, labels=data["train"].features["labels"].names,
-        directions=args.directions, num_rows=rows, max_length=max_length, device=state.device,
-    )  # fmt: skip
 
 
 def embedded(
@@ -251,7 +184,7 @@ def plain_head(data: DatasetDict, whitening: nn.Module, seed: int) -> Head:
 
 def train(args: Arguments, data: DatasetDict, head: nn.Module, counted: str, **card: str) -> None:
     """Train a head on its features and `labels`, and save it, its card and its metrics."""
-    data = data if isinstance(head, PrivateHead) else data.with_format("torch")
+    data = data.with_format("torch")
     classes = data["train"].features["labels"].names
 
     # Training: the stock Trainer's arguments, and a defense.
@@ -264,7 +197,7 @@ def train(args: Arguments, data: DatasetDict, head: nn.Module, counted: str, **c
     )
     card["finetuned_from"] = args.model_name_or_path
     metrics = train_and_save(trainer, card)
-    proved, claim = private(trainer)
+    proved, claim = proof_of(trainer)
     report_run(trainer, metrics, counted, claim, classes=classes, **proved)
 
 
@@ -303,20 +236,6 @@ def check_public(public: Sequence[str], secret: Iterable[str], description: str)
 
 def _bare(text: str) -> str:
     return " ".join(text.casefold().split())
-
-
-def private(trainer: GradGuardTrainer) -> tuple[dict[str, float | None], str]:
-    """What is proved of this training, for its metrics and in words."""
-    rows = trainer.private_rows
-    if rows is None or rows.is_noise_known():  # who knows the noise takes it off again
-        return {}, ""
-    power = membership_power(rows.noise_multiplier)
-    messages = "the ranks' summed messages" if trainer.args.noise_for == "sum" else "a message"
-    claim = "" if rows.epsilon is None else f", for one row of the data ε = {rows.epsilon:.2g}"
-    if trainer.args.correlated:
-        messages = "all messages together"
-    claim += f"; of {messages} nobody tells more than {power:.1%} of the rows at 1 % false alarms"
-    return {"epsilon": rows.epsilon, "told_of_a_message": power}, claim
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ gradients: what a rank shares hides each of its images from everybody, by proof.
 Data sets are those of image_classification.py. An embedding is what the encoder pools, or the mean
 of its last states. `--public_images` is any folder, parquet or npz file of images that are nobody's
 secret: no training images, since their mean is saved. Embeddings are whitened by them, which gives
-back some of what the noise costs. `--correlated` and `--noise_multiplier`: as in head.py, with
-public images. Two ranks without GPUs: as in image_classification.py. `--config
-FILE.yaml` holds flags; flags override it.
+back some of what the noise costs. This is for messages of about 1,000 images. For smaller ones see
+image_classification.py --head. Two ranks without GPUs: as there. `--config FILE.yaml` holds flags;
+flags override it.
 """
 
 import hashlib
@@ -49,8 +49,6 @@ class RecipeArguments(DataArguments):
 class Arguments(head.Arguments):
     output_dir: str = flag("runs/image_head", "Where the head, its card and metrics.json go.")
     model_name_or_path: str | None = flag("facebook/dinov2-small", "Any encoder of images.")
-
-    CORRELATED = head.Arguments.CORRELATED | {"per_device_train_batch_size": 64}
 
 
 class Encoder:
@@ -94,7 +92,7 @@ class Encoder:
 def main() -> None:
     recipe, args = parse_arguments(RecipeArguments, Arguments)
     state = PartialState(cpu=args.use_cpu)
-    encoder = None if args.correlated else Encoder(args.model_name_or_path, state.device)
+    encoder = Encoder(args.model_name_or_path, state.device)
 
     # Each image is embedded once, and not before all is well.
     data, column = load_classes(recipe.source, "image", recipe, args.seed, state)
@@ -104,13 +102,6 @@ def main() -> None:
         public = public_images(recipe.public_images, secret)
     card = {"tasks": "image-classification"}
     card["dataset"] = os.path.basename(recipe.dataset.rstrip("/"))
-    if encoder is None:
-        if public is None:
-            sys.exit("--correlated takes --public_images, by which features are whitened.")
-        data = data.rename_column(column, "image") if column != "image" else data
-        trained = head.head_for(args, data, public, state)
-        head.train(args, data, trained, "eval_images", **card)
-        return
     data = head.embedded(data, column, encoder, state)
     whitening = head.whitening_by(public, encoder, "public images")
     plain = head.plain_head(data, whitening, args.seed)

@@ -103,6 +103,7 @@ RUNS = [
     Run("speed", "defenses", MODEL, 0.1),
     Run("randomness_speed", "randomness", MODEL, 0.05),
     Run("exact_noise", "exact_noise", MODEL, 0.1),
+    Run("noise_speed", "noise", MODEL, 0.05),
     Run("candidates_speed", "candidates", MODEL, 0.1),
     Run("kinks_speed", "kinks", MODEL, 0.1),
     Run("memory", "memory", MODEL, 0.1),
@@ -144,6 +145,12 @@ RUNS = [
         f"{TEXT} --public {WIKI}/train.txt {STORED}",
         1,
     ),
+    Run(
+        "many_clients",
+        "many_clients:ManyClients",
+        f"{TEXT} --public {WIKI}/train.txt {STORED}",
+        1,
+    ),
     Run("whole_models", "whole_models:WholeModels", f"{TEXT} {STORED}", 2),
     Run("correlated_models", "whole_models:Parts", TEXT, 2.5),
     Run(
@@ -172,10 +179,23 @@ RUNS = [
         0.3,
     ),
     Run(
+        "correlated_heads_efficientnet",
+        "correlated_heads:ImagesByEfficientNet",
+        f"{TRAINED} --public $TINY_IMAGENET --network $EFFICIENTNET {STORED}",
+        1.5,
+    ),
+    Run(
         "default_rates",
         "default_rates:DefaultRates",
         f"{TEXT} {STORED} {TRAINED} --wikitext {WIKI} {ELSEWHERE} {CIFAR10}",
         1,
+    ),
+    Run(
+        "encoder_choice",
+        "encoder_choice:EncoderChoice",
+        f"{TEXT} --mpnet $MPNET --network $EFFICIENTNET {STORED} {TRAINED} --wikitext {WIKI} "
+        f"{ELSEWHERE}",
+        0.7,
     ),
     Run("frontier_images", "frontier_images:Images", FRONTIER, 1),
     Run(

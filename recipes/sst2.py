@@ -2,6 +2,7 @@ r"""Fine-tune a text classifier on SST-2 so that ranks share only protected grad
 train` with the flags of sst2.yaml, which others override.
 
     accelerate launch recipes/sst2.py --defense optimal_noise
+    accelerate launch recipes/sst2.py --head --public wikitext.txt  # by proof: sst2_head.yaml
     accelerate launch --multi_gpu --num_processes 2 recipes/sst2.py --num_ranks 2 \
         --defense optimal_pruning --defense_kwargs '{"ratio": 0.9}' --model FacebookAI/roberta-base
 
@@ -15,4 +16,6 @@ from pathlib import Path
 from hf_gradguard.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["train", "--config", str(Path(__file__).with_suffix(".yaml")), *sys.argv[1:]]))
+    # The rates of a whole model are none of a head's, which has defaults of its own.
+    file = "sst2_head.yaml" if "--head" in sys.argv else "sst2.yaml"
+    sys.exit(main(["train", "--config", str(Path(__file__).with_name(file)), *sys.argv[1:]]))

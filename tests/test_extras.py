@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = [
-    *("evaluate", "jinja2", "lightning_fabric", "matplotlib", "nltk"),
+    *("evaluate", "jinja2", "lightning_fabric", "matplotlib", "nltk", "numba"),
     *("peft", "PIL", "rouge_score", "sacrebleu", "sklearn"),
     *("sentence_transformers", "torchmetrics", "trl", "flwr", "nvflare"),
 ]

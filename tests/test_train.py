@@ -185,7 +185,8 @@ def test_a_head_by_proof_from_a_file_of_flags(
     assert metrics["epsilon"] == pytest.approx(gaussian_epsilon(2.0, 1e-5), rel=1e-3)
     assert metrics["members_found_at_most"] == pytest.approx(membership_power(2.0))
     assert metrics["encoder"] == str(models / "encoder")
-    assert "proved for each row: at most 3.4% of the members found at 1 % false alarms" in said
+    assert "proved for each row: of all messages together at most 3.4% of the members" in said
+    assert "are found at 1 % false alarms" in said
     assert "Load it by pipeline('text-classification', " in said
     card = (tmp_path / "out" / "README.md").read_text()
     assert "## Privacy" in card

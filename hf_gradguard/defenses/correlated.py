@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -35,6 +35,7 @@ from ..randomness import Stream, grid_spacing
 
 Factorization = Literal["blt", "banded", "square_root"]
 BUFFERS = 5
+_PART = 2**15
 _SEARCH_STEPS = 200
 _SHARE_OF_PREFIX = 0.05  # of the last prefix sum's variance, beside that of the last weights
 _SLOWEST = 1 - 1e-9  # of fitted decays
@@ -198,14 +199,24 @@ def add_on_grid(values: Tensor, noise: Tensor, deviation: float, entries: int) -
         tensor([0.7500])
     """
     spacing = grid_spacing(deviation, deviation, entries)
-    on_grid = values.double().div_(spacing).round_() + (noise / spacing).round_()
-    largest = float(on_grid.abs().max()) if len(on_grid) else 0.0
-    if not largest < 2.0**53:
-        raise OverflowError(
-            f"A message of {largest * spacing:g} is too large for its noise's grid."
-        )
     assert math.frexp(spacing)[0] == 0.5  # a power of two: scaling rounds nothing
-    return on_grid.mul_(spacing).to(values.dtype)
+    noisy = torch.empty_like(values)
+    for part in _parts(values):
+        on_grid = values[part].double().div_(spacing).round_()
+        on_grid.add_((noise[part] / spacing).round_())
+        largest = float(on_grid.abs().max())
+        if not largest < 2.0**53:
+            raise OverflowError(
+                f"A message of {largest * spacing:g} is too large for its noise's grid."
+            )
+        noisy[part] = on_grid.mul_(spacing)
+    return noisy
+
+
+def _parts(entries: Tensor) -> Iterator[slice]:
+    """Slices of entries, so many that what is made of them stays in a processor's cache."""
+    size = _PART if entries.device.type == "cpu" else max(len(entries), 1)
+    return (slice(start, start + size) for start in range(0, len(entries), size))
 
 
 @dataclass(frozen=True)
@@ -256,8 +267,10 @@ class Banded:
         Returns:
             The noise `(n,)`, and what the next call needs.
         """
-        weights = torch.tensor(self.bands[1:], dtype=memory.dtype, device=memory.device)
-        noise = white_noise - weights @ memory
+        noise = white_noise.clone()
+        for part in _parts(noise):
+            for band, earlier in zip(self.bands[1:], memory, strict=True):
+                noise[part].sub_(earlier[part] * band)  # a sum in this order is the same everywhere
         return noise, torch.cat([noise[None], memory])[: self.memory]
 
 
@@ -321,8 +334,15 @@ class Buffered:
         Returns:
             The noise `(n,)`, and the running sums for the next call.
         """
-        weights, decays = _float64(self.weights).to(memory), _float64(self.decays).to(memory)
-        return white_noise - weights @ memory, decays[:, None] * memory + white_noise
+        noise, sums = white_noise.clone(), torch.empty_like(memory)
+        for part in _parts(noise):
+            white = white_noise[part]
+            for weight, decay, earlier, later in zip(
+                self.weights, self.decays, memory[:, part], sums[:, part], strict=True
+            ):
+                noise[part].sub_(earlier * weight)  # a sum in this order is the same everywhere
+                torch.mul(earlier, decay, out=later).add_(white)
+        return noise, sums
 
 
 Factor = Banded | Buffered

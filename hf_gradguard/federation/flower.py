@@ -99,12 +99,12 @@ class ClientGuard(Guard):
             return
         stored = self.stored(folder, self._client) if folder else None
         if STATE in records:
-            stored = _later(tensors_of(records[STATE]), stored, folder)
+            stored = later_state(tensors_of(records[STATE]), stored, folder)
         if stored is not None:
             self.defense.load_state_dict(stored)
 
 
-def _later(in_context: Tensors, in_folder: Tensors | None, folder: str) -> Tensors:
+def later_state(in_context: Tensors, in_folder: Tensors | None, folder: str) -> Tensors:
     """Return the later one of two stored states of a node.
 
     With correlated noise the folder is ahead after a context was restored. The messages between
@@ -155,7 +155,8 @@ def gradguard_mod(
     Raises:
         ValueError: If the answer is another one, or the run's config is wrong.
         FloatingPointError: If a number in the answer is not finite.
-        RuntimeError: If the defense needs the data, and the app did not protect its update.
+        RuntimeError: If the defense needs the data, and the app did not protect its update; or if
+            the app fails. The node's own log says why, and the server is not told.
 
     Example:
         >>> from flwr.clientapp import ClientApp
@@ -164,7 +165,7 @@ def gradguard_mod(
     guard = ClientGuard(context)
     received = arrays_in(message)
     digests = {name: digest(record) for name, record in received.items()}
-    reply = call_next(message, context)
+    reply = _answer(call_next, message, context, guard.settings)
     ticket = context.state.pop(SHARED, None)
     if reply.has_error() or not guard.settings.on:
         return reply
@@ -199,6 +200,27 @@ def gradguard_mod(
     reply.content[key] = record_of(guard.protect(tensors_of(start), tensors_of(record)))
     guard.save()
     return reply
+
+
+def _answer(
+    call_next: Callable[[Message, Context], Message],
+    message: Message,
+    context: Context,
+    settings: GuardSettings,
+) -> Message:
+    """Return the app's answer, or an error that says nothing.
+
+    Raises:
+        RuntimeError: If the app fails: Flower sends an error's text to the server, and one of the
+            app's may quote a row.
+    """
+    try:
+        return call_next(message, context)
+    except Exception as error:
+        if not settings.on:
+            raise
+        logger.error(f"Nothing was sent, since the app failed: {error}", exc_info=error)
+    raise RuntimeError("Nothing was sent, since the app failed. This node's own log says why.")
 
 
 class MergeByName:

@@ -5,6 +5,8 @@ Both are trained by differentially private gradients of few samples a message.
 
 from .arguments import default_learning_rate
 from .body import SketchedBody, sketched_body
+from .choice import choose_encoder
+from .client import HeadClient
 from .configuration import PrivateHeadConfig
 from .features import half_whitened as half_whitened
 from .features import layer_features as layer_features
@@ -19,12 +21,14 @@ from .making import packaged_sentences as packaged_sentences
 from .making import private_head
 
 __all__ = [
+    "HeadClient",
     "PrivateHead",
     "PrivateHeadConfig",
     "PrivateHeadForImageClassification",
     "PrivateHeadForSequenceClassification",
     "PrivateHeadForTokenClassification",
     "SketchedBody",
+    "choose_encoder",
     "default_learning_rate",
     "private_head",
     "sketched_body",

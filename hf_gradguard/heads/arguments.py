@@ -21,7 +21,7 @@ _OF_DEFENSE = {field.name for field in fields(DPSGD)}
 
 
 def default_learning_rate(
-    batch_size: int = BATCH_SIZE,
+    batch_size: float = BATCH_SIZE,
     noise_multiplier: float | None = NOISE_MULTIPLIER,
     clip: float = CLIP,
     passes: int = 1,
@@ -35,7 +35,7 @@ def default_learning_rate(
     docs/findings/heads.md.
 
     Args:
-        batch_size: The number of rows of a message.
+        batch_size: The number of rows of a message, or its mean.
         noise_multiplier: σ. With less than 0.3 of it, clipping is the limit. 0 or `None` is of a
             training without a defense, which clips nothing either.
         clip: The clipping bound C of a row's gradient.

@@ -55,11 +55,11 @@ def prepared(head: Any, dataset: Any) -> Any:
             "A head's features are made once for all rows: pass rows that have a length and can be "
             "read in any order, not a stream."
         )
-    if not len(dataset) or "features" in _names(dataset):
+    if not len(dataset) or "features" in names_of(dataset):
         return dataset
     from datasets import Dataset
 
-    names = _names(dataset)
+    names = names_of(dataset)
     samples = _samples(head, dataset, names)
     features, lengths = features_of(head, samples)
     columns: dict[str, Any] = {"features": features.numpy()}
@@ -75,7 +75,12 @@ def prepared(head: Any, dataset: Any) -> Any:
     return Dataset.from_dict(columns).with_format("torch")
 
 
-def _names(dataset: Any) -> list[str]:
+def names_of(dataset: Any) -> list[str]:
+    """Return the columns of rows.
+
+    Args:
+        dataset: Rows, not none of them.
+    """
     names = getattr(dataset, "column_names", None)
     return list(dataset[0] if names is None else names)
 
@@ -84,8 +89,13 @@ def _usual_name(usual: Sequence[str], names: Sequence[str]) -> str | None:
     return next((name for name in usual if name in names), None)
 
 
-def _column(dataset: Any, name: str) -> list[Any]:
-    """Return a column's entries, as they are stored."""
+def column_of(dataset: Any, name: str) -> list[Any]:
+    """Return a column's entries, as they are stored.
+
+    Args:
+        dataset: Rows.
+        name: The column.
+    """
     if hasattr(dataset, "column_names"):
         return list(dataset.with_format(None)[name])
     return [dataset[place][name] for place in range(len(dataset))]
@@ -106,15 +116,15 @@ def _samples(head: Any, dataset: Any, names: Sequence[str]) -> list[Any]:
                 f"rows have the columns {list(names)}. Set pairs= of private_head, or rename them."
             )
         if pair is not None:
-            return list(zip(*(_column(dataset, name) for name in pair), strict=True))
+            return list(zip(*(column_of(dataset, name) for name in pair), strict=True))
     if (name := _usual_name(usual, names)) is None:
         raise ValueError(f"No column of {list(names)} has {kind}s: rename it to {usual[0]!r}.")
-    return _column(dataset, name)
+    return column_of(dataset, name)
 
 
 def _labels(head: Any, dataset: Any, name: str) -> Any:
     """Return the labels of all rows as the head takes them."""
-    labels = _column(dataset, name)
+    labels = column_of(dataset, name)
     if head.config.problem_type == "regression":
         return np.asarray(labels, dtype=np.float32)
     if head.config.problem_type == "multi_label_classification":
@@ -225,6 +235,27 @@ def key_of(head: Any, samples: Sequence[Any]) -> str:
     for sample in samples:
         digest.update(_bytes(sample) + b"\0")
     return digest.hexdigest()
+
+
+def digest_of(head: Any, dataset: Any) -> bytes:
+    """Return a hash of rows in their order, by which they are known again.
+
+    It is of samples and labels, and not of features, whose last digits are a machine's own.
+
+    Args:
+        head: The head that the rows are for.
+        dataset: Rows as `prepared` takes them.
+    """
+    names, total = names_of(dataset), hashlib.sha256()
+    has_features = "features" in names
+    samples = column_of(dataset, "features") if has_features else _samples(head, dataset, names)
+    label_name = _usual_name(TAGS if head.reads_words else LABELS, names)
+    labels = [] if label_name is None else column_of(dataset, label_name)
+    for entries in (samples, labels):
+        for entry in entries:
+            total.update(hashlib.sha256(_bytes(entry)).digest())
+        total.update(b"\0")
+    return total.digest()
 
 
 def _described(processing_class: Any) -> str:

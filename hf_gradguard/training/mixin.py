@@ -129,6 +129,7 @@ class GradGuardMixin(Trainer):
     takes only gradients that `ledger` was told of.
 
     Args:
+        model: The model, as the Trainer takes it.
         args: `GradGuardConfig`, or training arguments of any other kind.
         defense: A name of `DEFENSES` (its settings come from `args.defense_kwargs`) or a `Defense`.
             Required here or in `args`.
@@ -190,8 +191,9 @@ class GradGuardMixin(Trainer):
 
     def __init__(
         self,
-        *,
+        model: Any = None,
         args: TrainingArguments | None = None,
+        *,
         defense: str | Defense | None = None,
         accountant: FisherAccountant | None = None,
         **kwargs: Any,
@@ -203,7 +205,8 @@ class GradGuardMixin(Trainer):
         self._private_metrics = PrivateMetrics()
         self.ledger = Ledger()
         self.shared_messages = SharedMessages(self.describe_message)
-        super().__init__(args=args, **kwargs)
+        given = {} if model is None else {"model": model}
+        super().__init__(args=args, **given, **kwargs)
         self.hook_guard = HookGuard(self)
         for callback in (Beginning(self), self.ledger, self.hook_guard):
             self.add_callback(callback)

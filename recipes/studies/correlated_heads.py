@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel
+from transformers.utils import logging
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.defenses.correlated import make_factor
@@ -32,6 +33,7 @@ from hf_gradguard.leakage import (
 from ..study import Study
 from . import frontier_clients as clients
 from . import frontier_tables as tables
+from .efficientnet_features import EfficientNetMeans, Standardized, load_network
 from .frontier_heads import FeaturesTask, Rows
 from .frontier_rows import DELTA, RATES_SEED
 from .lib.device import DEVICE
@@ -50,6 +52,7 @@ from .patch_features import PatchFeatures
 from .rate_search import RateStudy
 
 CLIP, BATCH, SEEDS = 0.3, 16, 5
+BATCH_SIZE = 64  # of images whose features are made at once
 GRID = tuple(0.625 * 2**power for power in range(10))
 PLANNED = {"correlated": True, "falling_rate": True}  # as a Trainer does by its schedule
 ORDERS, TRAININGS = 2, 4  # of samples, and in each of them, when a rate is chosen
@@ -298,6 +301,41 @@ class ImagesTask(HeadTask):
         return order[: self.HELD_OUT], order[self.HELD_OUT :]
 
 
+class EfficientNetTask(ImagesTask):
+    """The same, by features of all blocks of EfficientNet-Lite0.
+
+    Args:
+        network: The folder of its packages.
+        train: A parquet file of images to train on.
+        test: The same, to judge on.
+        folder: Keeps features.
+        public: An npz of public images.
+    """
+
+    PUBLIC, DIRECTIONS = 2000, 1400
+
+    def __init__(self, network: str, train: str, test: str, folder: str, public: str) -> None:
+        super().__init__(train, test, folder, public)
+        self.folder = Path(folder) / "correlated-efficientnet-heads"
+        self._network = network
+
+    @functools.cached_property
+    def full_head(self) -> PrivateHead:
+        public = public_images(self._public, self.PUBLIC)
+        network = EfficientNetMeans(load_network(self._network)).to(DEVICE)
+        means = torch.cat([network(part) for part in public.to(DEVICE).split(BATCH_SIZE)])
+        encoder = nn.Sequential(network, Standardized(means))
+        return private_head(
+            encoder, public, 10, directions=self.DIRECTIONS, task="image-classification"
+        )
+
+    def made(self, name: str) -> dict[str, Tensor]:
+        pixels, labels = images_at(self._files[name], name)
+        parts = logging.tqdm(pixels.split(BATCH_SIZE), desc=f"images to {name}")
+        features = [self.full_head.features_of(part.float() / 255) for part in parts]
+        return {"features": torch.cat(features), "labels": labels}
+
+
 # of `HeadSettings`, by a cell
 GIVEN = ("clip", "noise_multiplier", "correlated", "momentum", "falling_rate")
 
@@ -400,10 +438,8 @@ class TextsOfMPNet(Texts):
     """
 
     ROWS = [
-        Row(1590, [*ONE_AND_A_HALF, SECRET]),
+        Row(1590, [NONE, CORRELATED, SECRET]),
         Row(400, [*ONE_AND_A_HALF, SECRET], directions=400),
-        Row(200, [NONE, CORRELATED], directions=200),
-        Row(4209, [NONE, CORRELATED]),
     ]
 
 
@@ -460,6 +496,25 @@ class Images(Texts):
     def load(self) -> None:
         args = self.args
         self.task = ImagesTask(args.train, args.test, args.models, args.public)
+
+
+class ImagesByEfficientNet(Images):
+    """The same by a network that was trained on ImageNet: EfficientNet-Lite0 at 224 pixels.
+
+    Conditions and figures: docs/findings/heads.md.
+    """
+
+    ARGUMENTS = Images.ARGUMENTS | {"--network": "folder of the packages of EfficientNet-Lite0"}
+    ROWS = [
+        Row(750, [*ONE_AND_A_HALF, SECRET], 64, 1400), Row(365, [NONE, CORRELATED], 64, 1400)
+    ]  # fmt: skip
+    FEATURES = "EfficientNet-Lite0"
+
+    def load(self) -> None:
+        args = self.args
+        self.task = EfficientNetTask(
+            args.network, args.train, args.test, args.models, args.public
+        )  # fmt: skip
 
 
 def _seed_order(place: tuple[str, ...]) -> tuple[bool, str]:

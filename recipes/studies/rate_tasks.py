@@ -7,16 +7,17 @@ import random
 import re
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel
 
 from hf_gradguard.heads import PrivateHead, private_head
 
 from .correlated_heads import HeadTask, ImagesTask
+from .efficientnet_features import EfficientNetMeans, Standardized, load_network
 from .lib.device import DEVICE
 from .lib.images import images_at, public_images
 from .lib.linear_heads import held_out_sentences
@@ -44,17 +45,24 @@ class HalfTask(HeadTask):
     """Features by an encoder in bfloat16, three times as fast, and of fewer public sentences."""
 
     PUBLIC = 2000
+    layers: int | None = None  # of the encoder, if not all: with 0 a text is a bag of words
 
     @functools.cached_property
     def full_head(self) -> PrivateHead:
+        fewer = {} if self.layers is None else {"num_hidden_layers": self.layers}
         encoder = AutoModel.from_pretrained(
-            self._name, trust_remote_code=False, dtype=torch.bfloat16
+            self._name, trust_remote_code=False, dtype=torch.bfloat16, **fewer
         ).to(DEVICE)
         public, _ = self.sentences("public")
         return private_head(
             encoder, public, 2, directions=self.DIRECTIONS, processing_class=self.tokenizer(),
             max_length=self.LENGTH,
         )  # fmt: skip
+
+    def with_layers(self, count: int) -> Self:
+        """The same by the first layers alone."""
+        self.layers, self.folder = count, self.folder.with_name(f"{self.folder.name}-{count}")
+        return self
 
     def tokenizer(self) -> Any:
         """Make the encoder's inputs of texts."""
@@ -228,11 +236,17 @@ class RateImages(ImagesTask):
 
     @functools.cached_property
     def full_head(self) -> PrivateHead:
+        return private_head(self.encoder(), self.public, 10, directions=self.DIRECTIONS)
+
+    @functools.cached_property
+    def public(self) -> Tensor:
+        """Public images, in gray where the private ones are."""
         public = public_images(self._public, self.PUBLIC)
-        if self.is_gray:
-            public = public.mean(1, keepdim=True).expand(-1, 3, -1, -1)
-        encoder = PatchFeatures(public, self.FILTERS, torch.Generator().manual_seed(0))
-        return private_head(encoder, public, 10, directions=self.DIRECTIONS)
+        return public.mean(1, keepdim=True).expand(-1, 3, -1, -1) if self.is_gray else public
+
+    def encoder(self) -> nn.Module:
+        """What features are made by."""
+        return PatchFeatures(self.public, self.FILTERS, torch.Generator().manual_seed(0))
 
     @functools.cached_property
     def is_gray(self) -> bool:
@@ -245,6 +259,38 @@ class RateImages(ImagesTask):
         parts = pixels[chosen].split(self.CHUNK)
         features = [self.full_head.features_of(scaled(part)) for part in parts]
         return {"features": torch.cat(features), "labels": labels[chosen]}
+
+
+class Pixels(RateImages):
+    """The same by the pixels themselves."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.folder = self.folder.with_name(self.folder.name.replace("patches", "pixels"))
+
+    def encoder(self) -> nn.Module:
+        return nn.Flatten()
+
+
+class BlockMeans(RateImages):
+    """The same by the blocks of EfficientNet-Lite0.
+
+    Args:
+        network: The folder of its packages.
+        *args: As of `RateImages`.
+    """
+
+    PUBLIC, DIRECTIONS, CHUNK = 2000, 1400, 64
+
+    def __init__(self, network: str, *args: Any) -> None:
+        super().__init__(*args)
+        self.folder = self.folder.with_name(self.folder.name.replace("patches", "efficientnet"))
+        self._network = network
+
+    def encoder(self) -> nn.Module:
+        network = EfficientNetMeans(load_network(self._network)).to(DEVICE)
+        public = torch.cat([network(part) for part in self.public.split(self.CHUNK)])
+        return nn.Sequential(network, Standardized(public))
 
 
 def scaled(pixels: Tensor) -> Tensor:

@@ -206,6 +206,20 @@ def test_what_is_not_finite_is_refused(value: float) -> None:
         app(broken)(message(), context())
 
 
+def test_an_error_of_the_app_tells_the_server_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Flower sends an error's text to the server, and one may quote a row."""
+
+    def fail(_message: Message, _context: Context) -> dict[str, Any]:
+        raise KeyError("patient 7")
+
+    with pytest.raises(RuntimeError, match="own log says why") as caught:
+        app(fail)(message(), context(**SCALED))
+    assert "patient" not in f"{caught.value} {caught.value.__cause__} {caught.value.__context__}"
+    assert "patient 7" in caplog.text
+    with pytest.raises(KeyError, match="patient 7"):
+        app(fail)(message(), context(defense="none"))
+
+
 def test_an_app_that_trains_the_received_arrays_in_place_is_refused() -> None:
     def train(message: Message, _context: Context) -> dict[str, Any]:
         record = message.content.array_records["arrays"]

@@ -141,6 +141,22 @@ def in_pipeline(task: str, folder: Path, *inputs: str) -> list[Any]:
     return result
 
 
+def test_whoever_trains_loads_a_head_by_an_auto_class(tmp_path: Path) -> None:
+    """Without an import of heads; the package's own import loads nothing, and tells nobody."""
+    make_head(tmp_path / "encoder").save_pretrained(tmp_path / "head")
+    lines = [
+        "import sys, hf_gradguard",
+        "assert 'transformers' not in sys.modules and 'torch' not in sys.modules",
+        "from hf_gradguard import protect",
+        "from transformers import AutoModelForSequenceClassification as Auto",
+        f"print(type(Auto.from_pretrained({str(tmp_path / 'head')!r})).__name__)",
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["PrivateHeadForSequenceClassification"]
+
+
 def test_pipeline_of_texts(tmp_path: Path) -> None:
     head = make_head(tmp_path / "encoder", labels=["bad", "good"])
     head.save_pretrained(tmp_path / "head")

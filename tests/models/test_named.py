@@ -76,14 +76,17 @@ def test_wherever_names_are_loaded(
         assert "or a name on the Hugging Face Hub" in error
 
 
-@pytest.mark.parametrize("recipe", ["sst2", "head", "image_classification", "image_head"])
+@pytest.mark.parametrize(
+    "recipe", ["sst2", "sst2 --head", "head", "image_classification", "image_head"]
+)
 def test_recipes_say_it_before_data_are_loaded(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     flags = ["--model_name_or_path", "/no/model", "--output_dir", str(tmp_path)]
     flags += ["--data_dir" if recipe == "head" else "--dataset", str(tmp_path)]
-    flags += [] if "head" in recipe else ["--defense", "none"]
+    recipe, *more = recipe.split()
+    flags += more or ([] if "head" in recipe else ["--defense", "none"])
     monkeypatch.setattr(sys, "argv", ["recipe", *flags])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(RECIPES / f"{recipe}.py"), run_name="__main__")

@@ -100,6 +100,17 @@ def test_exact_noise(measure):
         assert row == [label, *cells(ratio, 2), f"{low:.2f} to {high:.2f}"]
 
 
+def test_noise(measure):
+    pytest.importorskip("numba", reason="compiled loops need the extra fast: Numba")
+    report, rows = measure("noise", "--without_others")
+    found = report["nanoseconds"]
+    assert [row[0] for row in rows] == [*found, "compiling, once for each process"]
+    for row, times in zip(rows, found.values(), strict=False):
+        assert row[1:3] == cells(times, 1)
+        assert row[3] == f"{times['in torch.randn']:.2f}"
+    assert found["torch.randn"]["in torch.randn"] == 1
+
+
 def test_the_unit_of_exact_noise_is_a_float_times_the_deviation():
     zeros, std = torch.zeros(1000), torch.tensor(0.3, dtype=torch.float64)
     exact = Stream.from_seeds(0).noisy(zeros, std, 1000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import runpy
 import sys
@@ -34,9 +33,9 @@ from transformers import (
 
 from hf_gradguard.data.images import read_image, to_pil
 from hf_gradguard.leakage import dp_sgd_epsilon, membership_power
-from recipes import compare, head
+from recipes import compare
 from recipes.head import SHRINKAGE, Head, whitening_of
-from recipes.image_head import Arguments, Encoder, public_images
+from recipes.image_head import Encoder, public_images
 
 SCRIPT = Path(__file__).resolve().parents[2] / "recipes" / "image_head.py"
 TRANSFORMER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -123,28 +122,13 @@ def test_what_is_saved_gives_the_accuracy_and_what_is_said_is_proved(
 
     epsilon = dp_sgd_epsilon(2.0, 16 / 60, 5, 1e-5)
     assert (found["steps"], found["epsilon"]) == (5, pytest.approx(epsilon, rel=1e-6))
-    assert found["told_of_a_message"] == membership_power(2.0)
-    assert "nobody tells more than 3.4%" in capsys.readouterr().out
+    assert found["members_found_in_a_message_at_most"] == membership_power(2.0)
+    assert "of a message at most 3.4% of the members" in capsys.readouterr().out
     card = (tmp_path / "README.md").read_text()
     assert "noise multiplier 2" in card
     assert "image-classification" in card
     compare.main([str(tmp_path / "metrics.json")])
     assert "| dp_sgd " in capsys.readouterr().out
-
-
-def test_correlated_heads_of_images_take_larger_messages(tmp_path: Path) -> None:
-    """Whoever names a rate or a batch gets it."""
-    shared = {"output_dir": str(tmp_path), "use_cpu": True, "correlated": True}
-    images, texts = Arguments(**shared), head.Arguments(**shared)
-    approx = functools.partial(pytest.approx, rel=1e-2)
-    for args in (images, texts):
-        args.set_default_rate(1600 * args.per_device_train_batch_size)
-    assert (images.per_device_train_batch_size, images.learning_rate) == (64, approx(113.8))
-    assert (texts.per_device_train_batch_size, texts.learning_rate) == (16, approx(28.4))
-    assert images.optim == texts.optim == "sgd"
-    named = Arguments(**shared, per_device_train_batch_size=32, learning_rate=7.0)
-    named.set_default_rate(2000)
-    assert (named.per_device_train_batch_size, named.learning_rate) == (32, 7)
 
 
 def test_an_encoder_that_masks_at_random_is_refused(recipe, tmp_path: Path) -> None:

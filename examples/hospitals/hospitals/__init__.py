@@ -1,0 +1,1 @@
+"""Hospitals that train one classifier by proof, none of which shows its rows."""
