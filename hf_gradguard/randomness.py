@@ -9,7 +9,7 @@ Everything that protects is drawn from a `Stream`: the keystream of ChaCha20 (RF
 of 256 bits, on the CPU by the `cryptography` package, elsewhere in torch's integer operations.
 
 What is made of it in float64 uses operations that IEEE 754 defines to the last bit, so that all
-processors and devices draw the same numbers, and so does the compiled kernel of the extra `fast`.
+processors draw the same numbers, and so do the compiled loops of the extra `fast`.
 """
 
 from __future__ import annotations

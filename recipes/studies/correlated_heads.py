@@ -438,8 +438,9 @@ class TextsOfMPNet(Texts):
     """
 
     ROWS = [
-        Row(1590, [NONE, CORRELATED, SECRET]),
+        Row(1590, [*ONE_AND_A_HALF, SECRET]),
         Row(400, [*ONE_AND_A_HALF, SECRET], directions=400),
+        Row(200, [NONE, CORRELATED], directions=200),
     ]
 
 

@@ -56,6 +56,7 @@ def _code(cell: str) -> str:
 
 def names(tmp_path: Path, kind: str) -> dict[str, Any]:
     """What the lines of a user with these libraries are about, made anew."""
+    torch.manual_seed(0)
     made = example_names("model tokenizer train_dataset batch texts")
     vocabulary = made["tokenizer"].get_vocab()
     made["tokenizer"] = tokenizer = BertTokenizer(vocab=vocabulary)
