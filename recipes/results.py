@@ -71,6 +71,8 @@ ATTACKED = f"--images {LOSSLESS} --evaluation_network $NETWORK"
 FRONTIER = f"{TRAINED} --images {LOSSLESS} {STORED}"
 ELSEWHERE = "--mnist $MNIST --tiny_imagenet $TINY_IMAGENET"
 PREDICTS = f"{IMAGES} --sst2 $SST2 {TOKENIZER}"
+EYE = "--efficientnet $EFFICIENTNET"
+PICTURES = f"--images {LOSSLESS} {EYE}"
 ALLOCATOR = (
     "MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TOP_PAD_=500000000"
 )
@@ -109,11 +111,14 @@ RUNS = [
     Run("growth_speed", "growth", MODEL, 0.1),
     Run("mesh_equality", "shards", MODEL, 0.05),
     Run("refiner_speed", "refiner", MODEL, 0.1),
+    Run("refiner_seconds", "refiner_seconds:Seconds", f"--images {LOSSLESS}", 0.1),
     Run("exchange_cost", "exchange", MODEL, 0.1),
     Run("wire", "wire", MODEL, 0.05),
     Run("optimal_defenses_training", "optimal_defenses:Training", "--data $MNIST", 0.6),
     Run("optimal_defenses_mnist", "optimal_defenses:AttackedMnist", "--data $MNIST", 0.5),
     Run("optimal_defenses_cifar10", "optimal_defenses:AttackedCifar10", f"--data {LOSSLESS}", 3),
+    Run("optimal_defenses_losses", "optimal_defenses:Losses", f"--data {LOSSLESS}", 0.1),
+    Run("optimal_defenses_noise", "optimal_defenses:LargerNoise", f"--data {LOSSLESS}", 0.4),
     Run("shapes_quality", "shapes:Quality", f"{TEXT} {CIFAR10}", 1),
     Run("shapes_estimates", "shapes:Estimates", TEXT, 0.3),
     Run("shapes_adam", "shapes_adam:Adam", TEXT, 0.3),
@@ -224,6 +229,9 @@ RUNS = [
     Run("refiner_fine_tuned", "refiner_texts:FineTuned", f"{TEXT} {STORED}", 2),
     Run("refiner_pruning", "refiner_gradients:Pruning", TRAINED, 1),
     Run("refiner_layers", "refiner_gradients:Layers", TRAINED, 1),
+    Run("refiner_recovered", "refiner_pictures:Recovered", PICTURES, 0.2),
+    Run("refiner_thresholds", "refiner_pictures:Thresholds", PICTURES, 0.1),
+    Run("refiner_importance", "refiner_gradients:Importance", TRAINED, 0.2),
     Run("updates_words", "updates:Words", TEXT, 0.2),
     Run("updates_images", "updates:Images", CIFAR10, 0.3),
     Run("updates_rounds", "updates:Rounds", f"{CIFAR10} {TEXT}", 0.5),
@@ -239,6 +247,10 @@ RUNS = [
     Run("influence_unfairness", "influence_epochs:Unfairness", "--mnist $MNIST", 0.25),
     Run("influence_initializations", "influence:Initializations", IMAGES, 0.5),
     Run("influence_epochs", "influence_epochs:Epochs", f"{IMAGES} --train $CIFAR10_TRAIN", 0.3),
+    Run("influence_scores", "influence_more:Scores", f"{PREDICTS} {EYE}", 0.5),
+    Run("influence_damping", "influence_more:Damping", "--mnist $MNIST", 0.1),
+    Run("influence_resnet", "influence_more:ResNetDirections", CIFAR10, 0.1),
+    Run("influence_classes", "influence_more:ResNetUnfairness", CIFAR10, 0.1),
     Run("leakage_speed", "leakage", MODEL, 0.2),
     Run("private_sgd", "private_sgd", MODEL, 0.1),
     Run("models_speed", "models", MODEL, 0.2),

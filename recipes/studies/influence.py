@@ -25,6 +25,7 @@ from ..study import Study
 from .lib.attacks import attack_of, observe
 from .lib.images import INVERTING, SINGLE_IMAGES, flat, lenet_for, single_images
 from .lib.intervals import share
+from .lib.results import named
 from .lib.tables import plt, save, significant, write_table
 from .lib.text import batches_of_one, load_tokenizer, of_usual_length, small_bert, sst2
 
@@ -117,16 +118,21 @@ class PredictsAttacks(Study):
             attack = attack_of("inverting_gradients", steps=cell["steps"], patience=5, **INVERTING)
         results = attack.reconstruct_many(observations, torch.Generator().manual_seed(sample))
         for point, result in zip(points, results, strict=True):
-            guess = result.input if tokenizer else result.input.clamp(0, 1)
-            point["rmse"] = (guess - gmap.input).square().mean().sqrt()
-            if tokenizer:
-                truth = [batch["input_ids"].tolist()]
-                scores = score_text([result.token_ids], truth, tokenizer=tokenizer, bootstrap=0)
-                point |= {score: scores.mean[score] for score in ("rougeL", "google_bleu")}
+            point |= self.scores_of(cell, batch, result, gmap.input, tokenizer)
         return [
             {k: v if isinstance(v, str) else significant(v, 4) for k, v in point.items()}
             for point in points
         ]
+
+    def scores_of(self, cell: dict, batch: dict, result: Any, true: Tensor, tokenizer: Any) -> dict:
+        """Of one reconstruction."""
+        guess = result.input if tokenizer else result.input.clamp(0, 1)
+        scores: dict = {"rmse": (guess - true).square().mean().sqrt()}
+        if tokenizer:
+            texts = [result.token_ids], [batch["input_ids"].tolist()]
+            found = score_text(*texts, tokenizer=tokenizer, bootstrap=0).mean
+            scores |= {score: found[score] for score in ("rougeL", "google_bleu")}
+        return scores
 
     def report(self, metrics: dict) -> None:
         rows, picture, panels = [], *plt.subplots(2, 2, figsize=(10, 8), layout="constrained")
@@ -141,9 +147,27 @@ class PredictsAttacks(Study):
             plot_points(axis, frame, score)
             axis.set(xscale="log", xlabel="I_lb", ylabel=title)
             axis.set_title(f"{data}: Spearman {rank(frame, score):.2f}")
+        rows.append(["SST-2, RMSE of embeddings", *rank_texts(frame, "rmse", len(samples)), share])
+        self.write_bounds(metrics)
         header = ["", "I_lb", "under noise", "under pruning", "samples at one setting (mean)"]
         write_table(self.output, [*header, "I, ε = 1e-3 λ_max", "‖δ‖", "I_lb/√m ≤ RMSE"], rows)
         save(picture, self.output, dpi=80)
+
+    def write_bounds(self, metrics: dict) -> None:
+        """Whether I itself is a bound: Figure 19."""
+        rows = []
+        for data, samples in metrics.items():
+            points = [point for groups in samples.values() for point in groups.values()]
+            frame = pandas.DataFrame([point for group in points for point in group])
+            influence = frame["influence"] / frame["coordinates"] ** 0.5
+            below, noise = influence <= frame["rmse"], frame["defense"] == "gaussian_noise"
+            strongest = noise & (frame["strength"] == frame["strength"][noise].max())
+            low, middle, high = (frame["rmse"] / influence)[~strongest].quantile([0, 0.5, 1])
+            shown = [f"{below[part].sum()} of {part.sum()}" for part in (~strongest, strongest)]
+            rows.append([data, *shown, f"{middle:.2g} ({low:.2g} to {high:.2g})"])
+        header = ["", "I/√m ≤ RMSE, but for the strongest noise", "at that noise"]
+        header += ["RMSE over I/√m, but for it: median, range"]
+        write_table(named(self.output, "_epsilon"), header, rows)
 
 
 def rank(frame: pandas.DataFrame, score: str, name: str = "bound") -> float:
@@ -225,32 +249,39 @@ class Directions(Study):
         batch = batches[cell["sample"]]
         image, gmap = batch["pixel_values"], GradientMap(model, batch)
         gradient = gmap.gradient()
-        start = torch.rand(image.shape, generator=torch.Generator().manual_seed(0))
-        dlg = make_attack("dlg", steps=cell["steps"], start=start)
-
-        def invert(shared: dict[str, Tensor]) -> Tensor:
-            # As if pixels came from -50 to 50: this attacker does not know their range.
-            knowledge = {"labels": batch["labels"], "image_mean": [0.5], "image_std": [0.01]}
-            observation = Observation(model, shared, tuple(image.shape), **knowledge)
-            return dlg(observation, torch.Generator().manual_seed(0)).input
-
         spectrum = smallest_directions(gmap, image.numel())
         logarithms = spectrum.eigenvalues.clamp_min(1e-12).log()
         targets = torch.linspace(float(logarithms[-1]), float(logarithms[0]), 4)
-        undefended, points = (invert(gradient) - image).square().mean(), []
+        messages, points = [gradient], []
         for index in (logarithms[:, None] - targets).abs().argmin(0):
             direction = gmap.jvp(spectrum.vectors[index])
             # The eigenvalue once more, as ‖Jᵀu‖²: the smallest of a large matrix carry the rounding
             # of the largest.
             root, size = flat(direction).norm(), cell["size"]
-            guess = invert(
+            messages.append(
                 {name: g + size / root * direction[name] for name, g in gradient.items()}
             )
+            points.append({"eigenvalue": root**2, "predicted": size**2 / root**2 / image.numel()})
+        undefended, *guesses = self.inverted(cell, model, batch, messages)
+        for point, guess in zip(points, guesses, strict=True):
+            point["undefended"] = (undefended - image).square().mean()
             mse, clipped = ((x - image).square().mean() for x in (guess, guess.clamp(0, 1)))
-            point = {"eigenvalue": root**2, "predicted": size**2 / root**2 / image.numel()}
-            point |= {"undefended": undefended, "mse": mse, "clipped": clipped}
-            points.append({key: significant(value, 4) for key, value in point.items()})
-        return points
+            point |= {"mse": mse, "clipped": clipped}
+        return [{key: significant(value, 4) for key, value in point.items()} for point in points]
+
+    def inverted(self, cell: dict, model: Any, batch: dict, messages: list[dict]) -> list[Tensor]:
+        """What DLG makes of each message of an image, one after the other."""
+        observations, dlg = self.observed(cell, model, batch, messages)
+        return [dlg(seen, torch.Generator().manual_seed(0)).input for seen in observations]
+
+    @staticmethod
+    def observed(cell: dict, model: Any, batch: dict, messages: list[dict]) -> tuple[list, Any]:
+        """As if pixels came from -50 to 50: this attacker does not know their range."""
+        shape = tuple(batch["pixel_values"].shape)
+        start = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+        knowledge = {"labels": batch["labels"], "image_mean": [0.5], "image_std": [0.01]}
+        observations = [Observation(model, shared, shape, **knowledge) for shared in messages]
+        return observations, make_attack("dlg", steps=cell["steps"], start=start)
 
     def report(self, metrics: dict) -> None:
         rows, picture, axes = [], *plt.subplots(1, 2, figsize=(11, 4.3), layout="constrained")

@@ -1,7 +1,11 @@
 """Which entries of a gradient matter to a LeNet: Refiner's Tables 1 and 2."""
 
+import time
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from transformers.utils import logging
 
 from hf_gradguard import GradientMap
@@ -46,12 +50,18 @@ class ChangedGradients(Study):
     def load(self) -> None:
         self.train, self.test = parquet_images(self.args.train), parquet_images(self.args.test)
 
+    at: tuple[Any, dict[str, Tensor]]
+    """The model and the batch whose gradient is changed."""
+
     def changed(self, gradient: dict, parameters: dict, cell: dict, draw) -> dict:
         raise NotImplementedError
 
     def measure(self, cell: dict) -> float:
         """Accuracy after the cell's epochs."""
-        (images, labels), seed = self.train, cell["seed"]
+        (images, labels), seed = (
+            (tensor[: cell.get("images")] for tensor in self.train),
+            cell["seed"],
+        )
         model, draw = lenet(seed), torch.Generator().manual_seed(seed)
         noise = torch.Generator().manual_seed(1000 + seed)
         optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
@@ -61,6 +71,7 @@ class ChangedGradients(Study):
         for _ in range(cell["epochs"]):
             for rows in torch.randperm(len(images), generator=draw).split(self.BATCH):
                 batch = {"pixel_values": images[rows].float() / 255, "labels": labels[rows]}
+                self.at = model, batch
                 gradient = GradientMap(model, batch, second_order=False).gradient()
                 parameters = dict(model.named_parameters())
                 changed = self.changed(gradient, parameters, cell, noise)
@@ -210,3 +221,136 @@ def noisy(gradient: dict[str, Tensor], cell: dict, draw: torch.Generator) -> dic
         spread = cell["relative"] * float(flat(layer).square().mean().sqrt())
     changed = {name: g + spread * torch.randn(g.shape, generator=draw) for name, g in layer.items()}
     return gradient | changed
+
+
+IMPORTANCES = ("product", "integrated gradients", "Shapley values", "at random")
+PAPER_IMPORTANCES = {  # accuracy and seconds
+    "product": (49.55, 209.20), "integrated gradients": (49.54, 2155.85),
+    "Shapley values": (49.50, 193672.67),
+}  # fmt: skip
+
+
+class Importance(ChangedGradients):
+    """Which neurons matter, by three metrics, and what asking costs: Table 11. A step moves the
+    fifth of the convolutions' channels that matter most, and the dense layer.
+
+    Conditions and figures: docs/findings/refiner.md.
+    """
+
+    POINTS, REFRESH = 8, 8  # of the integral; steps after which Shapley values are asked anew
+
+    def cells(self) -> dict:
+        sizes = {"images": 256 if self.quick else 20000, "epochs": 1}
+        return {
+            (name, str(seed)): {"importance": name, "left out": 0.8, **sizes, "seed": seed}
+            for seed in range(self.seeds)
+            for name in IMPORTANCES
+        }
+
+    def measure(self, cell: dict) -> dict:
+        self.seconds, self.calls, self.kept = 0.0, 0, {}
+        accuracy = super().measure(cell)
+        return {"accuracy": accuracy, "seconds": round(self.seconds / self.calls, 5)}
+
+    def changed(self, gradient: dict, parameters: dict, cell: dict, draw) -> dict:
+        started = time.process_time()
+        name = cell["importance"]
+        if name != "Shapley values" or self.calls % self.REFRESH == 0:
+            scores = self.scores(name, gradient, parameters, draw)
+            values = torch.cat(list(scores.values()))
+            bound = values.kthvalue(round(cell["left out"] * len(values))).values
+            self.kept = {layer: (score > bound).float() for layer, score in scores.items()}
+        self.calls += 1
+        kept = {
+            key: g * self.kept[_layer(key)].view(-1, *[1] * (g.dim() - 1))
+            if _layer(key) in self.kept
+            else g
+            for key, g in gradient.items()
+        }
+        # Asked at every REFRESH-th step alone, and counted as if asked at each.
+        factor = self.REFRESH if name == "Shapley values" else 1
+        self.seconds += factor * (time.process_time() - started)
+        return kept
+
+    def scores(self, name: str, gradient: dict, parameters: dict, draw) -> dict[str, Tensor]:
+        """Of each channel of each convolution."""
+        model, batch = self.at
+        layers = [layer for layer in layers_of(parameters) if "convolutions" in layer]
+        channels = {layer: len(gradient[f"{layer}.bias"]) for layer in layers}
+        if name == "at random":
+            return {layer: torch.rand(n, generator=draw) for layer, n in channels.items()}
+        if name == "Shapley values":
+            return shapley_values(model, batch, channels, draw)
+        attributed = {key: parameters[key].detach() * g for key, g in gradient.items()}
+        if name == "integrated gradients":
+            attributed = integrated(model, batch, self.POINTS)
+        return {
+            layer: sum(
+                attributed[f"{layer}.{part}"].abs().flatten(1).sum(1)
+                if part == "weight"
+                else attributed[f"{layer}.{part}"].abs()
+                for part in ("weight", "bias")
+            )
+            for layer in layers
+        }
+
+    def report(self, metrics: dict) -> None:
+        rows, ours = [], metrics[IMPORTANCES[0]]
+        for name, runs in metrics.items():
+            accuracies = {seed: run["accuracy"] for seed, run in runs.items()}
+            own = {seed: run["accuracy"] for seed, run in ours.items()}
+            less = "" if name == IMPORTANCES[0] else points_less(own, accuracies)
+            times = [run["seconds"] / ours[seed]["seconds"] for seed, run in runs.items()]
+            paper, paper_seconds = PAPER_IMPORTANCES.get(name, ("", ""))
+            over = f"{paper_seconds / 209.20:.0f}" if paper_seconds else ""
+            rows.append([name, percent(accuracies), less, interval(times, 0), paper, over])
+        header = [
+            "left out by",
+            "accuracy",
+            "product less this, same seeds",
+            "times the product's seconds",
+        ]
+        write_table(self.output, [*header, "paper: accuracy", "paper: times"], rows)
+
+
+def integrated(model, batch: dict[str, Tensor], points: int) -> dict[str, Tensor]:
+    """Integrated gradients of the parameters, from none of them to all: θ times the mean gradient
+    on the way.
+    """
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    for point in range(points):
+        share = (point + 0.5) / points
+        there = {name: (share * p).requires_grad_() for name, p in parameters.items()}
+        loss = functional_call(model, there, kwargs=batch).loss
+        for name, g in zip(there, torch.autograd.grad(loss, list(there.values())), strict=True):
+            sums[name] += g / points
+    return {name: parameters[name] * total for name, total in sums.items()}
+
+
+@torch.no_grad()
+def shapley_values(
+    model, batch: dict[str, Tensor], channels: dict[str, int], draw: torch.Generator
+) -> dict[str, Tensor]:
+    """How much a channel lowers the loss when it joins those before it, in one random order."""
+    masks = {layer: torch.zeros(count) for layer, count in channels.items()}
+    places = [(layer, n) for layer, count in channels.items() for n in range(count)]
+    values = {layer: torch.zeros(count) for layer, count in channels.items()}
+    hooks = [
+        model.get_submodule(layer).register_forward_hook(
+            lambda _, __, out, mask=mask: out * mask[:, None, None]
+        )
+        for layer, mask in masks.items()
+    ]
+    try:
+        before = float(model(**batch).loss)
+        for place in torch.randperm(len(places), generator=draw):
+            layer, number = places[place]
+            masks[layer][number] = 1
+            after = float(model(**batch).loss)
+            values[layer][number] = abs(before - after)
+            before = after
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return values

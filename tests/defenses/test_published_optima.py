@@ -1,4 +1,5 @@
-"""Theorems of two papers, each against a small case that is computed without the package.
+"""Theorems of two papers, each against a small case that is computed without the package, or with
+its evaluation network alone.
 
 Chen, Gürsoy and Lei, "Optimal Defenses Against Data Reconstruction Attacks" (2024, 2025), and
 "Refiner" (2025). docs/coverage.md cites these tests; test_noise.py and test_pruning.py have what
@@ -15,6 +16,9 @@ import torch
 from helpers import torch_rng
 from scipy.optimize import linprog
 from scipy.stats import chi2
+from torch.nn.functional import avg_pool2d, interpolate
+
+from hf_gradguard.networks import load_network
 
 
 @pytest.mark.parametrize("cost", ["s²", "s|g|"])
@@ -90,6 +94,25 @@ def test_squared_distances_are_no_distances() -> None:
     assert abs(read - x) >= abs(robust - x) - math.sqrt(sigma)
     # with the means of its Appendix K: 0.0839 between x* and x, at most 0.00053 between x̂ and x*
     assert (math.sqrt(0.0839) - math.sqrt(0.00053)) ** 2 < 0.86 * (0.0839 - 0.00053)
+
+
+def test_an_attacker_may_smooth_what_it_recovers() -> None:
+    """Refiner, Eq. 9: D(x̂) ≥ D(x*) - σ, by which what is recovered has as much noise as the robust
+    data, but for an attack's own error σ, of which the paper finds 0.003 to 0.007. An attacker that
+    has recovered robust data exactly, and smooths it, has far less noise, and is nearer to the
+    data.
+    """
+    network = load_network("image-evaluation-network-32")
+    coarse = torch.rand(16, 3, 4, 4, generator=torch_rng())
+    images = interpolate(coarse, size=32, mode="bilinear", align_corners=True)
+    robust = (images + torch.rand(images.shape, generator=torch_rng(1))) / 2
+    smoothed = avg_pool2d(robust, 3, stride=1, padding=1, count_include_pad=False)
+    with torch.no_grad():
+        noise, left, own = (network.noise_ratio(x) for x in (robust, smoothed, images))
+    assert (own < noise - 0.2).all()
+    assert (left < noise - 0.25).all()
+    errors = [(x - images).square().flatten(1).mean(1) for x in (smoothed, robust)]
+    assert (errors[0] < errors[1]).all()
 
 
 def test_the_evaluation_networks_loss_is_a_divergence() -> None:

