@@ -577,8 +577,8 @@ class _Sums:
         if not self._unclear:
             return
         places, rows, words = (
-            torch.from_numpy(np.concatenate(parts, axis=-1))
-            for parts in zip(*self._unclear, strict=True)
+            torch.from_numpy(np.concatenate(entries, axis=-1))
+            for entries in zip(*self._unclear, strict=True)
         )
         numbers = torch.stack(self._exact(words.flatten()))
         whole_steps = self._whole_steps(places, numbers.gather(0, rows[None])[0])

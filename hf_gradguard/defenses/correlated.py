@@ -35,7 +35,7 @@ from ..randomness import Stream, grid_spacing
 
 Factorization = Literal["blt", "banded", "square_root"]
 BUFFERS = 5
-_PART = 2**15
+_CHUNK = 2**15
 _SEARCH_STEPS = 200
 _SHARE_OF_PREFIX = 0.05  # of the last prefix sum's variance, beside that of the last weights
 _SLOWEST = 1 - 1e-9  # of fitted decays
@@ -201,21 +201,21 @@ def add_on_grid(values: Tensor, noise: Tensor, deviation: float, entries: int) -
     spacing = grid_spacing(deviation, deviation, entries)
     assert math.frexp(spacing)[0] == 0.5  # a power of two: scaling rounds nothing
     noisy = torch.empty_like(values)
-    for part in _parts(values):
-        on_grid = values[part].double().div_(spacing).round_()
-        on_grid.add_((noise[part] / spacing).round_())
+    for chunk in _chunks(values):
+        on_grid = values[chunk].double().div_(spacing).round_()
+        on_grid.add_((noise[chunk] / spacing).round_())
         largest = float(on_grid.abs().max())
         if not largest < 2.0**53:
             raise OverflowError(
                 f"A message of {largest * spacing:g} is too large for its noise's grid."
             )
-        noisy[part] = on_grid.mul_(spacing)
+        noisy[chunk] = on_grid.mul_(spacing)
     return noisy
 
 
-def _parts(entries: Tensor) -> Iterator[slice]:
+def _chunks(entries: Tensor) -> Iterator[slice]:
     """Slices of entries, so many that what is made of them stays in a processor's cache."""
-    size = _PART if entries.device.type == "cpu" else max(len(entries), 1)
+    size = _CHUNK if entries.device.type == "cpu" else max(len(entries), 1)
     return (slice(start, start + size) for start in range(0, len(entries), size))
 
 
@@ -268,9 +268,9 @@ class Banded:
             The noise `(n,)`, and what the next call needs.
         """
         noise = white_noise.clone()
-        for part in _parts(noise):
+        for chunk in _chunks(noise):
             for band, earlier in zip(self.bands[1:], memory, strict=True):
-                noise[part].sub_(earlier[part] * band)  # a sum in this order is the same everywhere
+                noise[chunk].sub_(earlier[chunk] * band)  # in this order it is the same everywhere
         return noise, torch.cat([noise[None], memory])[: self.memory]
 
 
@@ -335,12 +335,12 @@ class Buffered:
             The noise `(n,)`, and the running sums for the next call.
         """
         noise, sums = white_noise.clone(), torch.empty_like(memory)
-        for part in _parts(noise):
-            white = white_noise[part]
+        for chunk in _chunks(noise):
+            white = white_noise[chunk]
             for weight, decay, earlier, later in zip(
-                self.weights, self.decays, memory[:, part], sums[:, part], strict=True
+                self.weights, self.decays, memory[:, chunk], sums[:, chunk], strict=True
             ):
-                noise[part].sub_(earlier * weight)  # a sum in this order is the same everywhere
+                noise[chunk].sub_(earlier * weight)  # a sum in this order is the same everywhere
                 torch.mul(earlier, decay, out=later).add_(white)
         return noise, sums
 

@@ -34,8 +34,8 @@ from .rows import column_of, digest_of, names_of
 
 logger = logging.get_logger(__name__)
 
-_PREFIX, _OWN = "head_client/", ("order_key", "rows", "settings")
-_OTHERS = (
+_PREFIX, _PRIVATE_NAMES = "head_client/", ("order_key", "rows", "settings")
+_CHANGED = (
     "The {} are others than those of the messages that this client sent, so a row could be in a "
     "second one. Put them back, or begin a new training with a new state, whose ε adds up."
 )
@@ -122,7 +122,7 @@ class HeadClient:
             else learning_rate
         )
         self._defense = _defense(noise_multiplier, clip, size, messages)
-        self._known = {
+        self._fingerprints = {
             "rows": digest_of(head, rows),
             "settings": _digest(f"{messages} {sorted(self._defense.settings().items())}".encode()),
         }
@@ -209,14 +209,14 @@ class HeadClient:
 
     def state_dict(self) -> Tensors:
         """Return what a client must remember, and nobody else may know, as tensors."""
-        known = {"order_key": self._order_key, **self._known}
-        own = {
+        entries = {"order_key": self._order_key, **self._fingerprints}
+        stored = {
             name: torch.frombuffer(bytearray(entry), dtype=torch.uint8)
-            for name, entry in known.items()
+            for name, entry in entries.items()
         }
-        own["position"] = torch.tensor([self.position])
+        stored["position"] = torch.tensor([self.position])
         of_defense = {name: tensor.cpu() for name, tensor in self._defense.state_dict().items()}
-        return {f"{_PREFIX}{name}": tensor for name, tensor in own.items()} | of_defense
+        return {f"{_PREFIX}{name}": tensor for name, tensor in stored.items()} | of_defense
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load what `state_dict` returned.
@@ -225,12 +225,12 @@ class HeadClient:
             ValueError: If it is of other rows or settings: a row could be in a second message.
         """
         remaining = dict(state)
-        own = {name: remaining.pop(f"{_PREFIX}{name}") for name in (*_OWN, "position")}
-        for name, expected in self._known.items():
-            if own[name].numpy().tobytes() != expected:
-                raise ValueError(_OTHERS.format(name))
-        self._order_key = own["order_key"].numpy().tobytes()
-        self.position = int(own["position"])
+        stored = {name: remaining.pop(f"{_PREFIX}{name}") for name in (*_PRIVATE_NAMES, "position")}
+        for name, expected in self._fingerprints.items():
+            if stored[name].numpy().tobytes() != expected:
+                raise ValueError(_CHANGED.format(name))
+        self._order_key = stored["order_key"].numpy().tobytes()
+        self.position = int(stored["position"])
         self._defense.load_state_dict(remaining)
 
 
@@ -265,12 +265,12 @@ def weights_name(head: PrivateHead) -> str:
         values = tensor.detach().cpu().contiguous()
         total.update(f"{tuple(values.shape)} {values.dtype}".encode())
         total.update(values.numpy().tobytes())
-    said = (
+    settings = (
         config.task, config.problem_type, config.pairs, config.encoder, config.encoder_revision,
         config.constant, config.max_length, config.label_center, config.label_scale,
         sorted(config.id2label.items()),
     )  # fmt: skip
-    total.update(repr(said).encode())
+    total.update(repr(settings).encode())
     return f"head.weight@{total.hexdigest()[:16]}"
 
 

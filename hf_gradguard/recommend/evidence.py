@@ -74,16 +74,16 @@ class Recognition:
     """The findings of the best test of all messages of a head's trainings: they promise nothing.
 
     Args:
-        found: The fraction of rows that it found, at `FALSE_ALARMS`.
+        rows_found: The fraction of rows that it found, at `FALSE_ALARMS`.
         told_apart: The fraction of rows that it told from another sample; half is chance.
 
     Example:
-        >>> found = Recognition(Estimate(0.03, 0.02, 0.04), Estimate(0.6, 0.57, 0.63))
-        >>> found.found.mean < Proof(1.5, 2.6, 1e-5, "my-model", 1600).members
+        >>> recognition = Recognition(Estimate(0.03, 0.02, 0.04), Estimate(0.6, 0.57, 0.63))
+        >>> recognition.rows_found.mean < Proof(1.5, 2.6, 1e-5, "my-model", 1600).members
         True
     """
 
-    found: Estimate
+    rows_found: Estimate
     told_apart: Estimate
 
 

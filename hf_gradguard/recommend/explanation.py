@@ -42,10 +42,10 @@ def _recognized(head: Outcome) -> list[str]:
     """Return a paragraph on what the best test found of a head's messages, if it was run."""
     if head.recognition is None:
         return []
-    found, told_apart = head.recognition.found, head.recognition.told_apart
+    rows_found, told_apart = head.recognition.rows_found, head.recognition.told_apart
     return [
         f"Measured, and no promise: the best test, by somebody who knows all other rows, found "
-        f"{percent(found, 1)} of the rows, and told {percent(told_apart)} of them apart."
+        f"{percent(rows_found, 1)} of the rows, and told {percent(told_apart)} of them apart."
     ]
 
 
@@ -252,13 +252,13 @@ def _accuracies(chosen: Outcome, shown: Evidence) -> str:
 
 def _trainings(chosen: Outcome, plain: Outcome) -> str:
     """Return how many trainings an accuracy is a mean of, and what one of them does not show."""
-    undefended, own = max(1, len(plain.trainings)), max(1, len(chosen.trainings))
+    undefended, trainings = max(1, len(plain.trainings)), max(1, len(chosen.trainings))
     unknown = ", so that other seeds may differ by more"
-    if undefended == own:
-        return f"1 training{unknown}" if own == 1 else f"{own} trainings"
+    if undefended == trainings:
+        return f"1 training{unknown}" if trainings == 1 else f"{trainings} trainings"
     if undefended == 1:
-        return f"{own} trainings of the head, and 1 undefended{unknown}"
-    return f"{own} trainings of the head, and {undefended} undefended"
+        return f"{trainings} trainings of the head, and 1 undefended{unknown}"
+    return f"{trainings} trainings of the head, and {undefended} undefended"
 
 
 def price(lost: Estimate) -> str:

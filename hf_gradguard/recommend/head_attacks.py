@@ -63,13 +63,13 @@ class RecognizedRows(NamedTuple):
     Rows of one message share its noise. So what was found of them is no independent sample each.
 
     Args:
-        found: The fraction of a message's rows that were found, where `FALSE_ALARMS` of the samples
-            that are in no message would be.
+        rows_found: The fraction of a message's rows that were found, where `FALSE_ALARMS` of the
+            samples that are in no message would be.
         told_apart: The fraction of a message's rows that were taken for themselves, and not for
             another sample in their place.
     """
 
-    found: list[float]
+    rows_found: list[float]
     told_apart: list[float]
 
 
@@ -106,15 +106,17 @@ def scores_of(matrices: Tensor, features: Tensor, places: Tensor) -> Tensor:
         features: Features, `(N, d)`.
         places: The messages of the rows, `(N,)`.
     """
-    parts = zip(features.split(_CHUNK), places.split(_CHUNK), strict=True)
-    return torch.cat([torch.einsum("ncd,nd->nc", matrices[at], part) for part, at in parts])
+    chunks = zip(features.split(_CHUNK), places.split(_CHUNK), strict=True)
+    return torch.cat(
+        [torch.einsum("ncd,nd->nc", matrices[at_places], rows) for rows, at_places in chunks]
+    )
 
 
 class RowTest:
     """The likelihood ratio of each row of a training, whose messages are known.
 
     Args:
-        seen: The weights and messages of the training.
+        transcript: The weights and messages of the training.
         private: The `dp_sgd` of the training: correlated noise, each row in one message, and a rate
             that falls to zero.
         rows: What it was trained on.
@@ -125,10 +127,10 @@ class RowTest:
             are proved to be.
     """
 
-    def __init__(self, seen: HeadMessages, private: PrivateRows, rows: HeadRows) -> None:
-        count, sigma, defense = len(seen.messages), private.noise_multiplier, private.defense
+    def __init__(self, transcript: HeadMessages, private: PrivateRows, rows: HeadRows) -> None:
+        count, sigma, defense = len(transcript.messages), private.noise_multiplier, private.defense
         assert sigma is not None  # it was trained
-        self._weights, self._clip = torch.stack(seen.weights), defense.clip
+        self._weights, self._clip = torch.stack(transcript.weights), defense.clip
         batches = [[place.row for place in batch] for batch in private.sampler()][:count]
         sizes = torch.tensor(list(map(len, batches)))
         numbers = torch.tensor([row for batch in batches for row in batch])
@@ -138,11 +140,11 @@ class RowTest:
         noise: CorrelatedNoise = planned.noise_at({}, 0)
         deviation = sigma * self._clip * noise.sensitivity(1, None)
         factor = _lower_triangular(noise.factor.column(count)) / deviation
-        rest = torch.stack(seen.messages) * private.batch_size
+        residual = torch.stack(transcript.messages) * private.batch_size
         for place in range(count):
-            errors, features = (part[places == place] for part in self._members[:2])
-            rest[place] -= errors.T @ features
-        self.noise = torch.tensordot(factor, rest, dims=1)
+            errors, features = (entries[places == place] for entries in self._members[:2])
+            residual[place] -= errors.T @ features
+        self.noise = torch.tensordot(factor, residual, dims=1)
         self._heard = torch.tensordot(factor.T, self.noise, dims=1)
         self._loudness = factor.norm(dim=0)
 
@@ -155,28 +157,30 @@ class RowTest:
         clipped = (self._clip / unclipped.norms().clamp(min=self._clip))[:, None]
         return unclipped._replace(errors=errors * clipped)
 
-    def recognized(self, others: HeadRows, seed: int) -> RecognizedRows:
+    def recognized(self, nonmembers: HeadRows, seed: int) -> RecognizedRows:
         """Return what the test finds of each row of the training.
 
         Args:
-            others: Samples that were not trained on, one of which stands in each row's place.
+            nonmembers: Samples that were not trained on, one of which stands in each row's place.
             seed: The seed of these places.
         """
         members = self._members
         heard, distance = members.along(self._heard), self._distance(members.norms())
         # What the noise holds of a sample that is in no message is standard normal.
-        found = heard / distance + distance > NormalDist().inv_cdf(1 - FALSE_ALARMS)
+        rows_found = heard / distance + distance > NormalDist().inv_cdf(1 - FALSE_ALARMS)
         random = np.random.default_rng(seed)
-        numbers = torch.from_numpy(random.integers(len(others.labels), size=len(members.places)))
-        other = self._gradients(others, numbers, members.places)
-        squares = members.dot(members) + other.dot(other) - 2 * members.dot(other)
+        numbers = torch.from_numpy(
+            random.integers(len(nonmembers.labels), size=len(members.places))
+        )
+        decoys = self._gradients(nonmembers, numbers, members.places)
+        squares = members.dot(members) + decoys.dot(decoys) - 2 * members.dot(decoys)
         distance = self._distance(squares.clamp(min=0).sqrt())
-        told_apart = (heard - other.along(self._heard)) / distance + distance / 2 > 0  # the middle
-        return RecognizedRows(self._by_message(found), self._by_message(told_apart))
+        told_apart = (heard - decoys.along(self._heard)) / distance + distance / 2 > 0  # the middle
+        return RecognizedRows(self._by_message(rows_found), self._by_message(told_apart))
 
-    def _by_message(self, found: Tensor) -> list[float]:
+    def _by_message(self, is_right: Tensor) -> list[float]:
         counts = torch.bincount(self._members.places, minlength=len(self._weights))
-        sums = torch.bincount(self._members.places, found.double(), len(self._weights))
+        sums = torch.bincount(self._members.places, is_right.double(), len(self._weights))
         by_message: list[float] = (sums / counts).tolist()
         return by_message
 

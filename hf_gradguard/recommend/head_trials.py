@@ -39,7 +39,7 @@ from .trial_settings import TrialSettings
 from .trials import Split
 
 _LABEL = "head on {}"
-_PART = 320  # samples whose features are made before the time is looked at
+_CHUNK = 320  # samples whose features are made before the time is looked at
 _TIMED = 16  # samples that show how long an encoder takes
 _TRAINED_WITH = "noise_multiplier", "delta", "clip", "directions", "learning_rate"
 
@@ -275,13 +275,13 @@ class HeadTrials:
         """
         reader, seconds = _reader(self._encoder(label)[0]), 0.0
         for samples in (self._public, *map(_inputs, self._samples.values())):
-            few = _usual(samples, _TIMED)
-            inputs = self._inputs_of(label, few)
+            timed = _usual(samples, _TIMED)
+            inputs = self._inputs_of(label, timed)
             with torch.no_grad():
                 reader(**inputs)  # the first pass takes longer
                 began = time.monotonic()
                 reader(**inputs)
-            seconds += (time.monotonic() - began) * len(samples) / len(few)
+            seconds += (time.monotonic() - began) * len(samples) / len(timed)
         if not self._pace.fits(seconds):
             raise OutOfTime
 
@@ -299,10 +299,10 @@ class HeadTrials:
                 per_device_train_batch_size=self._settings.batch_size,
                 logging_strategy="no", disable_tqdm=True, use_cpu=head.device.type == "cpu",
             )  # fmt: skip
-            rows, seen = training.select(numbers), HeadMessages()
+            rows, transcript = training.select(numbers), HeadMessages()
             entries = self.rows // self._settings.batch_size * head.head.weight.numel()
             is_tested = entries <= MOST_ENTRIES
-            callbacks = [seen] if is_tested else []
+            callbacks = [transcript] if is_tested else []
             trainer = GradGuardTrainer(head, args, train_dataset=rows, callbacks=callbacks)
             trainer.remove_callback(PrinterCallback)
             trainer.is_trial = True
@@ -315,7 +315,7 @@ class HeadTrials:
             predicted = head.eval()(features=judged.features.to(head.device)).logits.argmax(-1)
         recognized = dict[str, list[float]]()
         if is_tested:
-            test = RowTest(seen, private, HeadRows(**rows[:]))
+            test = RowTest(transcript, private, HeadRows(**rows[:]))
             recognized = test.recognized(judged, seed)._asdict()
         self._training_seconds[label] = time.monotonic() - began
         return {
@@ -333,13 +333,13 @@ class HeadTrials:
         """
         if (label, use) not in self._prepared:
             rows = [{_column(head): sample, "labels": y} for sample, y in self._samples[use]]
-            parts, began = list[Any](), time.monotonic()
-            for start in range(0, len(rows), _PART):
+            prepared, began = list[Any](), time.monotonic()
+            for start in range(0, len(rows), _CHUNK):
                 seconds = (time.monotonic() - began) * (len(rows) - start) / max(1, start)
                 if start and not self._pace.fits(seconds):
                     raise OutOfTime
-                parts.append(head.prepare_dataset(rows[start : start + _PART]))
-            self._prepared[label, use] = concatenate_datasets(parts).with_format("torch")
+                prepared.append(head.prepare_dataset(rows[start : start + _CHUNK]))
+            self._prepared[label, use] = concatenate_datasets(prepared).with_format("torch")
         return self._prepared[label, use]
 
 
@@ -348,13 +348,13 @@ def _recognition(trainings: Sequence[Cell]) -> Recognition | None:
 
     It is `None` if nothing was tested, or one message, which has no interval.
     """
-    if len(trainings[0].get("found", [])) < 2:
+    if len(trainings[0].get("rows_found", [])) < 2:
         return None
-    found, told_apart = (
+    rows_found, told_apart = (
         mean_over_seeds([training[name] for training in trainings], are_fractions=True)
-        for name in ("found", "told_apart")
+        for name in ("rows_found", "told_apart")
     )
-    return Recognition(*(replace(e, low=max(0.0, e.low or 0.0)) for e in (found, told_apart)))
+    return Recognition(*(replace(e, low=max(0.0, e.low or 0.0)) for e in (rows_found, told_apart)))
 
 
 def _column(head: PrivateHead) -> str:
@@ -387,8 +387,8 @@ def _labels(names: Sequence[str]) -> dict[str, str]:
     """Return encoders' names by the labels of their heads: short, unless two would be alike."""
     short = list(map(_short, names))
     return {
-        _LABEL.format(name if short.count(last) > 1 else last): name
-        for name, last in zip(names, short, strict=True)
+        _LABEL.format(name if short.count(short_name) > 1 else short_name): name
+        for name, short_name in zip(names, short, strict=True)
     }
 
 

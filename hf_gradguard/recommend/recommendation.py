@@ -141,11 +141,11 @@ def recommend(
     final = {outcome.defense: outcome for outcome in judged}
     outcomes = [final.get(outcome.defense, outcome) for outcome in screened]
     by_tokens = server.modality.labels in ("text", "token")
-    answer, *others = choice.words.split("\n\n")
+    answer, *explanations = choice.words.split("\n\n")
     is_asked_for = trial_settings.heads  # else it is no news that there is none
     missing = no_head if is_asked_for else ""
     missing = missing or comparison.missing_heads_words()
-    paragraphs = [answer, *([missing] if missing else []), *others]
+    paragraphs = [answer, *([missing] if missing else []), *explanations]
     choice = dataclasses.replace(
         choice, outcomes=outcomes, untrained=accuracy_over_seeds([untrained]),
         words="\n\n".join(paragraphs) + _TOKEN_ACCURACY * by_tokens,

@@ -71,7 +71,7 @@ def _entries(outcome: Outcome, score: MainScore) -> list[str]:
         finds = f"≤ {100 * proof.members:.1f} % by proof, at {100 * FALSE_ALARMS:g} % false alarms"
         if outcome.recognition is not None:
             tells += f"; measured: {percent(outcome.recognition.told_apart)}"
-            finds += f"; measured: {percent(outcome.recognition.found, digits=1)}"
+            finds += f"; measured: {percent(outcome.recognition.rows_found, digits=1)}"
         return [
             outcome.defense, promise(outcome), accuracy, lost,
             tells, finds, "all messages", rate,

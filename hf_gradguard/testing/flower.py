@@ -73,8 +73,8 @@ class InProcessGrid(Grid):
         replies = []
         for message in messages:
             context = self.contexts[message.metadata.dst_node_id]
-            own = copy.deepcopy(message)  # as if it came over a wire
-            replies.append(copy.deepcopy(self.app(own, context)))
+            received = copy.deepcopy(message)  # as if it came over a wire
+            replies.append(copy.deepcopy(self.app(received, context)))
         return replies
 
 

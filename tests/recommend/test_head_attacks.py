@@ -75,17 +75,17 @@ def test_what_is_left_of_messages_is_the_noise_that_was_promised(
 
 def test_no_more_is_found_than_is_proved(tmp_path: Path) -> None:
     _, found = trial_of(tmp_path, 1.5)
-    assert 0.01 < mean(found.found) < membership_power(1.5) + 3 * error(found.found)
+    assert 0.01 < mean(found.rows_found) < membership_power(1.5) + 3 * error(found.rows_found)
     assert 0.5 < mean(found.told_apart) < pairs_bound(1.5) + 3 * error(found.told_apart)
 
 
 def test_little_noise_hides_little_and_much_hides_all(tmp_path: Path) -> None:
     """A row that was learned has a small gradient: the test finds it no more."""
     _, found = trial_of(tmp_path / "little", 0.1)
-    assert mean(found.found) > 0.3
+    assert mean(found.rows_found) > 0.3
     assert mean(found.told_apart) > 0.8
     _, found = trial_of(tmp_path / "much", 20.0)
-    assert mean(found.found) == pytest.approx(0.01, abs=0.012)
+    assert mean(found.rows_found) == pytest.approx(0.01, abs=0.012)
     assert mean(found.told_apart) == pytest.approx(0.5, abs=0.06)
 
 

