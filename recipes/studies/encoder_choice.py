@@ -27,7 +27,10 @@ SIGMA, CLIP, BATCH, SEEDS = 1.5, 0.3, 16, 5
 EPSILONS = (0.5, 1.0, 2.0)
 GROUPINGS = 10  # random ones, over which chances of being chosen are averaged
 ROWS = (2000, 13000)
-TEXTS, IMAGES = ("MiniLM", "MPNet", "bag of words"), ("patches", "EfficientNet-Lite0", "pixels")
+TEXTS, IMAGES = (
+    ("MiniLM", "MPNet", "MiniLM, first layer"),
+    ("patches", "EfficientNet-Lite0", "pixels"),
+)
 TASKS = {
     "SST-2": (2, TEXTS), "200 articles": (200, TEXTS), "pairs of sentences": (2, TEXTS),
     "CIFAR-10": (10, IMAGES), "MNIST": (10, IMAGES),
@@ -46,6 +49,7 @@ class EncoderChoice(Study):
         "--train": "parquet of CIFAR-10, to train on", "--test": "the same, to judge on",
         "--mnist": "npz of MNIST", "--tiny_imagenet": "npz of Tiny ImageNet at 32 pixels",
         "--network": "folder of the packages of EfficientNet-Lite0",
+        "--only": {"nargs": "*", "help": "tasks by a part of their names"},
     }  # fmt: skip
 
     def cells(self) -> dict:
@@ -53,6 +57,7 @@ class EncoderChoice(Study):
         return {
             (task, f"{count:,} rows"): {"task": task, "rows": count, "groups": GROUPS}
             for task in TASKS
+            if any(name in task for name in self.args.only or [""])
             for count in rows
         }
 
@@ -82,7 +87,7 @@ class EncoderChoice(Study):
 
         return {
             "MiniLM": lambda: text(args.model), "MPNet": lambda: text(args.mpnet),
-            "bag of words": lambda: text(args.model).with_layers(0),
+            "MiniLM, first layer": lambda: text(args.model).with_layers(1),
         }  # fmt: skip
 
     def measure(self, cell: dict) -> dict:

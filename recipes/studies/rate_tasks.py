@@ -45,7 +45,7 @@ class HalfTask(HeadTask):
     """Features by an encoder in bfloat16, three times as fast, and of fewer public sentences."""
 
     PUBLIC = 2000
-    layers: int | None = None  # of the encoder, if not all: with 0 a text is a bag of words
+    layers: int | None = None  # of the encoder, if not all
 
     @functools.cached_property
     def full_head(self) -> PrivateHead:

@@ -273,14 +273,6 @@ def test_what_may_pass_is_named() -> None:
     assert reply.content.config_records["notes"]["version"] == "1.2"
 
 
-def test_errors_of_the_app_pass() -> None:
-    def failing(_message: Message, _context: Context) -> dict[str, Any]:
-        raise KeyError("in the app")
-
-    with pytest.raises(KeyError, match="in the app"):
-        app(failing)(message(), context())
-
-
 # Defenses that need the data
 
 

@@ -123,7 +123,7 @@ def test_features_end_where_time_does(tmp_path: Path, monkeypatch: pytest.Monkey
     pace = Pace(15)
     heads = trials(tmp_path, pace)
     head = heads._head("head on mine")
-    monkeypatch.setattr(module, "_PART", 100)
+    monkeypatch.setattr(module, "_CHUNK", 100)
     monkeypatch.setattr(pace, "fits", lambda seconds: len(parts) < 2)
     parts, prepare = list[int](), head.prepare_dataset
 
