@@ -43,7 +43,7 @@ class EncoderChoice(Study):
     Conditions and figures: docs/findings/heads.md.
     """
 
-    ARGUMENTS = clients.TEXT_FLAGS | {
+    ARGUMENTS = Study.ALL | clients.TEXT_FLAGS | {
         "--mpnet": "folder of all-mpnet-base-v2", "--models": "folder that keeps features",
         "--wikitext": "folder of WikiText-2, train.txt and valid.txt",
         "--train": "parquet of CIFAR-10, to train on", "--test": "the same, to judge on",
@@ -54,12 +54,12 @@ class EncoderChoice(Study):
 
     def cells(self) -> dict:
         rows = (2000,) if self.quick else ROWS
-        return {
+        return self.published({
             (task, f"{count:,} rows"): {"task": task, "rows": count, "groups": GROUPS}
             for task in TASKS
             if any(name in task for name in self.args.only or [""])
             for count in rows
-        }
+        })  # fmt: skip
 
     def encoders(self, task: str) -> dict[str, Callable[[], HeadTask]]:
         """Makers of a task's features, by the encoder's name."""

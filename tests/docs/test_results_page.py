@@ -141,8 +141,10 @@ def test_runs_are_chosen_by_output_or_by_what_they_mention():
     assert [run.output for run in results.named(["sst2"])] == ["sst2"]
     assert [run.output for run in results.named(["--tiny_imagenet"])] == [
         "default_rates",
+        "encoder_choice",
         "frontier_elsewhere",
         "learning_rates",
+        "recommend_runs",
     ]
     assert results.named([]) == results.RUNS
 
