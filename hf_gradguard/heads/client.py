@@ -35,6 +35,10 @@ from .rows import column_of, digest_of, names_of
 logger = logging.get_logger(__name__)
 
 _PREFIX, _PRIVATE_NAMES = "head_client/", ("order_key", "rows", "settings")
+MOST_WEIGHT = 500.0
+"""The largest norm of a class's weights. At default rates they stay below 120, most of it noise. Far
+above, rounding would decide which rows fail, and whoever sent the weights would see a failure.
+"""
 _CHANGED = (
     "The {} are others than those of the messages that this client sent, so a row could be in a "
     "second one. Put them back, or begin a new training with a new state, whose ε adds up."
@@ -299,6 +303,12 @@ def check_received(head: PrivateHead, received: Mapping[str, Tensor]) -> Tensor:
         )
     if not torch.isfinite(weights).all():
         raise ValueError(f"{name!r} was received with entries that are not finite.")
+    if float(weights.double().norm(dim=1).max()) > MOST_WEIGHT:
+        raise ValueError(
+            f"{name!r} was received with a norm above {MOST_WEIGHT:g}, at which scores are rounded "
+            "so much that a row's share could not be told. Nothing was looked at or sent. If "
+            "training leads there, lower learning_rate."
+        )
     return weights
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hf_gradguard.defenses.correlated import make_factor, sensitivity
 from hf_gradguard.heads import HeadClient, PrivateHead, private_head
-from hf_gradguard.heads.client import weights_name
+from hf_gradguard.heads.client import MOST_WEIGHT, weights_name
 from hf_gradguard.leakage import gaussian_epsilon
 from hf_gradguard.randomness import Stream
 
@@ -114,7 +114,7 @@ def test_a_row_is_in_one_message_and_moves_it_by_twice_the_clip_at_most() -> Non
     others[7]["labels"] = (rows[7]["labels"] + 1) % CLASSES
     one, other = (HeadClient(head, data, 5, clip=0.3, learning_rate=4.0) for data in (rows, others))
     other._order_key = one._order_key
-    weights = {one.weights_name: 1e4 * torch.randn(CLASSES, 101)}
+    weights = {one.weights_name: 40 * torch.randn(CLASSES, 101)}
     moved = []
     for turn in range(5):
         sent = [
@@ -123,7 +123,7 @@ def test_a_row_is_in_one_message_and_moves_it_by_twice_the_clip_at_most() -> Non
         ]
         moved.append(float((sent[0] - sent[1]).norm()) / (4.0 * (1 - turn / 5) / 4))
     assert sum(distance > 0.01 for distance in moved) == 1
-    assert 0.01 < max(moved) <= 0.6 + 0.05  # weights of 10⁴ have digits of 10⁻³
+    assert 0.01 < max(moved) <= 0.6 + 0.05  # large weights have few digits
 
 
 def test_every_row_is_in_one_message_by_a_private_order() -> None:
@@ -136,12 +136,25 @@ def test_every_row_is_in_one_message_by_a_private_order() -> None:
     assert orders[0] != orders[1]
 
 
-def test_features_that_are_not_finite_add_nothing() -> None:
-    """At weights of 10³⁸ some rows' scores overflow: nobody learns which."""
+@pytest.mark.parametrize("size", [3e38, 1e6, 1e4])
+def test_weights_that_round_scores_are_refused_before_rows_are_looked_at(size: float) -> None:
+    """Whether a row fails at such weights would be seen by whoever sent them."""
     head = make_head()
     client = HeadClient(head, rows_of(head, 8), 1)
-    weights = 3e38 * torch.ones(CLASSES, 101)
+    weights = size * torch.ones(CLASSES, 101)
     weights[0] *= -1
+    with pytest.raises(ValueError, match="norm above"):
+        client.train({client.weights_name: weights})
+    assert client.position == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_large_weights_are_answered_whatever_rows_say(seed: int) -> None:
+    head = make_head()
+    client = HeadClient(head, rows_of(head, 8), 1)
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(CLASSES, 101, generator=generator)
+    weights *= 0.99 * MOST_WEIGHT / weights.norm(dim=1).max()
     sent = client.train({client.weights_name: weights})[client.weights_name]
     assert bool(torch.isfinite(sent).all())
 
