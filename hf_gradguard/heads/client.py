@@ -36,8 +36,9 @@ logger = logging.get_logger(__name__)
 
 _PREFIX, _PRIVATE_NAMES = "head_client/", ("order_key", "rows", "settings")
 MOST_WEIGHT = 500.0
-"""The largest norm of a class's weights. At default rates they stay below 120, most of it noise. Far
-above, rounding would decide which rows fail, and whoever sent the weights would see a failure.
+"""The largest norm of a class's weights. At default rates they stay below 120, most of it noise.
+
+Far above, rounding would decide which rows fail, and whoever sent the weights would see a failure.
 """
 _CHANGED = (
     "The {} are others than those of the messages that this client sent, so a row could be in a "
