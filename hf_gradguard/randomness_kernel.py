@@ -38,6 +38,11 @@ class Kernel:
         add: The loop `(values, deviations, numbers, fineness, noisy)`, which rounds values, and
             numbers times their deviation, to a grid and adds them up there, as `Stream.noisy` does.
             `deviations` is an array or a number.
+
+    Example:
+        >>> loops = Kernel({}, lambda *arrays: None)
+        >>> list(loops.fill)
+        []
     """
 
     fill: dict[str, _Loop]
@@ -56,6 +61,14 @@ def compiled_kernel(
         minus_twice_log: The function that gives -2 ln(2ᵉ m) from e and m.
         quarter_sine: The function that gives sin(π v/2) from v.
         root_half: The bits of √½, from which on m is.
+
+    Example:
+        >>> from hf_gradguard.randomness import ROOT_HALF, minus_twice_log, quarter_sine
+        >>> loops = compiled_kernel(minus_twice_log, quarter_sine, ROOT_HALF)
+        >>> numbers = np.empty(2)
+        >>> loops.fill["gaussian"](np.array([2**62, 0]), numbers)  # a radius of u = 1/2, no angle
+        >>> [round(float(number), 3) for number in numbers]
+        [1.177, 0.0]
     """
     logarithm, sine = _compiled(minus_twice_log), _compiled(quarter_sine)
 

@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional as F
 from transformers import ResNetConfig, ResNetForImageClassification, ViTImageProcessor
 
+from hf_gradguard.data.class_labels import find_class
 from hf_gradguard.heads.head import PrivateHead
 from hf_gradguard.models import load_model
 from hf_gradguard.recommend.intervals import accuracy_over_seeds
@@ -300,7 +301,7 @@ def trained(
     held_out = json.loads((output / "metrics.json").read_text(encoding="utf-8"))["accuracy"]
     model, processing_class = load_model(str(output))
     classes: dict[str, int] = model.config.label2id
-    labels = [classes[str(label)] for _, label in others]
+    labels = [find_class(str(label), classes) for _, label in others]
     predicted = predictions(model, processing_class, others)
     right = [float(found == label) for found, label in zip(predicted, labels, strict=True)]
     accuracy = accuracy_over_seeds([right])
