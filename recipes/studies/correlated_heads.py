@@ -33,7 +33,7 @@ from hf_gradguard.leakage import (
 from ..study import Study
 from . import frontier_clients as clients
 from . import frontier_tables as tables
-from .efficientnet_features import EfficientNetMeans, Standardized, load_network
+from .efficientnet_features import standardized_means
 from .frontier_heads import FeaturesTask, Rows
 from .frontier_rows import DELTA, RATES_SEED
 from .lib.device import DEVICE
@@ -52,7 +52,6 @@ from .patch_features import PatchFeatures
 from .rate_search import RateStudy
 
 CLIP, BATCH, SEEDS = 0.3, 16, 5
-BATCH_SIZE = 64  # of images whose features are made at once
 GRID = tuple(0.625 * 2**power for power in range(10))
 PLANNED = {"correlated": True, "falling_rate": True}  # as a Trainer does by its schedule
 ORDERS, TRAININGS = 2, 4  # of samples, and in each of them, when a rate is chosen
@@ -286,13 +285,21 @@ class ImagesTask(HeadTask):
 
     @functools.cached_property
     def full_head(self) -> PrivateHead:
-        public = public_images(self._public, self.PUBLIC)
-        encoder = PatchFeatures(public, self.FILTERS, torch.Generator().manual_seed(0))
-        return private_head(encoder, public, 10, directions=self.DIRECTIONS)
+        return private_head(self.encoder(), self.public, 10, directions=self.DIRECTIONS)
+
+    @functools.cached_property
+    def public(self) -> Tensor:
+        """Images that are nobody's secret."""
+        return public_images(self._public, self.PUBLIC)
+
+    def encoder(self) -> nn.Module:
+        """What features are made by."""
+        return PatchFeatures(self.public, self.FILTERS, torch.Generator().manual_seed(0))
 
     def made(self, name: str) -> dict[str, Tensor]:
         pixels, labels = images_at(self._files[name], name)
-        features = [self.full_head.features_of(part.float() / 255) for part in pixels.split(1000)]
+        parts = logging.tqdm(pixels.split(1000), desc=f"thousands of images to {name}")
+        features = [self.full_head.features_of(part.float() / 255) for part in parts]
         return {"features": torch.cat(features), "labels": labels}
 
     def places(self) -> tuple[list[int], list[int]]:
@@ -319,21 +326,8 @@ class EfficientNetTask(ImagesTask):
         self.folder = Path(folder) / "correlated-efficientnet-heads"
         self._network = network
 
-    @functools.cached_property
-    def full_head(self) -> PrivateHead:
-        public = public_images(self._public, self.PUBLIC)
-        network = EfficientNetMeans(load_network(self._network)).to(DEVICE)
-        means = torch.cat([network(part) for part in public.to(DEVICE).split(BATCH_SIZE)])
-        encoder = nn.Sequential(network, Standardized(means))
-        return private_head(
-            encoder, public, 10, directions=self.DIRECTIONS, task="image-classification"
-        )
-
-    def made(self, name: str) -> dict[str, Tensor]:
-        pixels, labels = images_at(self._files[name], name)
-        parts = logging.tqdm(pixels.split(BATCH_SIZE), desc=f"images to {name}")
-        features = [self.full_head.features_of(part.float() / 255) for part in parts]
-        return {"features": torch.cat(features), "labels": labels}
+    def encoder(self) -> nn.Module:
+        return standardized_means(self._network, self.public.to(DEVICE))
 
 
 # of `HeadSettings`, by a cell

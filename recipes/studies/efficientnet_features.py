@@ -1,6 +1,7 @@
 """Features of images by a network that was trained on ImageNet: EfficientNet-Lite0."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 SIDE, MIDDLE, SCALE = 224, 127 / 255, 128 / 255  # pixels, and how the network was trained
+AT_ONCE = 64  # images
 PAIRS = (
     ("_conv_stem", "_bn0"), ("_conv_head", "_bn1"), ("_expand_conv", "_bn0"),
     ("_depthwise_conv", "_bn1"), ("_project_conv", "_bn2"),
@@ -60,13 +62,22 @@ class EfficientNetMeans(nn.Module):
         network: Any = self.network
         images = F.interpolate(pixels, (SIDE, SIDE), mode="bicubic", antialias=True)
         images = ((images - MIDDLE) / SCALE).to(torch.bfloat16, memory_format=torch.channels_last)
-        means = list[Tensor]()
-        layer = network._swish(network._bn0(network._conv_stem(images)))
-        for block in network._blocks:
-            layer = block(layer)
-            means.append(layer.float().mean((2, 3)))
-        last = network._swish(network._bn1(network._conv_head(layer)))
-        return torch.cat([*means, last.float().mean((2, 3))], 1)
+        means = [layer.float().mean((2, 3)) for layer in block_outputs(network, images)]
+        return torch.cat(means, 1)
+
+
+def block_outputs(network: Any, images: Tensor) -> Iterator[Tensor]:
+    """What each block returns, and then the last layer, `(N, C, H, W)`.
+
+    Args:
+        network: As `load_network` returns it.
+        images: Of any size, normalized as the network was trained, and of its type.
+    """
+    layer = network._swish(network._bn0(network._conv_stem(images)))
+    for block in network._blocks:
+        layer = block(layer)
+        yield layer
+    yield network._swish(network._bn1(network._conv_head(layer)))
 
 
 class Standardized(nn.Module):
@@ -86,3 +97,15 @@ class Standardized(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         return (features - self.mean) / self.deviation
+
+
+def standardized_means(folder: str | Path, public: Tensor) -> nn.Module:
+    """An encoder of images: `EfficientNetMeans` of mean 0 and variance 1 on public ones.
+
+    Args:
+        folder: As of `load_network`.
+        public: Images `(N, 3, H, W)` in [0, 1], where the encoder is to be.
+    """
+    network = EfficientNetMeans(load_network(folder)).to(public.device)
+    means = torch.cat([network(part) for part in public.split(AT_ONCE)])
+    return nn.Sequential(network, Standardized(means))

@@ -17,12 +17,11 @@ from transformers import AutoModel
 from hf_gradguard.heads import PrivateHead, private_head
 
 from .correlated_heads import HeadTask, ImagesTask
-from .efficientnet_features import EfficientNetMeans, Standardized, load_network
+from .efficientnet_features import standardized_means
 from .lib.device import DEVICE
-from .lib.images import images_at, public_images
+from .lib.images import images_at
 from .lib.linear_heads import held_out_sentences
 from .lib.text import load_tokenizer
-from .patch_features import PatchFeatures
 
 Article = list[list[str]]  # sentences by paragraph
 TAB = "\t"  # between the texts of a pair
@@ -235,18 +234,10 @@ class RateImages(ImagesTask):
         self._splits = {"train": "train", "test": judged}
 
     @functools.cached_property
-    def full_head(self) -> PrivateHead:
-        return private_head(self.encoder(), self.public, 10, directions=self.DIRECTIONS)
-
-    @functools.cached_property
     def public(self) -> Tensor:
         """Public images, in gray where the private ones are."""
-        public = public_images(self._public, self.PUBLIC)
+        public = super().public
         return public.mean(1, keepdim=True).expand(-1, 3, -1, -1) if self.is_gray else public
-
-    def encoder(self) -> nn.Module:
-        """What features are made by."""
-        return PatchFeatures(self.public, self.FILTERS, torch.Generator().manual_seed(0))
 
     @functools.cached_property
     def is_gray(self) -> bool:
@@ -288,9 +279,7 @@ class BlockMeans(RateImages):
         self._network = network
 
     def encoder(self) -> nn.Module:
-        network = EfficientNetMeans(load_network(self._network)).to(DEVICE)
-        public = torch.cat([network(part) for part in self.public.split(self.CHUNK)])
-        return nn.Sequential(network, Standardized(public))
+        return standardized_means(self._network, self.public.to(DEVICE))
 
 
 def scaled(pixels: Tensor) -> Tensor:

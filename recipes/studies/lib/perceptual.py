@@ -1,13 +1,12 @@
 """How alike images look to a network that was trained on ImageNet."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..efficientnet_features import MIDDLE, SCALE, load_network
+from ..efficientnet_features import MIDDLE, SCALE, block_outputs, load_network
 
 SIDE = 64  # pixels that the network is shown
 EFFICIENTNET = {
@@ -28,21 +27,17 @@ class Perceptual:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        network: Any = load_network(folder, torch.float32)
-        self._network = network
+        self._network = load_network(folder, torch.float32)
 
     @torch.no_grad()
     def features(self, pixels: Tensor) -> tuple[list[Tensor], Tensor]:
         """After each block; and the means of the last ones, of unit length, `(N, 1280)`."""
-        network = self._network
         x = pixels.expand(-1, 3, -1, -1).float()
         x = F.interpolate(x, size=SIDE, mode="bilinear", align_corners=False)
-        x, kept = network._swish(network._bn0(network._conv_stem((x - MIDDLE) / SCALE))), []
-        for block in network._blocks:
-            x = block(x)
-            kept.append(F.normalize(x, dim=1))
-        last = network._swish(network._bn1(network._conv_head(x)))
-        return kept, F.normalize(last.mean((2, 3)), dim=1)
+        *blocks, last = block_outputs(self._network, (x - MIDDLE) / SCALE)
+        return [F.normalize(block, dim=1) for block in blocks], F.normalize(
+            last.mean((2, 3)), dim=1
+        )
 
     def embedding(self, pixels: Tensor) -> Tensor:
         return torch.cat([self.features(chunk)[1] for chunk in pixels.split(100)])
